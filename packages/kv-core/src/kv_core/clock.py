@@ -1,0 +1,21 @@
+"""Time as a value handed in, so that what expires can be tested without waiting."""
+
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Seconds since some fixed moment; never goes back."""
+
+
+class HandClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds

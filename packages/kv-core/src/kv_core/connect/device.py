@@ -1,0 +1,44 @@
+"""The hands that touch the engine's memory, as the worker half sees them."""
+
+from typing import Protocol
+
+from kv_core.transfer import TransferPlan
+
+
+class CopyEvent(Protocol):
+    """A copy that was asked for."""
+
+    def done(self) -> bool:
+        """True once the bytes have arrived.
+
+        Raises:
+            CopyFailed: they never will.
+        """
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived.
+
+        Raises:
+            CopyFailed: they never will.
+        """
+
+
+class DeviceCopier(Protocol):
+    """Copies between host extents and the engine's paged cache. One for each group and worker."""
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""
+
+    def load(self, plan: TransferPlan) -> CopyEvent:
+        """Host to device: scatter every copy's bytes to its slots. Tokens that the plan does not name are untouched.
+
+        Raises:
+            InputError: the plan names a slot or a byte outside the cache, the pool or the chunk; nothing was copied.
+        """
+
+    def store(self, plan: TransferPlan) -> CopyEvent:
+        """Device to host: gather every copy's slots into its extent.
+
+        Raises:
+            InputError: as for `load`.
+        """

@@ -1,0 +1,29 @@
+"""What can go wrong, in families by who must act.
+
+`MisuseError` is a bug in this process: nobody catches it. `TierDown` is the world's fault: the manager counts it and
+serves a miss. `InputError` and `ConfigError` are the caller's: their text says what was wrong, where, and what to do.
+"""
+
+
+class KVError(Exception):
+    """Anything these packages raise on purpose."""
+
+
+class MisuseError(KVError):
+    """A contract between our own parts broke. A bug to be fixed, never a state to recover from."""
+
+
+class TierDown(KVError):  # noqa: N818  # it names a state of the world, and reads so where it is caught
+    """A tier's medium cannot be reached."""
+
+
+class CopyFailed(KVError):  # noqa: N818  # as above
+    """Bytes could not be carried between host and device. The destination holds unspecified bytes."""
+
+
+class InputError(KVError, ValueError):
+    """Outside data (tokens, a key's spelling, a plan off the wire) that we cannot accept."""
+
+
+class ConfigError(KVError, ValueError):
+    """A setting that cannot be honoured; the text names the setting and says what to write instead."""

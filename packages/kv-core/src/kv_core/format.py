@@ -1,0 +1,87 @@
+"""The bytes of one chunk, the same on every tier and for every engine that agrees on the fingerprint.
+
+`canonical`: part after part (K then V, or MLA's single latent part), each [layers, tokens, heads, head_dim] in C order.
+One layer of one part is one contiguous range, whatever order the engine keeps, and SGLang's `page_first_direct` host
+page is the same bytes.
+`blocks`: [layers, blocks, block_bytes], the engine's blocks as opaque bytes: always right, understood by nobody else.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_core.errors import InputError
+
+FORMAT_VERSION = 1
+"""Part of every fingerprint. The bytes of a version never change; a new order of bytes is a new version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFormat:
+    """Shape, dtype, size and fingerprint of one chunk of one group on one shard.
+
+    parts: ("k", "v") or ("kv",) in `canonical`; ("blocks",) in `blocks`.
+    dtype: the stored element as torch spells it ("bfloat16"); "uint8" in `blocks`.
+    heads, head_dim: of one part; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
+    origin: "" in `canonical`; in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides).
+    """
+
+    kind: Literal["canonical", "blocks"]
+    parts: tuple[str, ...]
+    layers: int
+    chunk_tokens: int
+    heads: int
+    head_dim: int
+    dtype: str
+    itemsize: int
+    block_tokens: int = 1
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "chunk_tokens", "heads", "head_dim", "itemsize", "block_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                raise InputError(f"a chunk format's {name} is {value!r}; it must be a positive whole number")
+        if not self.parts:
+            raise InputError("a chunk format needs at least one part")
+        if self.kind == "blocks" and self.chunk_tokens % self.block_tokens:
+            raise InputError(
+                f"chunk_tokens={self.chunk_tokens} is not a multiple of the engine's block of {self.block_tokens} tokens"
+            )
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token in one layer of one part."""
+        return self.heads * self.head_dim * self.itemsize
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of one part."""
+        return self.chunk_tokens * self.token_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.parts) * self.layers * self.layer_nbytes
+
+    def layer_offset(self, part: int, layer: int) -> int:
+        """Where layer `layer` of part number `part` starts, in bytes from the chunk's start."""
+        return (part * self.layers + layer) * self.layer_nbytes
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that differ whenever the bytes would. Stable over processes, platforms and releases."""
+        described = [
+            FORMAT_VERSION,
+            self.kind,
+            list(self.parts),
+            self.layers,
+            self.chunk_tokens,
+            self.heads,
+            self.head_dim,
+            self.dtype,
+            self.itemsize,
+            self.block_tokens if self.kind == "blocks" else 0,
+            self.origin,
+        ]
+        return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:32]

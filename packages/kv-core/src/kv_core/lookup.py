@@ -1,0 +1,44 @@
+"""The answer to a lookup: how many leading chunks can be served, from where, and why no more."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Ended(Enum):
+    """Why the servable prefix is not longer."""
+
+    ALL_HELD = "every chunk asked for is held"
+    ABSENT = "the next chunk is not held"
+    INCOMPLETE = "the next chunk is held by some shards or groups and not by all"
+    REFUSED = "the cache takes no new leases at present"
+
+
+@dataclass(frozen=True, slots=True)
+class LookupPlan:
+    """The leading chunks that `holder` may now load. They stay put until its lease ends or expires.
+
+    chunks: how many leading chunks every shard and group holds.
+    tiers: for each of those chunks, the slowest tier that one of its keys must come from.
+    """
+
+    holder: str
+    chunks: int
+    ended: Ended
+    tiers: tuple[str, ...]
+
+
+def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
+    """Count the leading chunks whose every key is held, and say why the count stopped.
+
+    held: chunk-major, `keys_per_chunk` answers a chunk; read lazily and never past the first miss.
+    """
+    chunks = 0
+    of_this_chunk = 0
+    for answer in held:
+        if not answer:
+            return chunks, Ended.INCOMPLETE if of_this_chunk else Ended.ABSENT
+        of_this_chunk += 1
+        if of_this_chunk == keys_per_chunk:
+            chunks, of_this_chunk = chunks + 1, 0
+    return chunks, Ended.ALL_HELD

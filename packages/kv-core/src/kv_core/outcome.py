@@ -1,0 +1,38 @@
+"""What became of one chunk, as values: expected outcomes are matched, not caught."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The chunk is in the lent buffer and was whole."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Nobody holds the chunk. Not a fault: it may have left since the lookup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """Bytes were found but were wrong. They have been discarded already."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The chunk is held from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The chunk was not taken, and nothing of it remains."""
+
+    reason: str
+
+
+LoadOutcome = Loaded | Absent | Damaged
+StoreOutcome = Stored | Refused

@@ -1,0 +1,143 @@
+"""The only door into a cache. An engine's halves hold a `CacheService` and cannot tell where it runs.
+
+Nothing here blocks and no chunk bytes pass through: a lease names extents of a pool that both sides map, the worker
+copies there, and says when it is done. A lookup's answer is a promise: the chunks it names are leased to its holder at
+once. Whoever holds anything is named by a `Holder` (one request, or one worker), so that all of it can be given back in
+one call when the holder ends, however it ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
+from kv_core.lookup import LookupPlan
+
+Holder = str
+Ticket = NewType("Ticket", int)
+LeaseId = NewType("LeaseId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """`extents[i]` holds the whole bytes of `keys[i]` until the lease is released or expires."""
+
+    id: LeaseId
+    keys: tuple[ChunkKey, ...]
+    extents: tuple[HostExtent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLease:
+    """Room for chunks not yet held: write `keys[i]` to `extents[i]`, then commit. No lookup sees them before.
+
+    refused: why chunks that are not held got no room, or "" when all did. What is refused costs nothing.
+    """
+
+    id: LeaseId
+    keys: tuple[ChunkKey, ...]
+    extents: tuple[HostExtent, ...]
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReady:
+    """The chunks are in the pool. Copy, then release: `release` says whether the bytes stayed put meanwhile."""
+
+    ticket: Ticket
+    lease: ReadLease
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """At least one of the chunks could not be had; nothing is leased."""
+
+    ticket: Ticket
+    missing: tuple[ChunkKey, ...]
+    reason: str
+
+
+Completion = LoadReady | LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """A snapshot. Slots and leases are present values; the rest only grow.
+
+    At rest `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and
+    `chunks_committed == chunks_resident + chunks_evicted + chunks_forgotten - chunks_adopted`.
+    """
+
+    slots_total: int
+    slots_used: int
+    chunks_resident: int
+    chunks_reserved: int
+    read_leases: int
+    write_leases: int
+    lookups: int
+    chunks_asked: int
+    chunks_hit: int
+    chunks_reserved_ever: int
+    chunks_committed: int
+    chunks_aborted: int
+    chunks_evicted: int
+    chunks_forgotten: int
+    chunks_adopted: int
+    chunks_refused: int
+    chunks_damaged: int
+    leases_expired: int
+
+
+class CacheService(Protocol):
+    """Everything an engine may ask of a cache. Every call returns at once."""
+
+    def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
+        """Lease the leading run of held chunks to `holder` and say how long it is.
+
+        keys: chunk-major from the first chunk of the prompt; `keys_per_chunk` keys (shards × groups) name one chunk,
+        which counts only when all of them are held. Asking again replaces what the holder was promised before and
+        starts its time anew, so the call may be repeated without counting: one holder has one promise.
+        """
+
+    def renew(self, holder: Holder) -> bool:
+        """Start the promise's time anew. False if the holder has none (any more): look up again."""
+
+    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
+        """Ask for readable extents of exactly these chunks, on a lease of their own. The answer comes from `poll`."""
+
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        """Reserve room for those of `keys` that are not held, in order, until room runs out.
+
+        keys: the whole chain from the prompt's first chunk. Chunks already held are touched, and never evicted to
+        make room for their own descendants. A write lease does not expire by time: a writer that lives may still be
+        writing. It ends by `commit`, `release`, or with its holder.
+        """
+
+    def commit(self, lease: WriteLease) -> None:
+        """The bytes are written; lookups see these chunks from now.
+
+        Raises:
+            MisuseError: the lease is not open.
+        """
+
+    def release(self, lease: ReadLease | WriteLease) -> bool:
+        """Done reading, or gave up writing (what was reserved is aborted).
+
+        False if a read lease had expired: the bytes may have been replaced while they were being read, so what was
+        copied from them must not be used. Releasing twice is False too, and changes nothing.
+        """
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end."""
+
+    def end(self, holder: Holder) -> None:
+        """Give back everything `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""
+
+    def poll(self, holder: Holder) -> list[Completion]:
+        """Tickets of `holder` that finished since it last asked."""
+
+    def clear(self) -> None:
+        """Forget every chunk that is held."""
+
+    def counts(self) -> CacheCounts: ...
