@@ -1,0 +1,45 @@
+# The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-packages test-engine lint bench format clean
+unexport PYTHONDONTWRITEBYTECODE
+
+WORKSPACE := .venv/bin
+VLLM := .venvs/vllm/bin
+SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
+
+help: ## print this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'
+
+demo: ## real vLLM reuses a prefix across requests and processes (MODEL=name for another model)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python -m kv_vllm.demo $(if $(MODEL),--model $(MODEL))
+
+test: lint test-packages test-engine ## everything, under 15 minutes on two cores
+
+test-packages: ## the packages alone, without an engine
+	@scripts/setup.sh workspace
+	$(WORKSPACE)/python -m pytest -q packages tests --ignore tests/engine -m "not gpu"
+
+test-engine: ## real vLLM on the CPU: its schedulers, then its engine
+	@scripts/setup.sh vllm
+	$(VLLM)/python -m pytest -q tests/engine -m "not gpu"
+
+lint: ## formatting, types, imports
+	@scripts/setup.sh workspace
+	$(WORKSPACE)/ruff check .
+	$(WORKSPACE)/ruff format --check .
+	$(WORKSPACE)/mypy $(SOURCES)
+	$(WORKSPACE)/lint-imports
+
+bench: ## the benchmarks' tables (JSON=1 for one object a line)
+	@scripts/setup.sh workspace
+	@status=0; for name in keys lookup copy; do \
+	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
+
+format: ## let ruff put the formatting right
+	@scripts/setup.sh workspace
+	$(WORKSPACE)/ruff check --fix .
+	$(WORKSPACE)/ruff format .
+
+clean: ## remove the environments and caches
+	rm -rf .venv .venvs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,65 @@
+"""One request's life with us, as a table: what it may do next, and when its promise must be given back.
+
+An engine tells us little: it asks for a match, it allocates, it says that a load ended, it finishes. A request that is
+asked about again after it ran was preempted; nobody says so. What is promised (leased by a lookup) lasts exactly while
+the request is `PROMISED`, `LOADING` or `DRAINING`, so leaving those three is the one place where it is given back.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+from kv_core.errors import MisuseError
+
+
+class Phase(Enum):
+    WAITING = "nothing is promised"
+    PROMISED = "chunks are leased for it, and the engine knows how many"
+    LOADING = "the engine has given blocks and waits for us to fill them"
+    RUNNING = "the engine computes it"
+    DRAINING = "it ended while loading: its blocks stay until the load is reported"
+    GONE = "the engine has forgotten it, and so have we"
+
+
+class Event(Enum):
+    PROMISE = "a lookup found something to load"
+    MISS = "a lookup found nothing to load"
+    LOAD = "blocks were allocated for what was promised"
+    ADMIT = "blocks were allocated with nothing to load"
+    LOADED = "the load ended, well or badly"
+    FINISH = "the engine is done with it, for whatever reason"
+
+
+NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
+    (Phase.WAITING, Event.PROMISE): Phase.PROMISED,
+    (Phase.WAITING, Event.MISS): Phase.WAITING,
+    (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
+    (Phase.WAITING, Event.FINISH): Phase.GONE,
+    (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # asked again while it waits for blocks
+    (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine found as much by itself meanwhile
+    (Phase.PROMISED, Event.LOAD): Phase.LOADING,
+    (Phase.PROMISED, Event.ADMIT): Phase.RUNNING,  # the engine declined what we offered
+    (Phase.PROMISED, Event.FINISH): Phase.GONE,
+    (Phase.LOADING, Event.LOADED): Phase.WAITING,
+    (Phase.LOADING, Event.FINISH): Phase.DRAINING,
+    (Phase.RUNNING, Event.ADMIT): Phase.RUNNING,
+    (Phase.RUNNING, Event.PROMISE): Phase.PROMISED,  # preempted, and what it had computed is still held
+    (Phase.RUNNING, Event.MISS): Phase.WAITING,  # preempted
+    (Phase.RUNNING, Event.FINISH): Phase.GONE,
+    (Phase.DRAINING, Event.LOADED): Phase.GONE,
+}
+
+HOLDING: Final = frozenset({Phase.PROMISED, Phase.LOADING, Phase.DRAINING})
+"""The phases in which a lookup's lease is open."""
+
+
+def advance(now: Phase, event: Event) -> Phase:
+    """What the request becomes.
+
+    Raises:
+        MisuseError: the table has no such move; the engine's contract is not what we took it for.
+    """
+    try:
+        return NEXT[now, event]
+    except KeyError:
+        raise MisuseError(f"a request that is {now.name} cannot {event.name}") from None

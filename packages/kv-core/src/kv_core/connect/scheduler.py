@@ -1,0 +1,287 @@
+"""The scheduler half: what a request may load, what its blocks are worth keeping, and when a promise ends.
+
+It lives on the engine's scheduler thread and never waits. The engine asks for a match as often as it likes; the answer
+is a delta over what the engine holds itself, and it is leased from the moment it is given until the request loads,
+declines, is preempted, aborted or finished. All of an engine's differences are in whoever calls this.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kv_core.connect.request import HOLDING, Event, Phase, advance
+from kv_core.connect.step import LoadStep, StepPlan, StoreStep
+from kv_core.errors import ConfigError, MisuseError
+from kv_core.hashing import ChainScheme
+from kv_core.keys import ChunkKey, KeySpace
+from kv_core.sequence import Item, KeySequence
+from kv_core.service import CacheService
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectShape:
+    """What both halves must agree on.
+
+    block_tokens: for each group of layers, the engine's block in tokens.
+    shards: how many ranks hold a share of every chunk.
+    """
+
+    scheme: ChainScheme
+    space: KeySpace
+    block_tokens: tuple[int, ...]
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        chunk_tokens = self.scheme.chunk_tokens
+        for block_tokens in self.block_tokens:
+            if chunk_tokens % block_tokens:
+                nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens
+                raise ConfigError(
+                    f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
+                    f"write chunk_tokens={nearest}"
+                )
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.scheme.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTokens:
+    """What the engine knows of a request when it asks.
+
+    tokens: all of them, the generated ones too: after a preemption those are a prompt like any other.
+    keep_tokens: how many of them may be stored (the prompt's; all of them where decoded tokens are kept as well).
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    keep_tokens: int
+    salt: str | None = None
+    lora: str | None = None
+    items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request in this step: after the forward pass its first `computed_tokens` tokens are in `blocks`."""
+
+    request: RequestTokens
+    computed_tokens: int
+    blocks: tuple[Sequence[int], ...]
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What the half did since it was made. Tokens offered are counted once a load, however often the engine asked."""
+
+    requests: int = 0
+    loads: int = 0
+    tokens_to_load: int = 0
+    loads_failed: int = 0
+    loads_refused: int = 0
+    stores: int = 0
+    skipped_requests: int = 0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request we have heard of."""
+
+    keys: KeySequence
+    phase: Phase = Phase.WAITING
+    chunk_keys: list[ChunkKey] = field(default_factory=list)
+    promised_chunks: int = 0
+    offered_from: int = 0
+    offered_tokens: int = 0
+    attempt: int = 0
+    stored_chunks: int = 0
+
+
+class SchedulerHalf:
+    """One engine's. Not thread-safe: it belongs to the scheduler's thread."""
+
+    def __init__(self, service: CacheService, shape: ConnectShape, *, name: str) -> None:
+        """name: tells this engine's holders apart from other engines' on the same cache."""
+        self._service = service
+        self._shape = shape
+        self._name = name
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[LoadStep] = []
+        self._refused: list[str] = []
+        self._generation = 0
+        self.counts = SchedulerCounts()
+
+    def match(self, request: RequestTokens, computed_tokens: int) -> int:
+        """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
+
+        At least one token is always left to compute: the engine needs a logit. Cheap to ask again: while the promise
+        stands, nothing is hashed or looked up.
+        """
+        tracked = self._track(request)
+        if tracked.phase not in (Phase.WAITING, Phase.PROMISED, Phase.RUNNING):
+            raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
+        chunk_tokens = self._shape.chunk_tokens
+        usable = len(request.tokens) - 1
+        offered = 0
+        if usable > computed_tokens and not any(computed_tokens % block for block in self._shape.block_tokens):
+            if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
+                tracked.promised_chunks = self._look_up(request, tracked)
+            offered = max(0, min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens)
+        if offered == 0:
+            self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
+            return 0
+        tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
+        self._move(request.request_id, tracked, Event.PROMISE)
+        return offered
+
+    def allocated(self, request_id: str, external_tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
+        """The engine gave blocks; `external_tokens` of what we offered are to be loaded into them.
+
+        A load that does not add up (another count than offered, a table too short) is refused here, where the numbers
+        are, and reported as failed by the workers: the engine then computes the tokens itself.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            if external_tokens:
+                self._refused.append(request_id)
+            return
+        if external_tokens == 0:
+            if tracked.phase is not Phase.LOADING:
+                self._move(request_id, tracked, Event.ADMIT)
+            return
+        offered = tracked.offered_tokens if tracked.phase is Phase.PROMISED else None
+        first, last = tracked.offered_from, tracked.offered_from + external_tokens
+        fits = all(
+            len(table) * block_tokens >= last
+            for table, block_tokens in zip(blocks, self._shape.block_tokens, strict=True)
+        )
+        if offered is None:
+            # No promise, no lease: there is nothing that could be loaded. The engine must hear so.
+            self._refused.append(request_id)
+            self.counts.loads_refused += 1
+            return
+        self._move(request_id, tracked, Event.LOAD)
+        tracked.attempt += 1
+        if external_tokens != offered or not fits:
+            self._refused.append(request_id)
+            self.counts.loads_refused += 1
+            return
+        chunk_tokens = self._shape.chunk_tokens
+        # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
+        block_tokens = max(self._shape.block_tokens)
+        last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens)
+        first_chunk = first // chunk_tokens
+        last_chunk = -(-last // chunk_tokens)
+        self._loads.append(
+            LoadStep(
+                request_id,
+                tracked.attempt,
+                first_chunk,
+                tuple(tracked.keys.digests[first_chunk:last_chunk]),
+                tuple(tuple(table) for table in blocks),
+                first,
+                last,
+            )
+        )
+        self.counts.loads += 1
+        self.counts.tokens_to_load += external_tokens
+
+    def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
+        """Everything for this step: the loads that were allocated, and the chunks that it completes."""
+        stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
+        plan = StepPlan(self._generation, tuple(self._loads), tuple(stores), tuple(self._refused))
+        self._loads, self._refused = [], []
+        return plan
+
+    def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
+        """All workers have reported these loads; `failed` ones will be asked about again or computed."""
+        for request_id in failed:
+            self.counts.loads_failed += 1
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.stored_chunks = 0  # what could not be loaded will be computed, and is worth storing again
+        for request_id in finished:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.phase in (Phase.LOADING, Phase.DRAINING):
+                self._move(request_id, tracked, Event.LOADED)
+
+    def finished(self, request_id: str) -> None:
+        """The engine is done with the request: finished, aborted or failed. Idempotent."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.phase is not Phase.DRAINING:
+            self._move(request_id, tracked, Event.FINISH)
+
+    def reset(self) -> None:
+        """Forget everything held. Promises made before are void; what is loading now will be reported as failed."""
+        self._generation += 1
+        self._service.clear()
+        for request_id, tracked in self._tracked.items():
+            tracked.stored_chunks = 0
+            if tracked.phase is Phase.PROMISED:
+                # The next question finds no promise to renew and looks up anew.
+                self._service.end(self._holder(request_id))
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def tracked_phases(self) -> dict[str, Phase]:
+        """Every request we know and where it stands; empty when the engine is idle."""
+        return {request_id: tracked.phase for request_id, tracked in self._tracked.items()}
+
+    def _holder(self, request_id: str) -> str:
+        return f"{self._name}/{request_id}"
+
+    def _track(self, request: RequestTokens) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            root = self._shape.scheme.root(salt=request.salt, lora=request.lora)
+            keys = KeySequence(self._shape.scheme, root=root, items=request.items)
+            tracked = self._tracked[request.request_id] = _Tracked(keys)
+            self.counts.requests += 1
+        return tracked
+
+    def _hash_up_to(self, request: RequestTokens, tracked: _Tracked, tokens: int) -> None:
+        """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
+        known = tracked.keys.tokens
+        if tokens > known:
+            new = tracked.keys.append(request.tokens[known:tokens])
+            shape = self._shape
+            tracked.chunk_keys += shape.space.keys(new, groups=len(shape.block_tokens), shards=shape.shards)
+
+    def _look_up(self, request: RequestTokens, tracked: _Tracked) -> int:
+        self._hash_up_to(request, tracked, len(request.tokens))
+        keys_per_chunk = len(self._shape.block_tokens) * self._shape.shards
+        plan = self._service.lookup(tracked.chunk_keys, self._holder(request.request_id), keys_per_chunk=keys_per_chunk)
+        return plan.chunks
+
+    def _store(self, entry: Scheduled) -> StoreStep | None:
+        request = entry.request
+        tracked = self._track(request)
+        keep = min(entry.computed_tokens, request.keep_tokens, len(request.tokens))
+        chunks = keep // self._shape.chunk_tokens
+        if chunks <= tracked.stored_chunks:
+            return None
+        self._hash_up_to(request, tracked, chunks * self._shape.chunk_tokens)
+        tracked.stored_chunks = chunks
+        self.counts.stores += 1
+        return StoreStep(
+            request.request_id,
+            tuple(tracked.keys.digests[:chunks]),
+            tuple(
+                tuple(table[: chunks * self._shape.chunk_tokens // block_tokens])
+                for table, block_tokens in zip(entry.blocks, self._shape.block_tokens, strict=True)
+            ),
+        )
+
+    def _move(self, request_id: str, tracked: _Tracked, event: Event, *, had_promise: bool = False) -> None:
+        """Advance the request's life, and give its promise back where the table says that it ends."""
+        before = tracked.phase
+        tracked.phase = advance(before, event)
+        if (before in HOLDING or had_promise) and tracked.phase not in HOLDING:
+            self._service.end(self._holder(request_id))
+            tracked.promised_chunks = 0
+        if before is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
+            # Preempted: its blocks are gone and will be other blocks. What we hold of it we hold; the rest comes again.
+            tracked.stored_chunks = 0
+        if tracked.phase is Phase.GONE:
+            del self._tracked[request_id]

@@ -1,0 +1,160 @@
+"""What the halves say to each other: one plan a step, one report back, as plain data.
+
+A plan may travel to another process, so its spelling is lists, dicts, strings, ints and bytes and nothing else: any
+serialiser carries it, no class of ours has to be unpickled, and `from_plain` checks what arrives. It names chunks by the
+digests of their prefix, never by extents or pointers: each worker makes its own shard's keys and asks the cache itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kv_core.errors import InputError
+
+Plain: TypeAlias = Any
+"""Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
+
+STEP_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStep:
+    """Fill the request's blocks with tokens `first_token … last_token` (excluded) of its prompt.
+
+    attempt: tells loads of one request apart; a request can load again after a preemption or a failure.
+    first_chunk: number of the chunk that `digests[0]` names; the digests reach over all tokens to be loaded.
+    blocks: for each group, the request's block table from the prompt's first token on.
+    """
+
+    request_id: str
+    attempt: int
+    first_chunk: int
+    digests: tuple[bytes, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    first_token: int
+    last_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStep:
+    """After this step's forward pass the first `len(digests)` chunks of the request are computed: keep those we lack."""
+
+    request_id: str
+    digests: tuple[bytes, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work for every worker.
+
+    generation: grows when the cache is reset; a load planned before a reset must not deliver old bytes after it.
+    refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
+    """
+
+    generation: int
+    loads: tuple[LoadStep, ...] = ()
+    stores: tuple[StoreStep, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.loads or self.stores or self.refused)
+
+    def to_plain(self) -> Plain:
+        return {
+            "version": STEP_VERSION,
+            "generation": self.generation,
+            "loads": [
+                [
+                    load.request_id,
+                    load.attempt,
+                    load.first_chunk,
+                    list(load.digests),
+                    [list(blocks) for blocks in load.blocks],
+                    load.first_token,
+                    load.last_token,
+                ]
+                for load in self.loads
+            ],
+            "stores": [
+                [store.request_id, list(store.digests), [list(blocks) for blocks in store.blocks]]
+                for store in self.stores
+            ],
+            "refused": list(self.refused),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Plain) -> "StepPlan":
+        """Read a plan that came from elsewhere.
+
+        Raises:
+            InputError: it is not a step plan of this version.
+        """
+        if not isinstance(plain, dict) or plain.get("version") != STEP_VERSION:
+            raise InputError(f"not a step plan of version {STEP_VERSION}: both halves must run the same release")
+        try:
+            return cls(
+                generation=_count(plain["generation"]),
+                loads=tuple(_load(entry) for entry in _sequence(plain["loads"])),
+                stores=tuple(_store(entry) for entry in _sequence(plain["stores"])),
+                refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),
+            )
+        except KeyError as missing:
+            raise InputError(f"the step plan lacks {missing}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Loads that ended since the last report. Every failed one is also finished: its wait is over either way."""
+
+    finished: frozenset[str]
+    failed: frozenset[str]
+
+
+def _load(entry: Plain) -> LoadStep:
+    request_id, attempt, first_chunk, digests, blocks, first_token, last_token = _sequence(entry, 7)
+    return LoadStep(
+        _text(request_id),
+        _count(attempt),
+        _count(first_chunk),
+        tuple(_digest(digest) for digest in _sequence(digests)),
+        _tables(blocks),
+        _count(first_token),
+        _count(last_token),
+    )
+
+
+def _store(entry: Plain) -> StoreStep:
+    request_id, digests, blocks = _sequence(entry, 3)
+    return StoreStep(_text(request_id), tuple(_digest(digest) for digest in _sequence(digests)), _tables(blocks))
+
+
+def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_count(block) for block in _sequence(table)) for table in _sequence(entry))
+
+
+def _sequence(entry: Plain, length: int | None = None) -> list[Plain] | tuple[Plain, ...]:
+    # Serialisers disagree on lists and tuples, so both are welcome.
+    if not isinstance(entry, list | tuple) or (length is not None and len(entry) != length):
+        raise InputError(
+            f"the step plan has {type(entry).__name__} where a list{f' of {length}' if length else ''} belongs"
+        )
+    return entry
+
+
+def _text(entry: Plain) -> str:
+    if not isinstance(entry, str):
+        raise InputError(f"the step plan has {type(entry).__name__} where a string belongs")
+    return entry
+
+
+def _count(entry: Plain) -> int:
+    if type(entry) is not int or entry < 0:
+        raise InputError(f"the step plan has {entry!r} where a whole number of at least 0 belongs")
+    return entry
+
+
+def _digest(entry: Plain) -> bytes:
+    if not isinstance(entry, bytes) or len(entry) not in (16, 32):
+        raise InputError("the step plan has something else where a chunk's digest belongs")
+    return entry

@@ -1,0 +1,227 @@
+"""The worker half: carries out step plans between the cache's extents and the engine's blocks.
+
+It lives on the engine's worker thread, starts no thread of its own and is polled once a step. A load that cannot be
+completed for any reason ends the same way: the keys are forgotten first, so that the engine's next question is a miss
+and not the same failure again, and then the request is reported.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.connect.device import CopyEvent, DeviceCopier
+from kv_core.connect.scheduler import ConnectShape
+from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
+from kv_core.errors import KVError
+from kv_core.keys import ChunkKey
+from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, Ticket, WriteLease
+from kv_core.transfer import TransferPlan, plan_transfer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """What the half did since it was made."""
+
+    loads_finished: int = 0
+    loads_failed: int = 0
+    tokens_loaded: int = 0
+    chunks_stored: int = 0
+    stores_failed: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    """One request's load, over all groups."""
+
+    step: LoadStep
+    waiting: dict[Ticket, int]  # ticket → group, until the cache has answered
+    copying: list[tuple[ReadLease, CopyEvent]]
+    failure: str = ""
+
+
+class WorkerHalf:
+    """One rank's. Not thread-safe: it belongs to the worker's thread."""
+
+    def __init__(
+        self, service: CacheService, shape: ConnectShape, copiers: Sequence[DeviceCopier], *, shard: int, name: str
+    ) -> None:
+        """copiers: one for each group, in the order of `shape.block_tokens`."""
+        self._service = service
+        self._shape = shape
+        self._copiers = tuple(copiers)
+        self._shard = shard
+        self._holder = f"{name}/worker{shard}"
+        self._generation = 0
+        self._loading: dict[str, _Load] = {}
+        self._by_ticket: dict[Ticket, _Load] = {}
+        self._storing: list[tuple[WriteLease, CopyEvent]] = []
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        self.counts = WorkerCounts()
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Ask the cache for every chunk to be loaded, and start the copies that can start."""
+        self._generation = max(self._generation, plan.generation)
+        for request_id in plan.refused:
+            self._end(request_id, "the allocation did not match what was offered")
+        for step in plan.loads:
+            if plan.generation < self._generation:
+                self._end(step.request_id, "the cache was reset after the load was planned")
+                continue
+            load = _Load(step, {}, [])
+            self._loading[step.request_id] = load
+            for group in range(len(self._copiers)):
+                ticket = self._service.begin_load(self._keys(step.digests, group), self._holder)
+                load.waiting[ticket] = group
+                self._by_ticket[ticket] = load
+        self._advance_loads()
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
+        for step in plan.stores:
+            for group in range(len(self._copiers)):
+                self._start_store(step, group)
+
+    def finish_stores(self) -> None:
+        """Wait for the gathers and publish them. After this the engine may give the blocks to anyone."""
+        for lease, event in self._storing:
+            try:
+                event.wait()
+                self._service.commit(lease)
+                self.counts.chunks_stored += len(lease.keys)
+            except KVError as error:
+                self._service.release(lease)
+                self._not_stored(error)
+        self._storing.clear()
+
+    def poll(self) -> StepReport:
+        """Loads that ended since the last poll."""
+        self._advance_loads()
+        report = StepReport(frozenset(self._ended), frozenset(self._failed))
+        self._ended.clear()
+        self._failed.clear()
+        return report
+
+    def close(self) -> None:
+        """Give back whatever is held. Loads under way are not reported: there is nobody left to hear it."""
+        for load in self._loading.values():
+            for _, event in load.copying:
+                self._settle(event)
+        for _, event in self._storing:
+            self._settle(event)
+        self._loading.clear()
+        self._by_ticket.clear()
+        self._storing.clear()
+        self._service.end(self._holder)
+
+    def _keys(self, digests: Sequence[bytes], group: int) -> list[ChunkKey]:
+        return [self._shape.space.key(digest, group, self._shard) for digest in digests]
+
+    def _plan(self, step: LoadStep, lease: ReadLease, group: int) -> TransferPlan:
+        return plan_transfer(
+            lease.extents,
+            step.blocks[group],
+            chunk_tokens=self._shape.chunk_tokens,
+            block_tokens=self._shape.block_tokens[group],
+            first_token=step.first_token,
+            last_token=step.last_token,
+            extents_from_chunk=step.first_chunk,
+        )
+
+    def _advance_loads(self) -> None:
+        if not self._loading:
+            return
+        for completion in self._service.poll(self._holder):
+            load = self._by_ticket.pop(completion.ticket, None)
+            if load is None:
+                if isinstance(completion, LoadReady):
+                    self._service.release(completion.lease)
+                continue
+            group = load.waiting.pop(completion.ticket)
+            match completion:
+                case LoadReady(lease=lease):
+                    self._start_copy(load, lease, group)
+                case LoadFailed(missing=missing, reason=reason):
+                    self._service.forget(missing)
+                    load.failure = load.failure or reason
+        for load in list(self._loading.values()):
+            if not load.waiting and all(self._arrived(load, event) for _, event in load.copying):
+                self._finish(load)
+
+    def _start_copy(self, load: _Load, lease: ReadLease, group: int) -> None:
+        try:
+            event = self._copiers[group].load(self._plan(load.step, lease, group))
+        except KVError as error:
+            load.failure = load.failure or str(error)
+            self._service.release(lease)
+        else:
+            load.copying.append((lease, event))
+
+    def _arrived(self, load: _Load, event: CopyEvent) -> bool:
+        try:
+            return event.done()
+        except KVError as error:
+            load.failure = load.failure or str(error)
+            return True
+
+    def _finish(self, load: _Load) -> None:
+        for lease, _ in load.copying:
+            if not self._service.release(lease):
+                load.failure = load.failure or "the lease expired while the bytes were being copied"
+        step = load.step
+        del self._loading[step.request_id]
+        if load.failure:
+            for group in range(len(self._copiers)):
+                self._service.forget(self._keys(step.digests, group))
+        else:
+            self.counts.tokens_loaded += step.last_token - step.first_token
+        self._end(step.request_id, load.failure)
+
+    def _end(self, request_id: str, failure: str) -> None:
+        self._ended.add(request_id)
+        if failure:
+            _log.warning("the load of request %s failed and will be computed instead: %s", request_id, failure)
+            self._failed.add(request_id)
+            self.counts.loads_failed += 1
+        else:
+            self.counts.loads_finished += 1
+
+    def _start_store(self, step: StoreStep, group: int) -> None:
+        keys = self._keys(step.digests, group)
+        lease = self._service.begin_store(keys, self._holder)
+        if not lease.keys:
+            self._service.release(lease)
+            return
+        chunk_tokens, block_tokens = self._shape.chunk_tokens, self._shape.block_tokens[group]
+        number_of = {key: number for number, key in enumerate(keys)}
+        copies = []
+        try:
+            for key, extent in zip(lease.keys, lease.extents, strict=True):
+                chunk = number_of[key]
+                copies += plan_transfer(
+                    [extent],
+                    step.blocks[group],
+                    chunk_tokens=chunk_tokens,
+                    block_tokens=block_tokens,
+                    first_token=chunk * chunk_tokens,
+                    last_token=(chunk + 1) * chunk_tokens,
+                    extents_from_chunk=chunk,
+                ).copies
+            event = self._copiers[group].store(TransferPlan(tuple(copies), chunk_tokens))
+        except KVError as error:
+            self._service.release(lease)
+            self._not_stored(error)
+        else:
+            self._storing.append((lease, event))
+
+    def _not_stored(self, error: KVError) -> None:
+        self.counts.stores_failed += 1
+        _log.warning("chunks could not be stored; nothing of them remains: %s", error)
+
+    def _settle(self, event: CopyEvent) -> None:
+        try:
+            event.wait()
+        except KVError as error:
+            _log.warning("a copy under way at shutdown failed: %s", error)

@@ -1,0 +1,50 @@
+"""`kv config`: what is in force, and where each value came from."""
+
+import argparse
+import json
+import os
+import sys
+
+from kv_core.errors import ConfigError
+
+from kv_vllm.config import load
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add this package's subcommands to `kv`."""
+    parser = subparsers.add_parser(
+        "config",
+        help="print the settings in force and where each came from",
+        description="Read the settings as the vLLM connector would, and print each with its value and origin. "
+        "Precedence: --extra (kv_connector_extra_config), then the YAML file, then KV_… environment variables.",
+    )
+    parser.add_argument("--file", help="YAML file to read, as the setting config_file or KV_CONFIG_FILE would name it")
+    parser.add_argument("--extra", default="{}", metavar="JSON", help="what kv_connector_extra_config holds")
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="how to print (default: table)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        extra = json.loads(arguments.extra)
+    except json.JSONDecodeError as error:
+        print(f"kv config: --extra is not JSON: {error}", file=sys.stderr)
+        return 2
+    if not isinstance(extra, dict):
+        print("kv config: --extra must be a JSON object", file=sys.stderr)
+        return 2
+    if arguments.file:
+        extra["config_file"] = arguments.file
+    try:
+        _, in_force = load(extra, os.environ)
+    except ConfigError as error:
+        print(f"kv config: {error}", file=sys.stderr)
+        return 2
+    if arguments.output == "json":
+        print(json.dumps({entry.path: {"value": entry.value, "origin": entry.origin} for entry in in_force}, indent=1))
+        return 0
+    width = max(len(entry.path) for entry in in_force)
+    for entry in in_force:
+        value = json.dumps(entry.value, ensure_ascii=False)
+        print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+    return 0

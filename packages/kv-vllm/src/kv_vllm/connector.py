@@ -1,0 +1,259 @@
+"""The class vLLM calls. Each method is a translation and one call; what it means is in `kv_core.connect`.
+
+Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True): a synchronous load
+that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Saves are finished
+inside `wait_for_save`, so no block is read after vLLM may have given it away.
+
+No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on without.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from kv_core.connect.scheduler import RequestTokens, Scheduled
+from kv_core.connect.step import StepPlan
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kv_vllm import build, config
+from kv_vllm.translate import request_tokens, scheduled_block_tables
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step plan on its way to the workers, as plain data."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+
+def _guarded(
+    fallback: Callable[[], _R],
+) -> Callable[
+    [Callable[Concatenate["KVTiersConnector", _P], _R]], Callable[Concatenate["KVTiersConnector", _P], _R]
+]:
+    """Answer `fallback()` while the cache is off, and turn it off when the hook raises."""
+
+    def decorate(
+        hook: Callable[Concatenate["KVTiersConnector", _P], _R],
+    ) -> Callable[Concatenate["KVTiersConnector", _P], _R]:
+        @functools.wraps(hook)
+        def guarded(self: "KVTiersConnector", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if self.off:
+                return fallback()
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and it must not reach the engine
+                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                return fallback()
+
+        return guarded
+
+    return decorate
+
+
+class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's connector to the tiers. One object in the scheduler, one in each worker."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings, _ = config.load(transfer.kv_connector_extra_config, os.environ)
+        self._engine_id = str(transfer.engine_id)
+        build.check_parallelism(vllm_config)
+        self.off = ""
+        """Why the cache is off; empty while it is on."""
+        self._scheduler: build.SchedulerHalf | None = None
+        self._worker: build.WorkerHalf | None = None
+        self._requests: dict[str, tuple[Any, RequestTokens]] = {}
+        self._unanswered: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler(transfer.kv_load_failure_policy)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a save that is dropped is a miss
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Load and store nothing from now on."""
+        self.off = why
+        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+        build.note_fault(self._engine_id, why)
+
+    # Worker half.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self._register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Kept apart from the guarded hooks: these requests wait until they are reported, also when we are off.
+        plan = self._plan()
+        self._unanswered.update(load.request_id for load in plan.loads)
+        self._unanswered.update(plan.refused)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # loads run between steps, never inside one
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return  # saved whole, in wait_for_save
+
+    def wait_for_save(self) -> None:
+        self._save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished, failed = self._ended_loads()
+        if self.off:
+            failed = failed | frozenset(self._unanswered)
+            finished = finished | failed
+        self._unanswered -= finished
+        return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=set(failed))
+
+    # Scheduler half.
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._known(request)
+        if self._scheduler is None or tokens is None:
+            return 0, False
+        matched = self._scheduler.match(tokens, num_computed_tokens)
+        return matched, matched > 0
+
+    @_guarded(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.allocated(request.request_id, num_external_tokens, tables)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVTiersMetadata(self._build_step(scheduler_output).to_plain())
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._finished(request.request_id)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        return self._reset()
+
+    def shutdown(self) -> None:
+        build.release(self._engine_id, self._role.name)
+
+    # The guarded bodies.
+
+    def _start_scheduler(self, failure_policy: str) -> None:
+        if failure_policy != "recompute":
+            _log.warning(
+                "kv_load_failure_policy is %r: a request whose load fails ends in an error. "
+                'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
+                failure_policy,
+            )
+        bound = build.bound_engine(self._engine_id)
+        if bound is None:
+            self.turn_off("the worker runs in another process, and this release shares its cache inside one process")
+        elif bound.off:
+            self.off = bound.off  # the worker half has said so already
+        else:
+            self._scheduler = bound.start_scheduler()
+
+    def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        from kv_core.errors import ConfigError
+
+        try:
+            bound = build.bind_worker(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+        except ConfigError:
+            raise  # the user can mend it, and should before the engine serves
+        except Exception as error:  # noqa: BLE001  # a layout we did not foresee must cost the cache, not the engine
+            self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
+            build.bind_nothing(self._engine_id, self.off)
+            return
+        self.off = bound.off
+        if not bound.off:
+            self._worker = bound.start_worker()
+
+    def _known(self, request: Any) -> RequestTokens | None:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            tokens = request_tokens(request, save_decode=self._settings.save_decode)
+            if tokens is None:
+                return None
+            known = self._requests[request.request_id] = (request, tokens)
+        return known[1]
+
+    @_guarded(lambda: StepPlan(0))
+    def _build_step(self, scheduler_output: Any) -> StepPlan:
+        if self._scheduler is None:
+            return StepPlan(0)
+        scheduled = []
+        for request_id, new_tokens, tables in scheduled_block_tables(scheduler_output):
+            known = self._requests.get(request_id)
+            if known is not None:
+                request, tokens = known
+                scheduled.append(Scheduled(tokens, request.num_computed_tokens + new_tokens, tables))
+        return self._scheduler.build_step(scheduled)
+
+    @_guarded(lambda: None)
+    def _start_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._plan())
+
+    @_guarded(lambda: None)
+    def _save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_stores(self._plan())
+            self._worker.finish_stores()
+
+    @_guarded(lambda: (frozenset(), frozenset()))
+    def _ended_loads(self) -> tuple[frozenset[str], frozenset[str]]:
+        if self._worker is None:
+            return frozenset(), frozenset()
+        report = self._worker.poll()
+        return report.finished, report.failed
+
+    @_guarded(lambda: None)
+    def _finished(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        if self._scheduler is not None:
+            self._scheduler.finished(request_id)
+
+    @_guarded(lambda: None)
+    def _reset(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    def _plan(self) -> StepPlan:
+        metadata = self._connector_metadata
+        return StepPlan.from_plain(metadata.plain) if isinstance(metadata, KVTiersMetadata) else StepPlan(0)

@@ -1,0 +1,11 @@
+"""The entry point vLLM runs in every one of its processes, so that naming the connector is all a user does."""
+
+CONNECTOR_NAME = "KVTiersConnector"
+
+
+def register() -> None:
+    """Make `kv_connector="KVTiersConnector"` known to vLLM. Idempotent: vLLM may call it more than once a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "kv_vllm.connector", CONNECTOR_NAME)

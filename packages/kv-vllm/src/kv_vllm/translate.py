@@ -1,0 +1,47 @@
+"""vLLM's requests and scheduler outputs, said in `kv_core.connect`'s words. Reads vLLM's objects, changes none."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from kv_core.connect.scheduler import RequestTokens
+from kv_core.sequence import Item
+
+from kv_vllm.identity import adapter_identity
+
+
+def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
+    """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
+
+    Without one are prompts given as embeddings, sessions whose earlier tokens are replaced while they stream, adapters
+    that are reloaded in place, and requests that ask not to read caches.
+    """
+    lora = request.lora_request
+    named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
+    if not named_by_tokens or request.resumable or request.skip_reading_prefix_cache:
+        return None
+    if lora is not None and lora.load_inplace:
+        return None
+    return RequestTokens(
+        request_id=request.request_id,
+        tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
+        keep_tokens=sys.maxsize if save_decode else request.num_prompt_tokens,
+        salt=request.cache_salt or None,
+        lora=adapter_identity(lora.lora_name, lora.lora_path) if lora is not None else None,
+        items=tuple(_items(request.mm_features)),
+    )
+
+
+def scheduled_block_tables(scheduler_output: Any) -> Iterator[tuple[str, int, tuple[list[int], ...]]]:
+    """(request id, tokens scheduled in this step, whole block table by group) for each request in the step."""
+    blocks = scheduler_output.kv_connector_block_state
+    for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+        tables = blocks.get_block_ids(request_id)
+        if tables is not None:
+            yield request_id, new_tokens, tables
+
+
+def _items(features: Any) -> Iterator[Item]:
+    for feature in features or ():
+        position = feature.mm_position
+        yield Item(feature.identifier, position.offset, position.length)

