@@ -1,10 +1,304 @@
 """What names one chunk's bytes: a key space, a digest of the whole prefix, and which share of it.
 
-Skeleton shared by all packages; the spellings follow.
+A `ChunkKey` is its own bytes, so an index hashes and compares it at the speed of `bytes`:
+
+    version 1 byte | space 16 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
+
+with whole numbers big-endian, so that the keys of one digest's shares sort in order. The other spellings (hex, a path,
+and the text that also says the whole key space) give back the same bytes. Each has exactly one way to be written, which
+is how hostile text is refused: what was read is spelled again, and must be what was given.
 """
+
+import hashlib
+import re
+import string
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import quote, unquote_to_bytes
+
+from kv_core.errors import InputError
+
+KEY_VERSION: Final = 1
+"""First byte of every key. The meaning of a version never changes."""
+
+ALL_LAYERS: Final = 0xFFFF
+_SHARES: Final = struct.Struct(">HHH")
+_PREFIX_NBYTES: Final = 23
+_SHARES_AT: Final = slice(17, 23)
+_KEY_NBYTES: Final = (_PREFIX_NBYTES + 16, _PREFIX_NBYTES + 32)
+_SPACE_MESSAGE: Final = b"kv-core/space/1"
+
+_MAX_TEXT_CHARS: Final = 1024
+_MAX_TAGS: Final = 64
+_MAX_SPELLING_CHARS: Final = 1 << 20
+_TAG_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,4}")
+_RESERVED_TAGS: Final = ("revision", "format", "chain", "group", "layer")
+_UNESCAPED: Final = ":/+~"
 
 
 class ChunkKey(bytes):
-    """One chunk's name as bytes: hashable and comparable at the speed of `bytes`, which is what an index needs."""
+    """One chunk's name. The constructor trusts its bytes; `from_bytes` is for those that come from outside."""
 
     __slots__ = ()
+
+    @property
+    def space_id(self) -> bytes:
+        """The fingerprint of the key space."""
+        return self[1:17]
+
+    @property
+    def group(self) -> int:
+        return self[17] << 8 | self[18]
+
+    @property
+    def shard(self) -> int:
+        return self[19] << 8 | self[20]
+
+    @property
+    def layer(self) -> int | None:
+        """None: the chunk holds all layers of its group."""
+        layer = self[21] << 8 | self[22]
+        return None if layer == ALL_LAYERS else layer
+
+    @property
+    def digest(self) -> bytes:
+        return self[_PREFIX_NBYTES:]
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> "ChunkKey":
+        """Take a key from outside.
+
+        Raises:
+            InputError: not the bytes of a key.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise InputError(f"a chunk key is bytes, not {_shortened(data)}")
+        key = cls(data)
+        if len(key) not in _KEY_NBYTES:
+            raise InputError(f"a chunk key has {_KEY_NBYTES[0]} or {_KEY_NBYTES[1]} bytes, not {len(key)}")
+        if key[0] != KEY_VERSION:
+            raise InputError(f"a chunk key of version {key[0]}; this release knows version {KEY_VERSION}")
+        return key
+
+    @classmethod
+    def from_hex(cls, text: str) -> "ChunkKey":
+        """The inverse of `hex()`.
+
+        Raises:
+            InputError: not the lower-case hex digits of a key.
+        """
+        return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in _KEY_NBYTES}))
+
+    def path(self) -> str:
+        """A relative path with /, safe on every file system: space, shares, two digits to spread, digest."""
+        shares = f"{self.group}-{self.shard}" + ("" if self.layer is None else f"-{self.layer}")
+        digest = self.digest.hex()
+        return f"{self[0]}-{self.space_id.hex()}/{shares}/{digest[:2]}/{digest}"
+
+    @classmethod
+    def from_path(cls, path: str) -> "ChunkKey":
+        """The inverse of `path()`.
+
+        Raises:
+            InputError: anything else, such as .., a leading /, or upper-case digits.
+        """
+        if not isinstance(path, str) or len(path) > 160:
+            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+        parts = path.split("/")
+        shares = parts[1].split("-") if len(parts) == 4 else []
+        if len(shares) not in (2, 3) or not all(_DECIMAL.fullmatch(share) for share in shares):
+            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+        version, _, space = parts[0].partition("-")
+        group, shard, layer = [int(share) for share in shares] + [ALL_LAYERS] * (3 - len(shares))
+        if version != str(KEY_VERSION) or max(group, shard, layer) > ALL_LAYERS:
+            raise InputError(f"not the path of a chunk key of version {KEY_VERSION}: {_shortened(path)}")
+        key = cls.from_bytes(
+            bytes([KEY_VERSION])
+            + _unhex(space, "a key space", {32})
+            + _SHARES.pack(group, shard, layer)
+            + _unhex(parts[3], "a digest", {32, 64})
+        )
+        if key.path() != path:
+            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+        return key
+
+    def split_layers(self, layers: int) -> list["ChunkKey"]:
+        """The keys of the chunk's layers 0 to `layers`, each on its own.
+
+        Raises:
+            InputError: the key names a single layer already, or there cannot be so many.
+        """
+        if self.layer is not None:
+            raise InputError(f"this key names layer {self.layer} alone; split the key of the whole chunk")
+        if not 1 <= layers <= ALL_LAYERS:
+            raise InputError(f"{layers} layers; there can be 1 to {ALL_LAYERS}")
+        head, digest = self[:21], self.digest
+        return [ChunkKey(head + layer.to_bytes(2, "big") + digest) for layer in range(layers)]
+
+    def __repr__(self) -> str:
+        return f"ChunkKey({self.hex()})"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """What must match for the bytes of two chunks to be interchangeable.
+
+    revision: of the model, or a fingerprint of its weights. dtype: of the stored KV.
+    format: `ChunkFormat.fingerprint`. world: in how many shards each chunk is kept.
+    chain: `ChainScheme.name`. tags: anything else, by name; kept sorted.
+    """
+
+    model: str
+    revision: str
+    dtype: str
+    format: str
+    world: int
+    chain: str
+    tags: tuple[tuple[str, str], ...] = ()
+    fingerprint: bytes = field(init=False, repr=False, compare=False)
+    """16 bytes that stand for all of the above in every key."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "dtype", "format", "chain"):
+            _check_text(name, getattr(self, name))
+        if not self.model:
+            raise InputError("a key space needs the model's name")
+        if isinstance(self.world, bool) or not isinstance(self.world, int) or not 1 <= self.world <= ALL_LAYERS:
+            raise InputError(f"world is {self.world!r}; it must be a number of shards from 1 to {ALL_LAYERS}")
+        object.__setattr__(self, "tags", tuple(sorted((name, value) for name, value in self.tags)))
+        _check_tags(self.tags)
+        object.__setattr__(self, "fingerprint", self._made_fingerprint())
+
+    def _made_fingerprint(self) -> bytes:
+        texts = [self.model, self.revision, self.dtype, self.format, self.chain]
+        message = _SPACE_MESSAGE + struct.pack("<QQ", self.world, len(self.tags))
+        for text in texts + [text for tag in self.tags for text in tag]:
+            encoded = text.encode()
+            message += struct.pack("<Q", len(encoded)) + encoded
+        return hashlib.sha256(message).digest()[:16]
+
+    def key(self, digest: bytes, group: int = 0, shard: int = 0) -> ChunkKey:
+        """The key of one share of the chunk that `digest` names."""
+        return self.keys([digest], groups=(group,), shards=(shard,))[0]
+
+    def keys(
+        self, digests: Iterable[bytes], *, groups: int | Iterable[int] = 1, shards: int | Iterable[int] | None = None
+    ) -> list[ChunkKey]:
+        """The keys of every share of every chunk: for each digest, for each group, for each shard.
+
+        groups, shards: how many, counted from 0, or which ones; all `world` shards if not said.
+
+        Raises:
+            InputError: a shard that the space does not have, or a digest of another length than 16 or 32.
+        """
+        chosen = range(self.world) if shards is None else _chosen(shards)
+        for shard in chosen:
+            if not 0 <= shard < self.world:
+                raise InputError(f"shard {shard} of a key space with {self.world} shards (they count from 0)")
+        head = bytes([KEY_VERSION]) + self.fingerprint
+        prefixes = []
+        for group in _chosen(groups):
+            if not 0 <= group < ALL_LAYERS:
+                raise InputError(f"group {group}; there can be groups 0 to {ALL_LAYERS - 1}")
+            prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in chosen]
+        listed = list(digests)
+        if wrong := {len(digest) for digest in listed} - {16, 32}:
+            raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
+        return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+
+    def spell(self, key: ChunkKey) -> str:
+        """`model@world@shard@digest@dtype` and `@tag%value` for all else: the whole space and key as text.
+
+        Raises:
+            InputError: the key is of another space.
+        """
+        if key.space_id != self.fingerprint:
+            raise InputError(f"{key!r} is not of the key space of {self.model}")
+        parts = [_escape(self.model), str(self.world), str(key.shard), key.digest.hex(), _escape(self.dtype)]
+        reserved = (self.revision, self.format, self.chain, str(key.group), "" if key.layer is None else str(key.layer))
+        tags = [*zip(_RESERVED_TAGS, reserved, strict=True), *self.tags]
+        return "@".join(parts + [f"{name}%{_escape(value)}" for name, value in tags])
+
+    @classmethod
+    def parse(cls, text: str) -> tuple["KeySpace", ChunkKey]:
+        """The inverse of `spell`.
+
+        Raises:
+            InputError: text that `spell` does not write.
+        """
+        if not isinstance(text, str) or len(text) > _MAX_SPELLING_CHARS:
+            raise InputError(f"not a key's spelling: {_shortened(text)}")
+        parts = text.split("@")
+        tags = [tuple(part.partition("%")[::2]) for part in parts[5:]]
+        reserved = [value for _, value in tags[: len(_RESERVED_TAGS)]]
+        if tuple(name for name, _ in tags[: len(_RESERVED_TAGS)]) != _RESERVED_TAGS:
+            raise InputError(
+                f"not a key's spelling, which is model@world@shard@digest@dtype and then "
+                f"@{'%…@'.join(_RESERVED_TAGS)}%…: {_shortened(text)}"
+            )
+        model, dtype, revision, chunk_format, chain = [_unescape(part) for part in (parts[0], parts[4], *reserved[:3])]
+        numbers = [parts[1], parts[2], reserved[3], reserved[4] or str(ALL_LAYERS)]
+        if not all(_DECIMAL.fullmatch(number) and int(number) <= ALL_LAYERS for number in numbers):
+            raise InputError(f"world, shard, group and layer are numbers up to {ALL_LAYERS}: {_shortened(text)}")
+        world, shard, group, layer = map(int, numbers)
+        rest = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
+        space = cls(model, revision, dtype, chunk_format, world, chain, rest)
+        key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard)
+        key = ChunkKey(key[:21] + layer.to_bytes(2, "big") + key.digest)
+        if space.spell(key) != text:
+            raise InputError(f"not the one way to spell this key: {_shortened(text)}")
+        return space, key
+
+
+def _chosen(which: int | Iterable[int]) -> list[int]:
+    return list(range(which)) if isinstance(which, int) else list(which)
+
+
+def _check_tags(tags: tuple[tuple[str, str], ...]) -> None:
+    if len(tags) > _MAX_TAGS:
+        raise InputError(f"{len(tags)} tags; a key space has at most {_MAX_TAGS}")
+    for number, (name, value) in enumerate(tags):
+        if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
+            raise InputError(f"the tag name {_shortened(name)} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        if name in _RESERVED_TAGS:
+            raise InputError(f"the tag name {name!r} is taken: a spelled key uses it for itself")
+        if number and tags[number - 1][0] == name:
+            raise InputError(f"the tag {name!r} is given twice")
+        _check_text(f"tag {name}", value)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"{name} is {_shortened(text)}; it must be text")
+    if len(text) > _MAX_TEXT_CHARS:
+        raise InputError(f"{name} has {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed")
+    if any(ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 or 0xD800 <= ord(char) < 0xE000 for char in text):
+        raise InputError(f"{name} is {_shortened(text)}; control characters are not allowed")
+
+
+def _escape(text: str) -> str:
+    return quote(text, safe=_UNESCAPED)
+
+
+def _unescape(text: str) -> str:
+    try:
+        return unquote_to_bytes(text).decode()
+    except UnicodeError:
+        raise InputError(f"not percent-encoded UTF-8: {_shortened(text)}") from None
+
+
+def _unhex(text: str, what: str, digits: set[int]) -> bytes:
+    if not isinstance(text, str) or len(text) not in digits or not set(text) <= set(string.digits + "abcdef"):
+        wanted = " or ".join(map(str, sorted(digits)))
+        raise InputError(f"{what} is {wanted} lower-case hex digits, not {_shortened(text)}")
+    return bytes.fromhex(text)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,45 @@
+"""Names for attention state, and plans that move it. Decides; does no I/O, has no threads and no clock.
+
+    LOAD   tokens ─▶ keys ─▶ lookup plan ─▶ lease ─▶ transfer plan ─▶ bytes in the engine's blocks
+           └─────── kv_core ───────────┘  kv_tiers   └────── kv_cuda ──────┘
+
+    STORE  blocks ─▶ keys not yet held ─▶ lease ─▶ transfer plan ─▶ host pool ─▶ commit ─▶ lower tiers
+           └ engine ┘ └── kv_core ────┘  kv_tiers  └─ kv_cuda ─┘                └──── kv_tiers ────┘
+
+`kv_core.service` is the door that an engine's connector knocks at; `kv_core.connect` is the connector, less the engine.
+"""
+
+from kv_core.errors import ConfigError, CopyFailed, InputError, KVError, MisuseError, TierDown
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.hashing import ChainScheme, Item
+from kv_core.keys import ChunkKey, KeySpace
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.sequence import KeySequence, digests_of
+from kv_core.service import CacheService
+from kv_core.tokens import Tokens
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+
+__all__ = [
+    "CacheService",
+    "ChainScheme",
+    "ChunkFormat",
+    "ChunkKey",
+    "ConfigError",
+    "Copy",
+    "CopyFailed",
+    "Ended",
+    "HostExtent",
+    "InputError",
+    "Item",
+    "KVError",
+    "KeySequence",
+    "KeySpace",
+    "LookupPlan",
+    "MisuseError",
+    "TierDown",
+    "Tokens",
+    "TransferPlan",
+    "digests_of",
+    "plan_transfer",
+]

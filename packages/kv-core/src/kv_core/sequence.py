@@ -1,0 +1,154 @@
+"""A request that grows: append its tokens as they come, and get the digests of the chunks they complete.
+
+Only new tokens are read. A sequence keeps its digests and the tokens after its last whole chunk, and forgets the rest.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kv_core.errors import InputError
+from kv_core.hashing import ChainScheme, Digest, Item
+from kv_core.tokens import Tokens, pack_tokens, token_list
+
+__all__ = ["Item", "KeySequence", "digests_of"]
+
+
+class KeySequence:
+    """The chain of one prompt. A call that raises leaves it as it was."""
+
+    __slots__ = ("_digests", "_items", "_root", "_scheme", "_tail")
+
+    def __init__(self, scheme: ChainScheme, *, root: Digest = b"", items: Iterable[Item] = ()) -> None:
+        scheme.check_parent(root)
+        self._scheme = scheme
+        self._root = root
+        self._digests: list[Digest] = []
+        self._tail: list[int] = []
+        self._items: tuple[Item, ...] = ()
+        self.add_items(items)
+
+    @property
+    def digests(self) -> Sequence[Digest]:
+        """Of all whole chunks so far. Do not change it."""
+        return self._digests
+
+    @property
+    def tokens(self) -> int:
+        """How many were appended."""
+        return len(self._digests) * self._scheme.chunk_tokens + len(self._tail)
+
+    def add_items(self, items: Iterable[Item]) -> None:
+        """Make known what the model reads besides tokens. In any order, and before their first chunk is complete.
+
+        Raises:
+            InputError: a chunk that an item touches has been hashed without it.
+        """
+        new = tuple(items)
+        hashed = len(self._digests) * self._scheme.chunk_tokens
+        for item in new:
+            if item.first_token < hashed:
+                raise InputError(
+                    f"an item at token {item.first_token} comes too late: {hashed} tokens are hashed already; "
+                    "give items when the sequence is made, or before their tokens"
+                )
+        self._items += new
+
+    def append(self, tokens: Tokens) -> list[Digest]:
+        """Take more tokens; the digests of the chunks that are whole by now and were not before.
+
+        Raises:
+            InputError: names the token that is none, by its place in the prompt. Nothing was appended.
+        """
+        new = token_list(tokens)
+        step = self._scheme.chunk_tokens
+        made: list[Digest] = []
+        start = 0
+        if self._tail:
+            start = min(step - len(self._tail), len(new))
+            head = new[:start]
+            pack_tokens(head, self.tokens)  # only to refuse: an error must name the place in the prompt
+            first = [*self._tail, *head]
+            if len(first) < step:
+                self._tail = first
+                return []
+            made.append(self._extend(self._parent, first, len(self._digests) * step))
+        whole = start + (len(new) - start) // step * step
+        made += self._extend_whole(made[-1] if made else self._parent, new, start, whole, self.tokens + start)
+        tail = list(new[whole:])
+        pack_tokens(tail, self.tokens + whole)
+        self._tail = tail
+        self._digests += made
+        return made
+
+    def tail_digest(self) -> Digest | None:
+        """Of the tokens after the last whole chunk, if there are any. It names them and extends to nothing."""
+        if not self._tail:
+            return None
+        first = len(self._digests) * self._scheme.chunk_tokens
+        return self._scheme.extend_tail(self._parent, self._tail, self._touching(first, first + len(self._tail)))
+
+    @property
+    def _parent(self) -> Digest:
+        return self._digests[-1] if self._digests else self._root
+
+    def _touching(self, first_token: int, last_token: int) -> list[Item]:
+        return [item for item in self._items if item.touches(first_token, last_token)]
+
+    def _extend(self, parent: Digest, chunk: Sequence[int], first_token: int) -> Digest:
+        parent = self._scheme.with_items(parent, self._touching(first_token, first_token + len(chunk)))
+        return self._scheme.extend_all(parent, chunk, 0, len(chunk), first_token)[0]
+
+    def _extend_whole(
+        self, parent: Digest, tokens: Sequence[int], start: int, stop: int, position: int
+    ) -> list[Digest]:
+        if not self._touching(position, position + stop - start):  # as it nearly always is
+            return self._scheme.extend_all(parent, tokens, start, stop, position)
+        step = self._scheme.chunk_tokens
+        made = []
+        for at in range(start, stop, step):
+            parent = self._extend(parent, tokens[at : at + step], position + at - start)
+            made.append(parent)
+        return made
+
+
+def digests_of(
+    scheme: ChainScheme,
+    tokens: Tokens,
+    *,
+    root: Digest = b"",
+    items: Iterable[Item] = (),
+    skip_tokens: int = 0,
+    mask: Sequence[bool] | None = None,
+) -> list[Digest]:
+    """The digests of a prompt's whole chunks, less those that the caller has no need of.
+
+    skip_tokens: leave out the chunks of so many leading tokens (they are hashed: later digests depend on them).
+    mask: the same said token by token, False where a token is to be skipped.
+
+    Raises:
+        InputError: what is skipped is not a whole number of chunks from the front, or a token is none.
+    """
+    listed = token_list(tokens)
+    if mask is not None:
+        if skip_tokens:
+            raise InputError("give skip_tokens or a mask, not both")
+        skip_tokens = _leading_false(mask, len(listed))
+    if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or not 0 <= skip_tokens <= len(listed):
+        raise InputError(f"skip_tokens is {skip_tokens!r}; it must be from 0 to the {len(listed)} tokens given")
+    if skip_tokens % scheme.chunk_tokens:
+        fitting = skip_tokens - skip_tokens % scheme.chunk_tokens
+        raise InputError(
+            f"{skip_tokens} tokens to skip are not a whole number of chunks of {scheme.chunk_tokens}; skip {fitting}"
+        )
+    made = KeySequence(scheme, root=root, items=items).append(listed)
+    return made[skip_tokens // scheme.chunk_tokens :]
+
+
+def _leading_false(mask: Sequence[bool], tokens: int) -> int:
+    flags = [bool(flag) for flag in (mask.tolist() if hasattr(mask, "tolist") else mask)]
+    if len(flags) != tokens:
+        raise InputError(f"the mask has {len(flags)} entries for {tokens} tokens")
+    leading = flags.index(True) if True in flags else len(flags)
+    if not all(flags[leading:]):
+        gap = flags.index(False, leading)
+        raise InputError(f"the mask skips token {gap} after it kept token {leading}; it may only skip from the front")
+    return leading

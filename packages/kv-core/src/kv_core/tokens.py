@@ -1,0 +1,112 @@
+"""Token ids in whatever container the caller has them, and their bytes as the hash chain reads them.
+
+Everything with a `tolist` (array, numpy, torch, memoryview) becomes a list once, and everything else that is a sequence
+is copied into one, so the chain has a single path and neither numpy nor torch is imported. Tokens are checked by the
+packing itself: `struct` refuses what is no whole number of 32 bits, and only then does Python look for the culprit.
+
+One thing that `struct` lets pass is a `bool` inside a list, which Python says equals 0 or 1. Looking at every token's
+type would cost as much as hashing it, so the ends of each run are looked at: that catches the mistake people make,
+a mask handed over as tokens.
+"""
+
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
+
+from kv_core.errors import InputError
+
+MAX_TOKEN = 2**64 - 1
+_MAX_NARROW = 2**32 - 1
+_WIDE_MARK = b"\xff"
+_ADVICE = f"tokens are whole numbers from 0 to {MAX_TOKEN}"
+
+
+class HasTolist(Protocol):
+    """What arrays and tensors have in common."""
+
+    def tolist(self) -> Any: ...
+
+
+Tokens: TypeAlias = Sequence[int] | HasTolist
+"""list, tuple, range, array.array, numpy array, torch tensor, or any other sequence of whole numbers."""
+
+
+def token_list(tokens: Tokens) -> list[int] | tuple[int, ...]:
+    """The same ids as a list or tuple. Their values are not looked at yet; `pack_tokens` does that.
+
+    Raises:
+        InputError: not a flat sequence of tokens.
+    """
+    given: Any = tokens
+    if isinstance(given, (list, tuple)):
+        return given
+    kind = type(given).__name__
+    if isinstance(given, (str, bytes, bytearray)):
+        raise InputError(f"tokens were given as {kind}; give token ids, not text: {_ADVICE}")
+    axes = getattr(given, "ndim", 1)
+    if axes != 1:
+        raise InputError(f"tokens were given as an array of {axes} axes; give one row at a time")
+    try:
+        if hasattr(given, "tolist"):
+            made = given.tolist()
+        else:
+            made = list(given) if isinstance(given, Sequence) else memoryview(given).tolist()
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise InputError(f"tokens were given as {kind}; give a list, a tuple or an array of ids ({error})") from None
+    if not isinstance(made, list):
+        raise InputError(f"tokens were given as {kind}, which is no sequence; give a list, a tuple or an array of ids")
+    return made
+
+
+@lru_cache(maxsize=4096)
+def narrow_packer(count: int) -> Callable[..., bytes]:
+    """Packs `count` tokens as little-endian u32, or raises `struct.error`."""
+    return struct.Struct(f"<{count}I").pack
+
+
+def pack_tokens(tokens: Sequence[int], first_position: int = 0) -> bytes:
+    """The tokens' bytes: little-endian u32 each, or where one is wider, 0xFF and then little-endian u64 each.
+
+    The mark makes the length odd, so that no run of wide tokens has the bytes of a run of narrow ones.
+
+    first_position: the first token's place in its prompt, for the error's text.
+
+    Raises:
+        InputError: names the first token that is none, and where it is.
+    """
+    if tokens and (type(tokens[0]) is bool or type(tokens[-1]) is bool):
+        refuse_culprit(tokens, first_position)
+    try:
+        return narrow_packer(len(tokens))(*tokens)
+    except struct.error:
+        return pack_wide(tokens, first_position)
+
+
+def pack_wide(tokens: Sequence[int], first_position: int) -> bytes:
+    """As `pack_tokens`, for tokens that did not pack as u32: one is wide, or one is no token at all."""
+    refuse_culprit(tokens, first_position)
+    return _WIDE_MARK + struct.pack(f"<{len(tokens)}Q", *tokens)
+
+
+def refuse_culprit(tokens: Sequence[int], first_position: int) -> None:
+    """Raise `InputError` for the first token that is none; return if all are good."""
+    for position, token in enumerate(tokens, first_position):
+        if isinstance(token, bool):
+            raise InputError(f"token {position} is {token}, a bool; {_ADVICE} (was a mask given as tokens?)")
+        try:
+            value = operator.index(token)
+        except TypeError:
+            kind = type(token).__name__
+            raise InputError(f"token {position} is {_shortened(token)}, a {kind}; {_ADVICE}") from None
+        if not 0 <= value <= MAX_TOKEN:
+            problem = "negative" if value < 0 else "too large"
+            raise InputError(f"token {position} is {_shortened(value)}, which is {problem}; {_ADVICE}")
+
+
+def _shortened(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"a number of {value.bit_length()} bits"  # repr of a huge int is refused by the interpreter itself
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
