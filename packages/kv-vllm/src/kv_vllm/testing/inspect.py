@@ -1,0 +1,48 @@
+"""A look inside a running engine, from wherever it runs.
+
+Given to vLLM as `worker_extension_cls`, its methods are called by `LLM.collective_rpc`: with the engine core in a process
+of its own there is no other way in. The worker shares its process with the scheduler, so it sees both halves.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kv_vllm import build
+
+
+class Inspect:
+    """Methods that vLLM adds to its worker. Their names are the only ones they may not clash with."""
+
+    def kv_snapshot(self) -> dict[str, Any]:
+        """Counts of the cache and of both halves, as plain data."""
+        engine = _only_engine()
+        assert engine.cache is not None and engine.scheduler is not None and engine.worker is not None
+        return {
+            "off": engine.off,
+            "faults": list(engine.faults),
+            "formats": [chunk_format.kind for chunk_format in engine.formats],
+            "cache": asdict(engine.cache.counts()),
+            "scheduler": asdict(engine.scheduler.counts),
+            "worker": asdict(engine.worker.counts),
+            "phases": {request: phase.name for request, phase in engine.scheduler.tracked_phases().items()},
+        }
+
+    def kv_corrupt(self) -> None:
+        """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""
+        engine = _only_engine()
+        assert engine.cache is not None
+        values = np.frombuffer(engine.cache.pool.view, dtype=np.float32)
+        values *= np.float32(0.5)
+
+    def kv_forget_half(self) -> None:
+        """Forget every second chunk that was stored, as eviction at the worst places would."""
+        engine = _only_engine()
+        assert engine.cache is not None
+        engine.cache.forget(engine.cache.resident_keys()[::2])
+
+
+def _only_engine() -> build.Engine:
+    (engine,) = build.engines().values()
+    return engine

@@ -1,0 +1,90 @@
+"""Settings: strict, typed, with an order of precedence, and errors that say what to write."""
+
+from pathlib import Path
+
+import pytest
+from kv_core.errors import ConfigError
+from kv_vllm.config import Settings, load, parse_bytes
+
+
+def test_nothing_given_means_the_defaults() -> None:
+    settings, in_force = load({}, {})
+    assert settings == Settings()
+    assert {entry.origin for entry in in_force} == {"default"}
+
+
+def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("chunk_tokens: 512\nsave_decode: true\nhost:\n  capacity: 2GiB\n")
+    environ = {"KV_CHUNK_TOKENS": "1024", "KV_HOST_LEASE_S": "60", "KV_HOST_CAPACITY": "1GiB", "KV_CONFIG_FILE": str(file)}
+    settings, in_force = load({"chunk_tokens": 128}, environ)
+    assert settings.chunk_tokens == 128
+    assert settings.save_decode is True
+    assert settings.host.capacity == "2GiB"
+    assert settings.host.lease_s == 60.0
+    origins = {entry.path: entry.origin for entry in in_force}
+    assert origins["chunk_tokens"] == "extra config"
+    assert origins["host.capacity"] == f"file {file}"
+    assert origins["host.lease_s"] == "environment KV_HOST_LEASE_S"
+    assert origins["format"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"chunk_token": 256}, "did you mean 'chunk_tokens'"),
+        ({"host": {"capasity": "1GiB"}}, "did you mean 'host.capacity'"),
+        ({"host": {"capacity": "lots"}}, "512MiB or 4GiB"),
+        ({"host": {"capacity": 0}}, "room for at least one chunk"),
+        ({"chunk_tokens": "256"}, "expected `int`"),
+        ({"chunk_tokens": True}, "expected `int`"),
+        ({"chunk_tokens": 0}, "at least one block"),
+        ({"format": "nhd"}, "write one of auto, canonical, blocks"),
+        ({"host": {"lease_s": -1}}, "more than 0 seconds"),
+        ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
+    ],
+)
+def test_a_bad_setting_is_an_error_that_says_what_to_write(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        load(extra, {})
+
+
+def test_an_unknown_setting_far_from_all_names_lists_them() -> None:
+    with pytest.raises(ConfigError, match="the settings are .*chunk_tokens.*host.capacity"):
+        load({"zzz": 1}, {})
+
+
+def test_a_slip_in_the_environment_is_an_error_and_a_strangers_variable_is_not() -> None:
+    with pytest.raises(ConfigError, match="did you mean KV_CHUNK_TOKENS"):
+        load({}, {"KV_CHUNK_TOKEN": "256"})
+    load({}, {"KV_SERVICE_HOST": "10.0.0.1", "KVM": "yes"})
+
+
+def test_a_file_that_is_no_mapping_or_no_yaml_is_an_error(tmp_path: Path) -> None:
+    for text in ("- a\n- b\n", "a: [1\n", "just words"):
+        file = tmp_path / "kv.yaml"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"kv\.yaml"):
+            load({"config_file": str(file)}, {})
+
+
+def test_a_secret_is_required_private_and_long_enough(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a secret"):
+        load({"algorithm": "blake2b"}, {})[0].scheme()
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load({"algorithm": "blake2b", "secret_file": str(secret)}, {})[0].scheme()
+    secret.chmod(0o600)
+    assert load({"algorithm": "blake2b", "secret_file": str(secret)}, {})[0].scheme().secret == b"0123456789abcdef"
+    secret.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="16 to 64"):
+        load({"algorithm": "blake2b", "secret_file": str(secret)}, {})[0].scheme()
+    with pytest.raises(ConfigError, match="takes none"):
+        load({"secret_file": str(secret)}, {})[0].scheme()
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("1", 1), ("4GiB", 4 << 30), ("1.5 KiB", 1536), ("2GB", 2_000_000_000)])
+def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "x") == nbytes

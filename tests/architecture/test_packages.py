@@ -1,0 +1,139 @@
+"""What no single package can promise: each builds, installs and imports alone, and their version ranges agree."""
+
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+SIBLINGS = {"kv-core", "kv-tiers", "kv-cuda", "kv-vllm", "kv-sglang"}
+
+
+def described(package: Path) -> dict[str, object]:
+    project: dict[str, object] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def requirements(package: Path) -> list[Requirement]:
+    listed = described(package).get("dependencies", [])
+    assert isinstance(listed, list)
+    return [Requirement(text) for text in listed]
+
+
+def test_the_five_packages_are_there_with_the_same_skin() -> None:
+    assert {package.name for package in PACKAGES} == SIBLINGS
+    for package in PACKAGES:
+        module = package / "src" / package.name.replace("-", "_")
+        for part in (package / "README.md", package / "tests", module / "__init__.py", module / "py.typed"):
+            assert part.exists(), part
+
+
+def test_each_names_a_range_of_its_siblings_that_holds_their_version() -> None:
+    versions = {package.name: Version(str(described(package)["version"])) for package in PACKAGES}
+    for package in PACKAGES:
+        for requirement in requirements(package):
+            if requirement.name in versions:
+                assert requirement.specifier.contains(versions[requirement.name]), (package.name, str(requirement))
+                assert any(bound.operator == "<" for bound in requirement.specifier), f"{requirement} has no upper bound"
+
+
+def test_every_third_party_requirement_has_an_upper_bound() -> None:
+    for package in PACKAGES:
+        for requirement in requirements(package):
+            assert any(bound.operator in ("<", "==", "~=") for bound in requirement.specifier), (package.name, requirement)
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("wheels")
+    for package in PACKAGES:
+        subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(package)],
+            check=True,
+            capture_output=True,
+        )
+    return made
+
+
+def wanted_alone(package: Path) -> set[str]:
+    """The sibling packages that this one may bring along."""
+    found = {requirement.name for requirement in requirements(package)} & SIBLINGS
+    return found | {deeper for name in found for deeper in wanted_alone(ROOT / "packages" / name)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_path: Path) -> None:
+    """In a clean environment: the wheel, its siblings' wheels, and of third parties only what its metadata asks for.
+
+    Third-party packages are borrowed from this environment one by one (a link each), so that nothing is fetched and
+    nothing that is not declared is there.
+    """
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    module = package.name.replace("-", "_")
+    wanted = {package.name} | wanted_alone(package)
+    for name in wanted:
+        (wheel,) = wheels.glob(f"{name.replace('-', '_')}-*.whl")
+        import zipfile
+
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    third_party = {
+        requirement.name
+        for name in wanted
+        for requirement in requirements(ROOT / "packages" / name)
+        if requirement.name not in SIBLINGS
+    }
+    _borrow(site, third_party)
+    python = environment / "bin" / "python"
+    checked = subprocess.run(
+        [python, "-W", "error", "-c", f"import {module}, sys; print({module}.__file__)"], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert str(site) in checked.stdout
+    for stranger in SIBLINGS - wanted:
+        absent = subprocess.run([python, "-c", f"import {stranger.replace('-', '_')}"], capture_output=True)
+        assert absent.returncode != 0, f"{stranger} is there, so the check proves nothing"
+
+
+def _borrow(site: Path, names: set[str]) -> None:
+    """Link these distributions, and what they need themselves, from this environment into `site`."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    todo, done = set(names), set()
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue  # for another platform, or an extra that nobody asked for
+        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            target, link = Path(str(found.locate_file(top))), site / top
+            if not link.exists():
+                link.symlink_to(target)
+        for text in found.requires or ():
+            requirement = Requirement(text)
+            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and requirement.name not in done:
+                todo.add(requirement.name)
+
+
+def test_the_wheels_carry_their_types_and_licence_and_no_tests(wheels: Path) -> None:
+    import zipfile
+
+    for package in PACKAGES:
+        module = package.name.replace("-", "_")
+        (wheel,) = wheels.glob(f"{module}-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        assert f"{module}/py.typed" in names
+        assert not [name for name in names if name.startswith("tests/")]

@@ -1,0 +1,25 @@
+"""Fixtures of the real engine. Without vLLM in the environment this folder is left out, and says so."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+    print("tests/engine: left out, vLLM is not installed here; `make test-engine` runs them where it is")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Llama with grouped-query attention and weights that make attention matter."""
+    from kv_vllm.testing.tiny import TinyLlama
+
+    directory: Path = tmp_path_factory.mktemp("tiny-llama")
+    yield str(TinyLlama().write(directory))

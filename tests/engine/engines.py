@@ -1,0 +1,96 @@
+"""Real vLLM engines for tests: started with and without us, asked, looked into, and shut down."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NEW_TOKENS = 12
+Answer = tuple[int, ...]
+
+
+class Engine:
+    """One `LLM`, asked in token ids."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.hits: list[int] = []
+
+    def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, **sampling: Any) -> list[Answer]:
+        """Generate greedily for all prompts at once. `hits` then says how many tokens of each were found."""
+        from vllm import SamplingParams, TokensPrompt
+
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **sampling),
+            use_tqdm=False,
+        )
+        self.hits = [output.num_cached_tokens or 0 for output in outputs]
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    def ask_in_turn(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[Answer]:
+        """One prompt after the other, so that each finds what those before it left."""
+        answers, hits = [], []
+        for prompt in prompts:
+            answers += self.ask([prompt], new_tokens)
+            hits += self.hits
+        self.hits = hits
+        return answers
+
+    def inside(self, method: str) -> Any:
+        """Call a method of `kv_vllm.testing.inspect.Inspect`, in whatever process the worker lives."""
+        (answer,) = self.llm.collective_rpc(method)
+        return answer
+
+    def assert_at_rest(self) -> dict[str, Any]:
+        """No lease is left, no slot is lost, no request is remembered, the counters add up, and no fault was hidden."""
+        seen = self.inside("kv_snapshot")
+        assert seen["off"] == "" and seen["faults"] == []
+        assert seen["phases"] == {}
+        cache = seen["cache"]
+        assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
+        assert cache["slots_used"] == cache["chunks_resident"], cache
+        assert cache["chunks_reserved_ever"] == cache["chunks_committed"] + cache["chunks_aborted"], cache
+        gone = cache["chunks_evicted"] + cache["chunks_forgotten"]
+        assert cache["chunks_committed"] + cache["chunks_adopted"] == cache["chunks_resident"] + gone, cache
+        scheduler, worker = seen["scheduler"], seen["worker"]
+        assert scheduler["loads"] + scheduler["loads_refused"] == worker["loads_finished"] + worker["loads_failed"]
+        return dict(seen)
+
+
+@contextmanager
+def started(
+    model: str, *, cache: dict[str, Any] | None, own_process: bool = False, policy: str = "recompute", **arguments: Any
+) -> Iterator[Engine]:
+    """A running engine; `cache` is our extra config, None for an engine without us."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = None
+    if cache is not None:
+        transfer = KVTransferConfig(
+            kv_connector="KVTiersConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=cache,
+        )
+        arguments["worker_extension_cls"] = "kv_vllm.testing.inspect.Inspect"
+    chosen = {"dtype": "float32", "max_model_len": 4096, "enable_prefix_caching": False} | arguments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
+        llm = LLM(
+            model,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            kv_transfer_config=transfer,
+            **chosen,
+        )
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()

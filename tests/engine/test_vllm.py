@@ -1,0 +1,232 @@
+"""The real engine is the judge: the same prompt gives the same tokens with the cache off, cold, warm and half broken.
+
+In float32 a hit equals a full prefill exactly. A control corrupts what is loaded, and must change the tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import Answer, Engine, started
+from kv_core.errors import CopyFailed
+from kv_core.service import LoadFailed
+from kv_vllm import build
+
+CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
+PROMPTS = [
+    SHARED[:512] + [11 + i for i in range(90)],
+    SHARED[:512] + [1200 + i for i in range(150)],
+    SHARED[:1024],  # whole chunks only: a full hit must leave one token to compute
+    SHARED[:1000],
+    [5 + (31 * i) % 1900 for i in range(130)],  # shorter than a chunk: never stored
+    SHARED[256:900],  # the same tokens at other positions are another prefix
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_llama: str) -> list[Answer]:
+    """What an engine without us answers."""
+    with started(tiny_llama, cache=None) as engine:
+        return engine.ask_in_turn(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: str) -> Iterator[Engine]:
+    """An engine with us, in this process, its own prefix cache off."""
+    with started(tiny_llama, cache=CACHE) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engine" in request.fixturenames:
+        running: Engine = request.getfixturevalue("engine")
+        running.assert_at_rest()
+        running.llm.reset_prefix_cache(reset_connector=True)
+
+
+def _inner() -> build.Engine:
+    (inner,) = build.engines().values()
+    return inner
+
+
+def test_cold_then_warm_tokens_equal_and_hits_are_whole_chunks(engine: Engine, reference: list[Answer]) -> None:
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.hits == [0, 512, 512, 768, 0, 0]
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.hits == [512, 512, 1023, 768, 0, 512]
+    assert engine.inside("kv_snapshot")["formats"] == ["canonical"]
+
+
+def test_all_prompts_at_once_equal(engine: Engine, reference: list[Answer]) -> None:
+    assert engine.ask(PROMPTS) == reference
+    assert engine.ask(PROMPTS) == reference
+    assert engine.hits == [512, 512, 1023, 768, 0, 512]
+
+
+def test_the_control_that_halves_stored_bytes_changes_the_tokens(engine: Engine, reference: list[Answer]) -> None:
+    """Without this the comparisons above could not fail."""
+    engine.ask_in_turn(PROMPTS)
+    engine.inside("kv_corrupt")
+    assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
+
+
+def test_half_evicted_still_equals_and_is_stored_again(engine: Engine, reference: list[Answer]) -> None:
+    engine.ask_in_turn(PROMPTS)
+    engine.inside("kv_forget_half")
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.hits == [512, 512, 1023, 768, 0, 512]
+
+
+def test_each_load_failing_in_turn_is_computed_instead(
+    engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once where the copy fails, once where the chunks have gone, and once where the lease ran out under the copy."""
+    inner = _inner()
+    assert inner.cache is not None and inner.worker is not None
+
+    def failing_copy(plan: object) -> None:
+        raise CopyFailed("the bus is on fire")
+
+    def nothing_there(holder: str) -> list[Any]:
+        return [
+            LoadFailed(done.ticket, done.lease.keys, "gone") if inner.cache.release(done.lease) else done
+            for done in real_poll(holder)
+        ]
+
+    real_poll = inner.cache.poll
+    for target, name, fault in (
+        (inner.copiers[0], "load", failing_copy),
+        (inner.cache, "poll", nothing_there),
+        (inner.cache, "release", lambda lease: real_release(lease) and False),
+    ):
+        real_release = inner.cache.release
+        for failing in range(4):
+            engine.ask_in_turn(PROMPTS)
+            failed_before = inner.worker.counts.loads_failed
+            for number, prompt in enumerate(PROMPTS[:4]):
+                with monkeypatch.context() as patch:
+                    if number == failing:
+                        patch.setattr(target, name, fault)
+                    assert engine.ask([prompt]) == [reference[number]], (name, failing, number)
+            assert inner.worker.counts.loads_failed == failed_before + 1, name
+
+
+def test_a_bug_of_ours_turns_the_cache_off_and_not_the_engine(
+    tiny_llama: str, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tiny_llama, cache=CACHE) as running:
+        assert running.ask_in_turn(PROMPTS) == reference
+        inner = _inner()
+        assert inner.worker is not None
+
+        def bug(plan: object) -> None:
+            raise RuntimeError("a bug in the worker half")
+
+        monkeypatch.setattr(inner.worker, "start_loads", bug)
+        assert running.ask_in_turn(PROMPTS) == reference
+        assert "a bug in the worker half" in inner.off
+        assert running.ask_in_turn(PROMPTS) == reference
+        assert running.hits == [0] * len(PROMPTS)
+
+
+def test_preemption_in_a_tiny_kv_space(tiny_llama: str) -> None:
+    """Eight requests that decode past what the blocks hold: some are preempted, and come back through the cache."""
+    prompts = [SHARED[:256] + [20 + number * 7 + i for i in range(120)] for number in range(8)]
+    with started(tiny_llama, cache=None) as plain:
+        expected = plain.ask_in_turn(prompts, new_tokens=150)
+    with started(tiny_llama, cache=CACHE | {"save_decode": True}, num_gpu_blocks_override=14) as tight:
+        assert tight.ask(prompts, new_tokens=150) == expected
+        assert tight.ask(prompts, new_tokens=150) == expected
+        scheduler = tight.llm.llm_engine.engine_core.engine_core.scheduler
+        assert tight.assert_at_rest()["scheduler"]["loads"] > 0
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # all but the null block
+
+
+def test_chunked_prefill(tiny_llama: str, reference: list[Answer]) -> None:
+    """A prefill cut every 200 tokens, never at a chunk's or a block's end."""
+    with started(tiny_llama, cache=CACHE, max_num_batched_tokens=200, max_num_seqs=4) as cut:
+        assert cut.ask(PROMPTS) == reference
+        assert cut.ask(PROMPTS) == reference
+        assert cut.hits == [512, 512, 1023, 768, 0, 512]
+        cut.assert_at_rest()
+
+
+def test_with_vllms_own_prefix_cache_we_add_only_what_it_lacks(tiny_llama: str, reference: list[Answer]) -> None:
+    with started(tiny_llama, cache=CACHE, enable_prefix_caching=True) as both:
+        assert both.ask_in_turn(PROMPTS) == reference
+        assert both.ask_in_turn(PROMPTS) == reference
+        loads = both.assert_at_rest()["scheduler"]["loads"]
+        assert loads == 0  # vLLM held all of it
+        assert both.llm.reset_prefix_cache()
+        assert both.ask_in_turn(PROMPTS) == reference
+        assert both.assert_at_rest()["scheduler"]["loads"] > 0
+        assert both.llm.reset_prefix_cache(reset_connector=True)
+        assert both.ask([PROMPTS[0]]) == [reference[0]]
+        assert both.hits == [0]
+
+
+def test_the_engine_core_in_its_own_process(tiny_llama: str, reference: list[Answer]) -> None:
+    with started(tiny_llama, cache=CACHE, own_process=True) as apart:
+        assert apart.ask_in_turn(PROMPTS) == reference
+        assert apart.ask_in_turn(PROMPTS) == reference
+        assert apart.hits == [512, 512, 1023, 768, 0, 512]
+        apart.assert_at_rest()
+        apart.inside("kv_corrupt")
+        assert apart.ask_in_turn(PROMPTS)[:4] != reference[:4]
+
+
+def test_opaque_blocks_serve_as_well(tiny_llama: str, reference: list[Answer]) -> None:
+    with started(tiny_llama, cache=CACHE | {"format": "blocks"}) as opaque:
+        assert opaque.ask_in_turn(PROMPTS) == reference
+        assert opaque.ask_in_turn(PROMPTS) == reference
+        assert opaque.hits == [512, 512, 1023, 768, 0, 512]
+        assert opaque.assert_at_rest()["formats"] == ["blocks"]
+
+
+def test_in_bfloat16_a_hit_equals_the_engines_own_hit_of_the_same_length(tiny_llama: str) -> None:
+    """Another split of the prefill rounds differently, so the engine's own prefix cache is the yardstick."""
+    prompts = PROMPTS[:2]
+    with started(tiny_llama, cache=None, dtype="bfloat16", enable_prefix_caching=True, block_size=128) as plain:
+        plain.ask_in_turn([SHARED[:512] + [7]])
+        expected = plain.ask_in_turn(prompts)
+        assert plain.hits == [512, 512]
+    with started(tiny_llama, cache=CACHE, dtype="bfloat16", block_size=128) as ours:
+        ours.ask_in_turn([SHARED[:512] + [7]])
+        assert ours.ask_in_turn(prompts) == expected
+        assert ours.hits == [512, 512]
+        ours.assert_at_rest()
+
+
+def test_under_vllms_default_policy_a_failed_load_ends_that_request_alone(
+    tiny_llama: str, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tiny_llama, cache=CACHE, policy="fail") as strict:
+        strict.ask_in_turn(PROMPTS)
+
+        def failing_copy(plan: object) -> None:
+            raise CopyFailed("the bus is on fire")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_inner().copiers[0], "load", failing_copy)
+            assert strict.ask([PROMPTS[0]]) != [reference[0]]
+        assert strict.ask_in_turn(PROMPTS) == reference
+        strict.assert_at_rest()
+
+
+def test_a_named_pool_outlives_its_engine(tiny_llama: str, reference: list[Answer]) -> None:
+    from kv_tiers import HostPool
+
+    named = {"host": {"capacity": "64MiB", "name": "kv-test-engine"}}
+    try:
+        with started(tiny_llama, cache=named) as first:
+            first.ask_in_turn(PROMPTS)
+        with started(tiny_llama, cache=named) as second:
+            assert second.ask_in_turn(PROMPTS) == reference
+            assert second.hits == [512, 512, 1023, 768, 0, 512]
+            second.assert_at_rest()
+    finally:
+        HostPool.unlink("kv-test-engine")
