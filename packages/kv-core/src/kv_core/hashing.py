@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import xxhash
 
 from kv_core.errors import InputError
-from kv_core.tokens import Tokens, narrow_packer, pack_tokens, pack_wide, refuse_culprit, token_list
+from kv_core.tokens import Tokens, narrow_packer, pack_tokens, pack_wide, part_of, refuse_culprit, sliceable
 
 Algorithm = Literal["sha256", "xxh3_128", "blake2b"]
 Digest = bytes
@@ -140,7 +140,8 @@ class ChainScheme:
             InputError: another number of tokens, or one that is no token.
         """
         self.check_parent(parent)
-        chunk = token_list(tokens)
+        given = sliceable(tokens)
+        chunk = part_of(given, 0, len(given))
         if len(chunk) != self.chunk_tokens:
             raise InputError(f"a chunk has {self.chunk_tokens} tokens, and {len(chunk)} were given; see `extend_tail`")
         return self._hash("chunk", self.with_items(parent, items) + pack_tokens(chunk))
@@ -155,9 +156,10 @@ class ChainScheme:
         step = self.chunk_tokens
         pack = narrow_packer(step)
         sha256 = hashlib.sha256 if self.algorithm == "sha256" else None
+        plain = isinstance(tokens, (list, tuple))
         digests = []
         for at in range(start, stop - step + 1, step):
-            chunk = tokens[at : at + step]
+            chunk = tokens[at : at + step] if plain else part_of(tokens, at, at + step)
             if type(chunk[0]) is bool or type(chunk[-1]) is bool:
                 refuse_culprit(chunk, position + at - start)
             try:
@@ -171,7 +173,8 @@ class ChainScheme:
     def extend_tail(self, parent: Digest, tokens: Tokens, items: Sequence[Item] = ()) -> Digest:
         """The digest of a last partial chunk. Never that of a whole one, whatever the tokens; nothing extends it."""
         self.check_parent(parent)
-        tail = token_list(tokens)
+        given = sliceable(tokens)
+        tail = part_of(given, 0, len(given))
         if not 1 <= len(tail) < self.chunk_tokens:
             raise InputError(f"a partial chunk has 1 to {self.chunk_tokens - 1} tokens, and {len(tail)} were given")
         parent = self.with_items(parent, items)

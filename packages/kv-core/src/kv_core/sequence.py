@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme, Digest, Item
-from kv_core.tokens import Tokens, pack_tokens, token_list
+from kv_core.tokens import Tokens, pack_tokens, part_of, sliceable
 
 __all__ = ["Item", "KeySequence", "digests_of"]
 
@@ -58,13 +58,13 @@ class KeySequence:
         Raises:
             InputError: names the token that is none, by its place in the prompt. Nothing was appended.
         """
-        new = token_list(tokens)
+        new = sliceable(tokens)
         step = self._scheme.chunk_tokens
         made: list[Digest] = []
         start = 0
         if self._tail:
             start = min(step - len(self._tail), len(new))
-            head = new[:start]
+            head = part_of(new, 0, start)
             pack_tokens(head, self.tokens)  # only to refuse: an error must name the place in the prompt
             first = [*self._tail, *head]
             if len(first) < step:
@@ -73,7 +73,7 @@ class KeySequence:
             made.append(self._extend(self._parent, first, len(self._digests) * step))
         whole = start + (len(new) - start) // step * step
         made += self._extend_whole(made[-1] if made else self._parent, new, start, whole, self.tokens + start)
-        tail = list(new[whole:])
+        tail = list(part_of(new, whole, len(new)))
         pack_tokens(tail, self.tokens + whole)
         self._tail = tail
         self._digests += made
@@ -105,7 +105,7 @@ class KeySequence:
         step = self._scheme.chunk_tokens
         made = []
         for at in range(start, stop, step):
-            parent = self._extend(parent, tokens[at : at + step], position + at - start)
+            parent = self._extend(parent, part_of(tokens, at, at + step), position + at - start)
             made.append(parent)
         return made
 
@@ -127,7 +127,7 @@ def digests_of(
     Raises:
         InputError: what is skipped is not a whole number of chunks from the front, or a token is none.
     """
-    listed = token_list(tokens)
+    listed = sliceable(tokens)
     if mask is not None:
         if skip_tokens:
             raise InputError("give skip_tokens or a mask, not both")

@@ -1,8 +1,8 @@
 """Token ids in whatever container the caller has them, and their bytes as the hash chain reads them.
 
-Everything with a `tolist` (array, numpy, torch, memoryview) becomes a list once, and everything else that is a sequence
-is copied into one, so the chain has a single path and neither numpy nor torch is imported. Tokens are checked by the
-packing itself: `struct` refuses what is no whole number of 32 bits, and only then does Python look for the culprit.
+Every container is sliced where it lies, and a slice of an array becomes a list by its own `tolist`. So the chain has a
+single path, and neither numpy nor torch is imported. Tokens are checked by the packing itself: `struct` refuses what is
+no whole number of 32 bits, and only then does Python look for the culprit.
 
 One thing that `struct` lets pass is a `bool` inside a list, which Python says equals 0 or 1. Looking at every token's
 type would cost as much as hashing it, so the ends of each run are looked at: that catches the mistake people make,
@@ -33,8 +33,8 @@ Tokens: TypeAlias = Sequence[int] | HasTolist
 """list, tuple, range, array.array, numpy array, torch tensor, or any other sequence of whole numbers."""
 
 
-def token_list(tokens: Tokens) -> list[int] | tuple[int, ...]:
-    """The same ids as a list or tuple. Their values are not looked at yet; `pack_tokens` does that.
+def sliceable(tokens: Tokens) -> Sequence[int]:
+    """The same ids as something that `part_of` can slice. Their values are not looked at yet; `pack_tokens` does that.
 
     Raises:
         InputError: not a flat sequence of tokens.
@@ -48,15 +48,26 @@ def token_list(tokens: Tokens) -> list[int] | tuple[int, ...]:
     axes = getattr(given, "ndim", 1)
     if axes != 1:
         raise InputError(f"tokens were given as an array of {axes} axes; give one row at a time")
+    if hasattr(given, "tolist") and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        lent: Sequence[int] = given
+        return lent
+    if isinstance(given, Sequence):
+        return list(given)
     try:
-        if hasattr(given, "tolist"):
-            made = given.tolist()
-        else:
-            made = list(given) if isinstance(given, Sequence) else memoryview(given).tolist()
+        return memoryview(given)
+    except (TypeError, ValueError, BufferError):
+        raise InputError(f"tokens were given as {kind}; give a list, a tuple or an array of ids") from None
+
+
+def part_of(tokens: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    """tokens[start:stop] as a list or tuple."""
+    part: Any = tokens[start:stop]
+    if isinstance(part, (list, tuple)):
+        return part
+    try:
+        made: list[int] = part.tolist()
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise InputError(f"tokens were given as {kind}; give a list, a tuple or an array of ids ({error})") from None
-    if not isinstance(made, list):
-        raise InputError(f"tokens were given as {kind}, which is no sequence; give a list, a tuple or an array of ids")
+        raise InputError(f"tokens in a {type(tokens).__name__} cannot be read ({error}); give a list") from None
     return made
 
 

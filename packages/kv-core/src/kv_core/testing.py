@@ -1,0 +1,104 @@
+"""Hypothesis strategies for everything that kv-core names, so that other packages' tests need not invent them.
+
+Small sizes on purpose: a chunk of four tokens has every boundary that a chunk of 256 has.
+"""
+
+import hashlib
+
+from hypothesis import strategies as st
+
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.hashing import ChainScheme, Item
+from kv_core.keys import ChunkKey, KeySpace
+
+SECRET = b"a secret for testing only"
+
+
+def token_ids(*, wide: bool = True) -> st.SearchStrategy[int]:
+    """One token: mostly few different ones, so that prompts share prefixes; sometimes at the edges of u32 and u64."""
+    edges = [0, 1, 255, 2**31, 2**32 - 1] + ([2**32, 2**63, 2**64 - 1] if wide else [])
+    return st.one_of(st.integers(0, 3), st.integers(0, 200_000), st.sampled_from(edges))
+
+
+def prompts(*, max_tokens: int = 24, wide: bool = True) -> st.SearchStrategy[list[int]]:
+    return st.lists(token_ids(wide=wide), max_size=max_tokens)
+
+
+@st.composite
+def schemes(draw: st.DrawFn, *, max_chunk_tokens: int = 5) -> ChainScheme:
+    algorithm = draw(st.sampled_from(["sha256", "xxh3_128", "blake2b"]))
+    chunk_tokens = draw(st.integers(1, max_chunk_tokens))
+    if algorithm == "blake2b":
+        return ChainScheme("blake2b", chunk_tokens, SECRET)
+    return ChainScheme("sha256" if algorithm == "sha256" else "xxh3_128", chunk_tokens)
+
+
+def items(*, max_tokens: int = 24) -> st.SearchStrategy[list[Item]]:
+    contents = st.one_of(st.sampled_from(["cat", "dog", b"cat"]), st.binary(min_size=1, max_size=4))
+    one = st.builds(Item, contents, st.integers(0, max_tokens), st.integers(1, max_tokens))
+    return st.lists(one, max_size=3)
+
+
+def texts(*, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[str]:
+    """Text that a key space accepts, with much of what its spellings must escape."""
+    letters = st.characters(exclude_categories=("Cc", "Cs"))
+    return st.text(st.one_of(st.sampled_from("@%/.=:- é\u0660"), letters), min_size=min_size, max_size=max_size)
+
+
+@st.composite
+def key_spaces(draw: st.DrawFn) -> KeySpace:
+    names = st.from_regex(r"[A-Za-z0-9._-]{1,6}", fullmatch=True)
+    reserved = {"revision", "format", "chain", "group", "layer"}
+    tags = draw(st.dictionaries(names.filter(lambda name: name not in reserved), texts(), max_size=3))
+    return KeySpace(
+        model=draw(texts(min_size=1)),
+        revision=draw(texts()),
+        dtype=draw(texts()),
+        format=draw(texts()),
+        world=draw(st.sampled_from([1, 2, 8, 65535])),
+        chain=draw(texts()),
+        tags=tuple(tags.items()),
+    )
+
+
+def digests() -> st.SearchStrategy[bytes]:
+    return st.one_of(st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16))
+
+
+@st.composite
+def chunk_keys(draw: st.DrawFn, space: KeySpace | None = None) -> ChunkKey:
+    """A key of `space`, or of any: of the whole chunk or of one layer."""
+    space = draw(key_spaces()) if space is None else space
+    key = space.key(draw(digests()), draw(st.integers(0, 65534)), draw(st.integers(0, space.world - 1)))
+    layer = draw(st.one_of(st.none(), st.integers(0, 300)))
+    return key if layer is None else key.split_layers(layer + 1)[layer]
+
+
+def key_chain(chunks: int, *, branch: str = "", shards: int = 1) -> list[ChunkKey]:
+    """A prompt's keys, chunk-major, the same at every call. No strategy: for tests that want a plain example."""
+    space = KeySpace("model", "revision", "float32", "format", shards, "sha256:256")
+    return space.keys([hashlib.sha256(f"{branch}/{chunk}".encode()).digest() for chunk in range(chunks)])
+
+
+@st.composite
+def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
+    """Small formats of every kind: K and V, MLA's single part, and opaque blocks."""
+    kind = draw(st.sampled_from(["kv", "mla", "blocks"]))
+    block_tokens = draw(st.sampled_from([1, 2, 4]))
+    chunk_tokens = block_tokens * draw(st.integers(1, 4))
+    layers = draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from([1, 2, 8]))
+    if kind == "blocks":
+        return ChunkFormat(
+            "blocks", ("blocks",), layers, chunk_tokens, 1, head_dim, "uint8", 1, block_tokens, draw(texts())
+        )
+    dtype, itemsize = draw(st.sampled_from([("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)]))
+    heads = 1 if kind == "mla" else draw(st.integers(1, 3))
+    parts = ("kv",) if kind == "mla" else ("k", "v")
+    return ChunkFormat("canonical", parts, layers, chunk_tokens, heads, head_dim, dtype, itemsize)
+
+
+def extents(chunks: int, nbytes: int = 4096, pool: str = "pool") -> list[HostExtent]:
+    """Neighbouring places for so many chunks."""
+    return [HostExtent(pool, chunk * nbytes, nbytes) for chunk in range(chunks)]
