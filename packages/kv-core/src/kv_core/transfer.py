@@ -55,7 +55,9 @@ def plan_transfer(
     if not 0 <= first_token <= last_token:
         raise InputError(f"tokens {first_token} to {last_token} are not a range")
     if block_tokens <= 0 or chunk_tokens <= 0 or chunk_tokens % block_tokens:
-        raise InputError(f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens")
+        raise InputError(
+            f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens"
+        )
     if last_token > len(block_ids) * block_tokens:
         raise InputError(f"{len(block_ids)} blocks of {block_tokens} tokens do not reach token {last_token}")
     copies: list[Copy] = []

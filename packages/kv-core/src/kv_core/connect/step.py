@@ -1,8 +1,8 @@
 """What the halves say to each other: one plan a step, one report back, as plain data.
 
 A plan may travel to another process, so its spelling is lists, dicts, strings, ints and bytes and nothing else: any
-serialiser carries it, no class of ours has to be unpickled, and `from_plain` checks what arrives. It names chunks by the
-digests of their prefix, never by extents or pointers: each worker makes its own shard's keys and asks the cache itself.
+serialiser carries it, no class of ours has to be unpickled, and `from_plain` checks what arrives. It names chunks by
+the digests of their prefix, never by extents or pointers: each worker makes its own shard's keys and asks the cache.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class LoadStep:
 
 @dataclass(frozen=True, slots=True)
 class StoreStep:
-    """After this step's forward pass the first `len(digests)` chunks of the request are computed: keep those we lack."""
+    """After this step's forward pass the request's first `len(digests)` chunks are computed: keep those we lack."""
 
     request_id: str
     digests: tuple[bytes, ...]

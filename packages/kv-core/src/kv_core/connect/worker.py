@@ -15,7 +15,7 @@ from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import KVError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, Ticket, WriteLease
-from kv_core.transfer import TransferPlan, plan_transfer
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class WorkerHalf:
             return
         chunk_tokens, block_tokens = self._shape.chunk_tokens, self._shape.block_tokens[group]
         number_of = {key: number for number, key in enumerate(keys)}
-        copies = []
+        copies: list[Copy] = []
         try:
             for key, extent in zip(lease.keys, lease.extents, strict=True):
                 chunk = number_of[key]

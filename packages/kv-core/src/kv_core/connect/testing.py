@@ -1,0 +1,171 @@
+"""A cache that is a dict and an engine's blocks that are a dict, for testing the halves without either.
+
+`DictService` is always right and can be told to go wrong; `DictCopier` moves one value a token. Both are small enough to
+be believed by reading.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_core.errors import CopyFailed, MisuseError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
+from kv_core.lookup import LookupPlan, leading_run
+from kv_core.service import (
+    CacheCounts,
+    Completion,
+    Holder,
+    LeaseId,
+    LoadFailed,
+    LoadReady,
+    ReadLease,
+    Ticket,
+    WriteLease,
+)
+from kv_core.transfer import TransferPlan
+
+POOL = "dict"
+
+
+@dataclass(slots=True)
+class DictService:
+    """A `CacheService` in which chunk i lies at offset i of an endless pool, so nothing is ever evicted.
+
+    fail_loads: how many of the next loads find their chunks gone. expire_leases: how many of the next releases of read
+    leases say that the lease had expired. refuse_stores: how many of the next stores get no room.
+    """
+
+    fail_loads: int = 0
+    expire_leases: int = 0
+    refuse_stores: int = 0
+    held: dict[ChunkKey, int] = field(default_factory=dict)
+    promised: dict[Holder, int] = field(default_factory=dict)
+    open_leases: dict[LeaseId, ReadLease | WriteLease] = field(default_factory=dict)
+    ended: list[Holder] = field(default_factory=list)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _done: dict[Holder, list[Completion]] = field(default_factory=dict)
+
+    def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
+        chunks, ended = leading_run((key in self.held for key in keys), keys_per_chunk)
+        self.promised.pop(holder, None)
+        if chunks:
+            self.promised[holder] = chunks
+        return LookupPlan(holder, chunks, ended, ("dict",) * chunks)
+
+    def renew(self, holder: Holder) -> bool:
+        return holder in self.promised
+
+    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
+        ticket = Ticket(next(self._numbers))
+        missing = tuple(key for key in keys if key not in self.held)
+        if self.fail_loads:
+            self.fail_loads -= 1
+            missing = tuple(keys[:1])
+        answer: Completion
+        if missing:
+            answer = LoadFailed(ticket, missing, "the chunks have gone")
+        else:
+            extents = tuple(HostExtent(POOL, self.held[key], 1) for key in keys)
+            lease = ReadLease(LeaseId(next(self._numbers)), tuple(keys), extents)
+            self.open_leases[lease.id] = lease
+            answer = LoadReady(ticket, lease)
+        self._done.setdefault(holder, []).append(answer)
+        return ticket
+
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        missing = tuple(key for key in keys if key not in self.held)
+        refused = ""
+        if missing and self.refuse_stores:
+            self.refuse_stores -= 1
+            missing, refused = (), "no room"
+        extents = tuple(HostExtent(POOL, next(self._numbers), 1) for _ in missing)
+        lease = WriteLease(LeaseId(next(self._numbers)), missing, extents, refused)
+        self.open_leases[lease.id] = lease
+        return lease
+
+    def commit(self, lease: WriteLease) -> None:
+        if self.open_leases.pop(lease.id, None) is None:
+            raise MisuseError("committed a lease that is not open")
+        self.held.update((key, extent.offset) for key, extent in zip(lease.keys, lease.extents, strict=True))
+
+    def release(self, lease: ReadLease | WriteLease) -> bool:
+        if self.open_leases.pop(lease.id, None) is None:
+            return False
+        if isinstance(lease, ReadLease) and self.expire_leases:
+            self.expire_leases -= 1
+            return False
+        return True
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    def end(self, holder: Holder) -> None:
+        self.promised.pop(holder, None)
+        self.ended.append(holder)
+
+    def poll(self, holder: Holder) -> list[Completion]:
+        return self._done.pop(holder, [])
+
+    def clear(self) -> None:
+        self.held.clear()
+
+    def counts(self) -> CacheCounts:
+        raise MisuseError("a dict keeps no counts; look at its fields")
+
+
+class Done:
+    """A copy that has arrived."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class Failed:
+    """A copy that never will."""
+
+    def done(self) -> bool:
+        raise CopyFailed("the bus is on fire")
+
+    def wait(self) -> None:
+        raise CopyFailed("the bus is on fire")
+
+
+@dataclass(slots=True)
+class DictCopier:
+    """A `DeviceCopier` between `slots` (slot → value) and `pool` (chunk offset, token in chunk → value)."""
+
+    slots: dict[int, object] = field(default_factory=dict)
+    pool: dict[tuple[int, int], object] = field(default_factory=dict)
+    fail_copies: int = 0
+    loaded_tokens: int = 0
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        raise MisuseError(f"a dict has no memory to attach pool {pool} to ({len(view)} bytes)")
+
+    def load(self, plan: TransferPlan) -> Done | Failed:
+        if self._fails():
+            return Failed()
+        for copy in plan.copies:
+            for token in range(copy.tokens):
+                self.slots[copy.first_slot + token] = self.pool[copy.extent.offset, copy.first_token + token]
+        self.loaded_tokens += plan.tokens
+        return Done()
+
+    def store(self, plan: TransferPlan) -> Done | Failed:
+        if self._fails():
+            return Failed()
+        for copy in plan.copies:
+            for token in range(copy.tokens):
+                self.pool[copy.extent.offset, copy.first_token + token] = self.slots[copy.first_slot + token]
+        return Done()
+
+    def _fails(self) -> bool:
+        if self.fail_copies:
+            self.fail_copies -= 1
+            return True
+        return False

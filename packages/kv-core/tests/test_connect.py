@@ -1,0 +1,328 @@
+"""The halves of a connector against a toy engine whose every context token is checked before it is used."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kv_core.connect.request import HOLDING, NEXT, Event, Phase, advance
+from kv_core.connect.scheduler import ConnectShape, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.step import LoadStep, StepPlan, StoreStep
+from kv_core.connect.testing import DictCopier, DictService
+from kv_core.connect.worker import WorkerHalf
+from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.hashing import ChainScheme
+from kv_core.keys import KeySpace
+
+BLOCK = 2
+CHUNK = 4
+SPACE = KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}")
+SHAPE = ConnectShape(ChainScheme(chunk_tokens=CHUNK), SPACE, (BLOCK,))
+
+
+def test_a_life_goes_only_where_the_table_says() -> None:
+    for phase, event in itertools.product(Phase, Event):
+        if (phase, event) in NEXT:
+            assert advance(phase, event) is NEXT[phase, event]
+        else:
+            with pytest.raises(MisuseError, match=f"{phase.name} cannot {event.name}"):
+                advance(phase, event)
+
+
+def test_every_phase_can_be_reached_and_left_and_only_gone_is_the_end() -> None:
+    reached = {Phase.WAITING}
+    for _ in Phase:
+        reached |= {after for (before, _), after in NEXT.items() if before in reached}
+    assert reached == set(Phase)
+    assert {phase for phase in Phase if not any(before is phase for before, _ in NEXT)} == {Phase.GONE}
+    assert Phase.GONE not in HOLDING
+
+
+def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="write chunk_tokens=256"):
+        ConnectShape(ChainScheme(chunk_tokens=250), SPACE, (128,))
+
+
+digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
+tables = st.lists(st.lists(st.integers(0, 2**40), max_size=4).map(tuple), max_size=2).map(tuple)
+plans = st.builds(
+    StepPlan,
+    st.integers(0, 9),
+    st.lists(
+        st.builds(LoadStep, st.text(), st.integers(0, 9), st.integers(0, 9), digests, tables, st.just(0), st.just(8)),
+        max_size=3,
+    ).map(tuple),
+    st.lists(st.builds(StoreStep, st.text(), digests, tables), max_size=3).map(tuple),
+    st.lists(st.text(), max_size=3).map(tuple),
+)
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2) | st.binary(max_size=33),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+def only_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(type(key) is str and only_plain(entry) for key, entry in value.items())
+    if isinstance(value, list):
+        return all(map(only_plain, value))
+    return type(value) in (str, int, bytes)
+
+
+@given(plans)
+def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
+    plain = plan.to_plain()
+    assert only_plain(plain)
+    assert StepPlan.from_plain(plain) == plan
+
+
+@given(st.sampled_from(["version", "generation", "loads", "stores", "refused"]), junk)
+def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
+    good = StepPlan(1, (LoadStep("a", 1, 0, (b"x" * 32,), ((1,),), 0, 4),)).to_plain()
+    try:
+        read = StepPlan.from_plain(good | {name: wrong})
+    except InputError:
+        return
+    assert only_plain(read.to_plain())
+
+
+def test_what_is_no_step_plan_at_all_is_refused() -> None:
+    for wrong in (None, [], {}, {"version": 2}, {"version": 1}):
+        with pytest.raises(InputError):
+            StepPlan.from_plain(wrong)
+
+
+def halves() -> tuple[DictService, DictCopier, SchedulerHalf, WorkerHalf]:
+    service, copier = DictService(), DictCopier()
+    return (
+        service,
+        copier,
+        SchedulerHalf(service, SHAPE, name="e"),
+        WorkerHalf(service, SHAPE, [copier], shard=0, name="e"),
+    )
+
+
+def request(request_id: str, tokens: list[int]) -> RequestTokens:
+    return RequestTokens(request_id, tokens, keep_tokens=len(tokens))
+
+
+def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, asked: RequestTokens) -> None:
+    """Let the request run to its end in blocks of its own."""
+    blocks = range(100, 100 + -(-len(asked.tokens) // BLOCK))
+    assert scheduler.match(asked, 0) == 0
+    scheduler.allocated(asked.request_id, 0, ())
+    copier.slots.update((blocks[0] * BLOCK + i, ("kv", *asked.tokens[: i + 1])) for i in range(len(asked.tokens)))
+    worker.start_stores(scheduler.build_step([Scheduled(asked, len(asked.tokens), (blocks,))]))
+    worker.finish_stores()
+    scheduler.finished(asked.request_id)
+
+
+def test_asking_again_while_it_waits_costs_no_lookup_and_gives_the_same() -> None:
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    asked = request("b", [*range(8), 9])
+    assert [scheduler.match(asked, 0) for _ in range(28)] == [8] * 28
+    assert scheduler.match(asked, 4) == 4  # vLLM found a block by itself meanwhile
+    service.promised.clear()  # the lease expired in the queue
+    service.held.clear()
+    assert scheduler.match(asked, 0) == 0
+
+
+def test_an_allocation_that_does_not_add_up_is_refused_and_reported() -> None:
+    for external, table in ((8, ()), (7, (1, 2, 3, 4)), (8, (1, 2, 3))):
+        service, copier, scheduler, worker = halves()
+        store_all(scheduler, worker, copier, request("a", list(range(8))))
+        assert scheduler.match(request("b", [*range(8), 9]), 0) == 8
+        scheduler.allocated("b", external, (table,))
+        plan = scheduler.build_step([])
+        assert plan.refused == ("b",)
+        assert plan.loads == ()
+        worker.start_loads(plan)
+        report = worker.poll()
+        assert report.finished == report.failed == {"b"}
+        scheduler.loads_ended(report.finished, report.failed)
+        assert service.promised == {}
+
+
+def test_a_load_that_was_never_offered_is_refused() -> None:
+    _, _, scheduler, _ = halves()
+    scheduler.allocated("stranger", 8, ((1, 2, 3, 4),))
+    assert scheduler.build_step([]).refused == ("stranger",)
+
+
+def test_a_load_planned_before_a_reset_delivers_nothing_after_it() -> None:
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    scheduler.match(request("b", [*range(8), 9]), 0)
+    scheduler.allocated("b", 8, ((1, 2, 3, 4),))
+    late = scheduler.build_step([])
+    scheduler.reset()
+    worker.start_loads(scheduler.build_step([]))
+    worker.start_loads(late)
+    assert worker.poll().failed == {"b"}
+    assert copier.loaded_tokens == 0
+    assert service.held == {}
+
+
+def test_closing_the_worker_gives_everything_back() -> None:
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    worker.close()
+    assert service.ended[-1] == "e/worker0"
+
+
+@dataclass
+class Live:
+    tokens: list[int]
+    prompt: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    loading: bool = False
+    waiting: bool = True
+    finished: bool = False
+
+
+class ToyEngine(RuleBasedStateMachine):
+    """Requests arrive, match, load, compute in pieces, are preempted, aborted and finished, in any order.
+
+    The KV of a token is the tuple of all tokens up to it. Before anything is computed, all that it would attend to is
+    compared; at the end nobody holds anything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service, self.copier, self.scheduler, self.worker = halves()
+        self.live: dict[str, Live] = {}
+        self.numbers = itertools.count()
+        self.free = list(range(1, 40))
+
+    def tokens_of(self, name: str) -> RequestTokens:
+        return RequestTokens(name, self.live[name].tokens, keep_tokens=self.live[name].prompt)
+
+    @rule(shared=st.integers(0, 14), own=st.integers(0, 4))
+    def arrive(self, shared: int, own: int) -> None:
+        if shared + own:
+            tokens = [*range(100, 100 + shared), *range(own)]
+            self.live[f"r{next(self.numbers)}"] = Live(tokens, len(tokens))
+
+    def pick(self, data: st.DataObject, **wanted: bool) -> str | None:
+        names = [
+            name
+            for name, live in self.live.items()
+            if all(getattr(live, key) == value for key, value in wanted.items())
+        ]
+        return data.draw(st.sampled_from(names)) if names else None
+
+    @rule(data=st.data(), gives_up=st.booleans())
+    def schedule_waiting(self, data: st.DataObject, gives_up: bool) -> None:
+        """Match; then either no blocks are free and it stays queued, or it is allocated."""
+        name = self.pick(data, waiting=True, loading=False, finished=False)
+        if name is None:
+            return
+        live = self.live[name]
+        external = self.scheduler.match(self.tokens_of(name), 0)
+        assert 0 <= external < len(live.tokens)
+        needed = -(-len(live.tokens) // BLOCK)
+        if gives_up or len(self.free) < needed:
+            return
+        live.blocks = [self.free.pop() for _ in range(needed)]
+        for block in live.blocks:
+            for slot in range(block * BLOCK, (block + 1) * BLOCK):
+                self.copier.slots[slot] = "garbage"
+        self.scheduler.allocated(name, external, (live.blocks,))
+        live.computed, live.loading, live.waiting = external, external > 0, False
+
+    @rule(data=st.data(), tokens=st.integers(1, 6), fault=st.sampled_from(["", "", "gone", "copy", "expire", "room"]))
+    def step(self, data: st.DataObject, tokens: int, fault: str) -> None:
+        name = self.pick(data, waiting=False, loading=False, finished=False)
+        scheduled = []
+        if name is not None:
+            live = self.live[name]
+            if live.computed == 0:
+                self.scheduler.allocated(name, 0, ())
+            end = min(len(live.tokens), live.computed + tokens)
+            for at in range(end):
+                slot = live.blocks[at // BLOCK] * BLOCK + at % BLOCK
+                if at >= live.computed:
+                    self.copier.slots[slot] = ("kv", *live.tokens[: at + 1])
+                assert self.copier.slots[slot] == ("kv", *live.tokens[: at + 1]), f"{name} attends to wrong bytes"
+            scheduled.append(Scheduled(self.tokens_of(name), end, (live.blocks,)))
+            live.computed = end
+        self.service.fail_loads = fault == "gone"
+        self.copier.fail_copies = fault == "copy"
+        self.service.expire_leases = fault == "expire"
+        self.service.refuse_stores = fault == "room"
+        plan = StepPlan.from_plain(self.scheduler.build_step(scheduled).to_plain())
+        self.worker.start_loads(plan)
+        self.worker.start_stores(plan)
+        self.worker.finish_stores()
+        report = self.worker.poll()
+        assert report.failed <= report.finished
+        self.scheduler.loads_ended(report.finished, report.failed)
+        for ended in report.finished:
+            live = self.live[ended]
+            assert live.loading
+            live.loading = False
+            if ended in report.failed:
+                live.computed = 0
+                self.give_back(live)
+                live.waiting = True
+            if live.finished:
+                self.give_back(live)
+                del self.live[ended]
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        name = self.pick(data, waiting=False, loading=False, finished=False)
+        if name is not None and self.live[name].computed:
+            live = self.live[name]
+            live.tokens.append(7)
+            live.computed, live.waiting = 0, True
+            self.give_back(live)
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        name = self.pick(data, finished=False)
+        if name is None:
+            return
+        live = self.live[name]
+        self.scheduler.finished(name)
+        if live.loading:
+            live.finished = True  # its blocks stay until the load is reported
+        else:
+            self.give_back(live)
+            del self.live[name]
+
+    @precondition(lambda self: not any(live.loading for live in self.live.values()))
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.reset()
+
+    def give_back(self, live: Live) -> None:
+        self.free += live.blocks
+        live.blocks = []
+
+    @invariant()
+    def only_those_who_hold_are_promised(self) -> None:
+        phases = self.scheduler.tracked_phases()
+        holding = {f"e/{name}" for name, phase in phases.items() if phase in HOLDING}
+        assert set(self.service.promised) <= holding
+        assert not self.service.open_leases
+
+    def teardown(self) -> None:
+        for _ in range(3):
+            report_of = self.scheduler.build_step([])
+            self.worker.start_loads(report_of)
+            report = self.worker.poll()
+            self.scheduler.loads_ended(report.finished, report.failed)
+        for name in list(self.live):
+            self.scheduler.finished(name)
+        assert self.scheduler.tracked_phases() == {}
+        assert self.service.promised == {}
+        assert self.service.open_leases == {}
+
+
+TestToyEngine = ToyEngine.TestCase
+TestToyEngine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
