@@ -170,7 +170,8 @@ def test_no_text_does_anything_but_parse_or_be_refused(text: str, data: st.DataO
 
 
 @pytest.mark.parametrize(
-    "bad", [b"", b"\1" * 38, b"\1" * 40, b"\1" * 54, b"\2" + bytes(38), bytes(55), b"\1" * 56, 55, 10**15, "a" * 55, None]
+    "bad",
+    [b"", b"\1" * 38, b"\1" * 40, b"\1" * 54, b"\2" + bytes(38), bytes(55), b"\1" * 56, 55, 10**15, "a" * 55, None],
 )
 def test_bytes_that_are_no_key_are_refused(bad: Any) -> None:
     with pytest.raises(InputError):
