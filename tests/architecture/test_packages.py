@@ -40,13 +40,18 @@ def test_each_names_a_range_of_its_siblings_that_holds_their_version() -> None:
         for requirement in requirements(package):
             if requirement.name in versions:
                 assert requirement.specifier.contains(versions[requirement.name]), (package.name, str(requirement))
-                assert any(bound.operator == "<" for bound in requirement.specifier), f"{requirement} has no upper bound"
+                assert any(bound.operator == "<" for bound in requirement.specifier), (
+                    f"{requirement} has no upper bound"
+                )
 
 
 def test_every_third_party_requirement_has_an_upper_bound() -> None:
     for package in PACKAGES:
         for requirement in requirements(package):
-            assert any(bound.operator in ("<", "==", "~=") for bound in requirement.specifier), (package.name, requirement)
+            assert any(bound.operator in ("<", "==", "~=") for bound in requirement.specifier), (
+                package.name,
+                requirement,
+            )
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +128,9 @@ def _borrow(site: Path, names: set[str]) -> None:
                 link.symlink_to(target)
         for text in found.requires or ():
             requirement = Requirement(text)
-            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and requirement.name not in done:
+            if (
+                requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            ) and requirement.name not in done:
                 todo.add(requirement.name)
 
 

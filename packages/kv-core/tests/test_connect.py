@@ -166,6 +166,23 @@ def test_a_load_planned_before_a_reset_delivers_nothing_after_it() -> None:
     assert service.held == {}
 
 
+@pytest.mark.parametrize(("fault", "left"), [("fail_loads", 1), ("expire_leases", 0), ("fail_copies", 0)])
+def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, left: int) -> None:
+    """Only the chunk that has gone, or all that were copied: either way the same load is not offered again."""
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    asked = request("b", [*range(8), 9])
+    scheduler.match(asked, 0)
+    scheduler.allocated("b", 8, ((1, 2, 3, 4, 5),))
+    setattr(copier if fault == "fail_copies" else service, fault, 1)
+    worker.start_loads(scheduler.build_step([]))
+    report = worker.poll()
+    assert report.failed == {"b"}
+    assert len(service.held) == left
+    scheduler.loads_ended(report.finished, report.failed)
+    assert scheduler.match(asked, 0) == left * CHUNK
+
+
 def test_closing_the_worker_gives_everything_back() -> None:
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))

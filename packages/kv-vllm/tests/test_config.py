@@ -16,7 +16,12 @@ def test_nothing_given_means_the_defaults() -> None:
 def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text("chunk_tokens: 512\nsave_decode: true\nhost:\n  capacity: 2GiB\n")
-    environ = {"KV_CHUNK_TOKENS": "1024", "KV_HOST_LEASE_S": "60", "KV_HOST_CAPACITY": "1GiB", "KV_CONFIG_FILE": str(file)}
+    environ = {
+        "KV_CHUNK_TOKENS": "1024",
+        "KV_HOST_LEASE_S": "60",
+        "KV_HOST_CAPACITY": "1GiB",
+        "KV_CONFIG_FILE": str(file),
+    }
     settings, in_force = load({"chunk_tokens": 128}, environ)
     assert settings.chunk_tokens == 128
     assert settings.save_decode is True

@@ -45,6 +45,17 @@ class Engine:
     faults: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
 
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
+        self.off = why
+        self.faults.append(why)
+        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+
+    def refuse(self, why: str) -> None:
+        """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""
+        self.off = why
+        _log.error("the KV cache is off, nothing is loaded or stored: %s", why)
+
     def start_worker(self) -> WorkerHalf:
         assert self.cache is not None and self.shape is not None
         self.worker = WorkerHalf(self.cache, self.shape, self.copiers, shard=0, name=self.id)
@@ -86,34 +97,31 @@ def check_parallelism(vllm_config: Any) -> None:
 
 
 def bind_worker(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: Mapping[str, torch.Tensor]
-) -> Engine:
+    bound: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: Mapping[str, torch.Tensor]
+) -> None:
     """Prove the layout of the engine's cache and make ours. `off` says why not, if it cannot be proved.
 
     Raises:
         ConfigError: the settings do not fit this engine or this machine.
     """
-    bound = engine(str(vllm_config.kv_transfer_config.engine_id))
     scheme = settings.scheme()
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
     if isinstance(groups, Refusal):
-        return _refused(bound, groups)
+        return bound.refuse(groups.reason)
     formats: list[ChunkFormat] = []
     copiers: list[CpuCopier] = []
     for group in groups:
         _check_blocks(settings.chunk_tokens, group)
         proved = prove(group, settings.format, settings.chunk_tokens)
         if isinstance(proved, Refusal):
-            return _refused(bound, proved)
+            return bound.refuse(proved.reason)
         formats.append(proved.format)
         copiers.append(CpuCopier(proved.layout, group.tensors, proved.format))
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
-        return _refused(bound, Refusal("the groups' chunks differ in size, which one pool of equal slots cannot hold"))
+        return bound.refuse("the groups' chunks differ in size, which one pool of equal slots cannot hold")
     bound.cache = build_local_cache(
-        HostConfig(
-            capacity_bytes=settings.host.capacity_bytes, name=settings.host.name, lease_s=settings.host.lease_s
-        ),
+        HostConfig(capacity_bytes=settings.host.capacity_bytes, name=settings.host.name, lease_s=settings.host.lease_s),
         chunk_nbytes=formats[0].nbytes,
         fingerprint="-".join(chunk_format.fingerprint for chunk_format in formats),
     )
@@ -131,7 +139,7 @@ def bind_worker(
     bound.formats, bound.copiers = tuple(formats), tuple(copiers)
     for copier in copiers:
         copier.attach(bound.cache.pool.name, bound.cache.pool.view)
-    return bound
+    return None
 
 
 def release(engine_id: str, role: str) -> None:
@@ -148,12 +156,6 @@ def release(engine_id: str, role: str) -> None:
             for copier in bound.copiers:
                 copier.detach(bound.cache.pool.name)
             bound.cache.close()
-
-
-def _refused(bound: Engine, refusal: Refusal) -> Engine:
-    bound.off = refusal.reason
-    _log.error("the KV cache is off, nothing is loaded or stored: %s", refusal.reason)
-    return bound
 
 
 def _check_blocks(chunk_tokens: int, group: LayerGroup) -> None:

@@ -123,7 +123,9 @@ def _check(settings: Settings) -> None:
     if settings.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {settings.chunk_tokens}; it must be at least one block of the engine")
     if settings.host.lease_s <= 0:
-        raise ConfigError(f"host.lease_s is {settings.host.lease_s}; it must be more than 0 seconds (the default is 300)")
+        raise ConfigError(
+            f"host.lease_s is {settings.host.lease_s}; it must be more than 0 seconds (the default is 300)"
+        )
     if settings.host.capacity_bytes < 1:
         raise ConfigError("host.capacity is 0; give the pool room for at least one chunk, such as 1GiB")
 

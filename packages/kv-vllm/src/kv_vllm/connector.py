@@ -11,10 +11,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kv_core.connect.scheduler import RequestTokens, Scheduled
 from kv_core.connect.step import StepPlan
+from kv_core.errors import ConfigError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -45,9 +47,7 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
 def _guarded(
     fallback: Callable[[], _R],
-) -> Callable[
-    [Callable[Concatenate["KVTiersConnector", _P], _R]], Callable[Concatenate["KVTiersConnector", _P], _R]
-]:
+) -> Callable[[Callable[Concatenate["KVTiersConnector", _P], _R]], Callable[Concatenate["KVTiersConnector", _P], _R]]:
     """Answer `fallback()` while the cache is off, and turn it off when the hook raises."""
 
     def decorate(
@@ -60,7 +60,7 @@ def _guarded(
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and it must not reach the engine
-                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                self._engine.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
                 return fallback()
 
         return guarded
@@ -78,13 +78,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings, _ = config.load(transfer.kv_connector_extra_config, os.environ)
-        self._engine_id = str(transfer.engine_id)
         build.check_parallelism(vllm_config)
-        self.off = ""
-        """Why the cache is off; empty while it is on."""
+        self._engine = build.engine(str(transfer.engine_id))
         self._scheduler: build.SchedulerHalf | None = None
         self._worker: build.WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
+        self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
@@ -93,11 +92,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False  # a save that is dropped is a miss
 
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Load and store nothing from now on."""
-        self.off = why
-        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
-        build.note_fault(self._engine_id, why)
+    @property
+    def off(self) -> str:
+        """Why the cache is off; empty while it is on. One answer for both halves of the engine."""
+        return self._engine.off
 
     # Worker half.
 
@@ -106,7 +104,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Kept apart from the guarded hooks: these requests wait until they are reported, also when we are off.
+        # Not guarded: these requests wait until they are reported, also when the cache is turned off meanwhile.
         plan = self._plan()
         self._unanswered.update(load.request_id for load in plan.loads)
         self._unanswered.update(plan.refused)
@@ -141,14 +139,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         matched = self._scheduler.match(tokens, num_computed_tokens)
         return matched, matched > 0
 
-    @_guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            tables = blocks.get_block_ids() if num_external_tokens else ()
-            self._scheduler.allocated(request.request_id, num_external_tokens, tables)
+        if num_external_tokens:
+            self._unplanned.add(request.request_id)
+        self._allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return KVTiersMetadata(self._build_step(scheduler_output).to_plain())
+        plan = self._build_step(scheduler_output)
+        # Whoever was promised a load waits for it, so one that was not planned (we were turned off) is refused aloud.
+        planned = {load.request_id for load in plan.loads}.union(plan.refused)
+        plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
+        self._unplanned.clear()
+        return KVTiersMetadata(plan.to_plain())
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -169,7 +171,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._reset()
 
     def shutdown(self) -> None:
-        build.release(self._engine_id, self._role.name)
+        build.release(self._engine.id, self._role.name)
 
     # The guarded bodies.
 
@@ -180,28 +182,30 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
                 failure_policy,
             )
-        bound = build.bound_engine(self._engine_id)
-        if bound is None:
-            self.turn_off("the worker runs in another process, and this release shares its cache inside one process")
-        elif bound.off:
-            self.off = bound.off  # the worker half has said so already
-        else:
-            self._scheduler = bound.start_scheduler()
+        if self._engine.off:
+            return  # the worker half has said why
+        if self._engine.cache is None:
+            self._engine.turn_off(
+                "the worker runs in another process, and this release shares its cache inside one process"
+            )
+            return
+        self._scheduler = self._engine.start_scheduler()
 
     def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        from kv_core.errors import ConfigError
-
         try:
-            bound = build.bind_worker(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+            build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
         except ConfigError:
             raise  # the user can mend it, and should before the engine serves
         except Exception as error:  # noqa: BLE001  # a layout we did not foresee must cost the cache, not the engine
-            self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
-            build.bind_nothing(self._engine_id, self.off)
-            return
-        self.off = bound.off
-        if not bound.off:
-            self._worker = bound.start_worker()
+            self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
+        if not self.off:
+            self._worker = self._engine.start_worker()
+
+    @_guarded(lambda: None)
+    def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.allocated(request.request_id, num_external_tokens, tables)
 
     def _known(self, request: Any) -> RequestTokens | None:
         known = self._requests.get(request.request_id)

@@ -36,7 +36,9 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kv_vllm.demo", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="a model vLLM can load (default: a tiny random Llama, made on the spot)")
-    parser.add_argument("--dtype", default="", help="the model's dtype (default: float32 for the tiny model, else auto)")
+    parser.add_argument(
+        "--dtype", default="", help="the model's dtype (default: float32 for the tiny model, else auto)"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON lines instead of a table")
     parser.add_argument("--run", choices=("reference", "first", "second"), help=argparse.SUPPRESS)
     parser.add_argument("--pool", default="", help=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ POOL = "dict"
 class DictService:
     """A `CacheService` in which chunk i lies at offset i of an endless pool, so nothing is ever evicted.
 
-    fail_loads: how many of the next loads find their chunks gone. expire_leases: how many of the next releases of read
+    fail_loads: how many of the next loads find their last chunk gone. expire_leases: how many of the next releases of read
     leases say that the lease had expired. refuse_stores: how many of the next stores get no room.
     """
 
@@ -61,7 +61,7 @@ class DictService:
         missing = tuple(key for key in keys if key not in self.held)
         if self.fail_loads:
             self.fail_loads -= 1
-            missing = tuple(keys[:1])
+            missing = tuple(keys[-1:])
         answer: Completion
         if missing:
             answer = LoadFailed(ticket, missing, "the chunks have gone")

@@ -7,7 +7,7 @@ and not the same failure again, and then the request is reported.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_core.connect.device import CopyEvent, DeviceCopier
 from kv_core.connect.scheduler import ConnectShape
@@ -39,6 +39,11 @@ class _Load:
     waiting: dict[Ticket, int]  # ticket → group, until the cache has answered
     copying: list[tuple[ReadLease, CopyEvent]]
     failure: str = ""
+    suspect: set[ChunkKey] = field(default_factory=set)  # what to forget, so that it does not fail again
+
+    def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        self.failure = self.failure or reason
+        self.suspect.update(keys)
 
 
 class WorkerHalf:
@@ -144,37 +149,35 @@ class WorkerHalf:
                 case LoadReady(lease=lease):
                     self._start_copy(load, lease, group)
                 case LoadFailed(missing=missing, reason=reason):
-                    self._service.forget(missing)
-                    load.failure = load.failure or reason
+                    load.fail(reason, missing)
         for load in list(self._loading.values()):
-            if not load.waiting and all(self._arrived(load, event) for _, event in load.copying):
+            if not load.waiting and all(self._arrived(load, lease, event) for lease, event in load.copying):
                 self._finish(load)
 
     def _start_copy(self, load: _Load, lease: ReadLease, group: int) -> None:
         try:
             event = self._copiers[group].load(self._plan(load.step, lease, group))
         except KVError as error:
-            load.failure = load.failure or str(error)
+            load.fail(str(error), lease.keys)
             self._service.release(lease)
         else:
             load.copying.append((lease, event))
 
-    def _arrived(self, load: _Load, event: CopyEvent) -> bool:
+    def _arrived(self, load: _Load, lease: ReadLease, event: CopyEvent) -> bool:
         try:
             return event.done()
         except KVError as error:
-            load.failure = load.failure or str(error)
+            load.fail(str(error), lease.keys)
             return True
 
     def _finish(self, load: _Load) -> None:
         for lease, _ in load.copying:
             if not self._service.release(lease):
-                load.failure = load.failure or "the lease expired while the bytes were being copied"
+                load.fail("the lease expired while the bytes were being copied", lease.keys)
         step = load.step
         del self._loading[step.request_id]
         if load.failure:
-            for group in range(len(self._copiers)):
-                self._service.forget(self._keys(step.digests, group))
+            self._service.forget(list(load.suspect))
         else:
             self.counts.tokens_loaded += step.last_token - step.first_token
         self._end(step.request_id, load.failure)
