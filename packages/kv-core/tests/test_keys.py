@@ -25,7 +25,8 @@ def test_bytes_hex_and_path_give_the_key_back(key: ChunkKey) -> None:
     assert type(pickle.loads(pickle.dumps(key))) is ChunkKey
     parts = key.path().split("/")
     assert all(part not in ("", ".", "..") and len(part) <= 64 for part in parts)
-    assert key.path().isascii() and key.path() == key.path().lower()
+    assert key.path().isascii()
+    assert key.path() == key.path().lower()
 
 
 @given(space=key_spaces(), data=st.data())
@@ -35,7 +36,8 @@ def test_the_text_gives_key_and_space_back(space: KeySpace, data: st.DataObject)
     text = space.spell(key)
     assert KeySpace.parse(text) == (space, key)
     assert KeySpace.parse(text)[0].fingerprint == space.fingerprint
-    assert text.isascii() and not set(text) & set(" \\\n\0")
+    assert text.isascii()
+    assert not set(text) & set(" \\\n\0")
 
 
 @given(space=key_spaces(), data=st.data())
@@ -95,7 +97,10 @@ def test_tags_are_named_and_not_ordered() -> None:
 
 def test_a_key_is_its_bytes() -> None:
     """So that an index may be asked with either, at the speed of bytes."""
-    assert KEY == bytes(KEY) and hash(KEY) == hash(bytes(KEY)) and {KEY: 1}[bytes(KEY)] == 1
+    plain = bytes(KEY)
+    assert plain == KEY
+    assert hash(plain) == hash(KEY)
+    assert {KEY: 1}[plain] == 1
     assert str(KEY) == f"ChunkKey({KEY.hex()})"
     with pytest.raises(AttributeError):
         KEY.note = 1  # type: ignore[attr-defined]
@@ -103,29 +108,102 @@ def test_a_key_is_its_bytes() -> None:
 
 HEX, PATH, TEXT = KEY.hex(), KEY.path(), SPACE.spell(KEY)
 HOSTILE_PATHS = [
-    "", "/", "..", "../" + PATH, "/" + PATH, PATH + "/", "./" + PATH, PATH + "/..", PATH.upper(), PATH + "\0", PATH + "\n",
-    PATH.replace("/", "\\"), PATH.replace("1-", "2-", 1), PATH.replace("1-", "01-", 1), PATH.replace("/1-3/", "/01-3/"),
-    PATH.replace("/1-3/", "/1-3-65535/"), PATH.replace("/1-3/", "/1-65536/"), PATH.replace("/1-3/", "/1/"),
-    PATH.replace("/1-3/", "/1-3-4-5/"), PATH.replace("/1-3/", "/-1-3/"), PATH.replace("/1-3/", "/\u0661-3/"),
-    PATH.replace("/1-3/", "/ 1-3/"), PATH.replace("/1-3/", "/1-3/../1-3/"), PATH.replace("/00/", "/01/"),
-    PATH.replace("/00/", "//"), PATH[:-1], PATH + "0", PATH * 9, "a" * 10**6,
-]  # fmt: skip
+    "",
+    "/",
+    "..",
+    "../" + PATH,
+    "/" + PATH,
+    PATH + "/",
+    "./" + PATH,
+    PATH + "/..",
+    PATH.upper(),
+    PATH + "\0",
+    PATH + "\n",
+    PATH.replace("/", "\\"),
+    PATH.replace("1-", "2-", 1),
+    PATH.replace("1-", "01-", 1),
+    PATH.replace("/1-3/", "/01-3/"),
+    PATH.replace("/1-3/", "/1-3-65535/"),
+    PATH.replace("/1-3/", "/1-65536/"),
+    PATH.replace("/1-3/", "/1/"),
+    PATH.replace("/1-3/", "/1-3-4-5/"),
+    PATH.replace("/1-3/", "/-1-3/"),
+    PATH.replace("/1-3/", "/\u0661-3/"),
+    PATH.replace("/1-3/", "/ 1-3/"),
+    PATH.replace("/1-3/", "/1-3/../1-3/"),
+    PATH.replace("/00/", "/01/"),
+    PATH.replace("/00/", "//"),
+    PATH[:-1],
+    PATH + "0",
+    PATH * 9,
+    "a" * 10**6,
+]
 HOSTILE_HEX = [
-    "", "0", HEX[:-1], HEX[:-2], HEX + "00", HEX.upper(), " " + HEX[1:], HEX[:-1] + "\n", HEX[:-1] + "g", "02" + HEX[2:],
-    HEX[:-1] + "\u0661", HEX[:-1] + "\uff11", HEX[:-1] + "\0", HEX * 1000, "0x" + HEX[2:], HEX[:40] + "  " + HEX[42:],
-]  # fmt: skip
+    "",
+    "0",
+    HEX[:-1],
+    HEX[:-2],
+    HEX + "00",
+    HEX.upper(),
+    " " + HEX[1:],
+    HEX[:-1] + "\n",
+    HEX[:-1] + "g",
+    "02" + HEX[2:],
+    HEX[:-1] + "\u0661",
+    HEX[:-1] + "\uff11",
+    HEX[:-1] + "\0",
+    HEX * 1000,
+    "0x" + HEX[2:],
+    HEX[:40] + "  " + HEX[42:],
+]
 HOSTILE_TEXTS = [
-    "", "@", "@@@@", "%", TEXT + "@", TEXT + "\0", TEXT + " ", " " + TEXT, TEXT[:-1] + "%", TEXT + "%4", TEXT + "%zz",
-    TEXT + "%41", TEXT.replace("org/model", "org%2Fmodel"), TEXT.replace("org/model", ""), TEXT.replace("@4@", "@04@"),
-    TEXT.replace("@4@", "@\u0664@"), TEXT.replace("@4@", "@3@"), TEXT.replace("@4@", "@0@"), TEXT.replace("@4@", "@-4@"),
-    TEXT.replace("@4@", "@99999@"), TEXT.replace("@3@", "@4@"), TEXT.replace("0001", "000G"), TEXT.replace("0a", "0A"),
-    TEXT.replace("@layer%", ""), TEXT.replace("@layer%", "@layer%65535"), TEXT.replace("@layer%", "@layer%-1"),
-    TEXT.replace("@group%1@layer%", "@layer%@group%1"), TEXT.replace("@group%1", "@group%65535"),
-    TEXT.replace("@group%1", "@group%1@group%1"), TEXT + "@tenant%x", TEXT + "@a%1", TEXT + "@revision%x", TEXT + "@%x",
-    TEXT + "@\u00e9%x", TEXT + "@zz", TEXT.replace("rev", "re%76", 1), TEXT.replace("%x", "%%FF"), TEXT.replace("%x", "%%00"),
-    TEXT.replace("%x", "%%0a"), TEXT.replace("%x", "%\u00e9"), TEXT.replace("%x", "%%c3%a9"), TEXT.replace("%x", "%\ud800"),
-    TEXT.replace("%x", "%%ED%A0%80"), TEXT + "x" * 2000, "@" * 10**6, "a" * (1 << 21),
-]  # fmt: skip
+    "",
+    "@",
+    "@@@@",
+    "%",
+    TEXT + "@",
+    TEXT + "\0",
+    TEXT + " ",
+    " " + TEXT,
+    TEXT[:-1] + "%",
+    TEXT + "%4",
+    TEXT + "%zz",
+    TEXT + "%41",
+    TEXT.replace("org/model", "org%2Fmodel"),
+    TEXT.replace("org/model", ""),
+    TEXT.replace("@4@", "@04@"),
+    TEXT.replace("@4@", "@\u0664@"),
+    TEXT.replace("@4@", "@3@"),
+    TEXT.replace("@4@", "@0@"),
+    TEXT.replace("@4@", "@-4@"),
+    TEXT.replace("@4@", "@99999@"),
+    TEXT.replace("@3@", "@4@"),
+    TEXT.replace("0001", "000G"),
+    TEXT.replace("0a", "0A"),
+    TEXT.replace("@layer%", ""),
+    TEXT.replace("@layer%", "@layer%65535"),
+    TEXT.replace("@layer%", "@layer%-1"),
+    TEXT.replace("@group%1@layer%", "@layer%@group%1"),
+    TEXT.replace("@group%1", "@group%65535"),
+    TEXT.replace("@group%1", "@group%1@group%1"),
+    TEXT + "@tenant%x",
+    TEXT + "@a%1",
+    TEXT + "@revision%x",
+    TEXT + "@%x",
+    TEXT + "@\u00e9%x",
+    TEXT + "@zz",
+    TEXT.replace("rev", "re%76", 1),
+    TEXT.replace("%x", "%%FF"),
+    TEXT.replace("%x", "%%00"),
+    TEXT.replace("%x", "%%0a"),
+    TEXT.replace("%x", "%\u00e9"),
+    TEXT.replace("%x", "%%c3%a9"),
+    TEXT.replace("%x", "%\ud800"),
+    TEXT.replace("%x", "%%ED%A0%80"),
+    TEXT + "x" * 2000,
+    "@" * 10**6,
+    "a" * (1 << 21),
+]
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE_PATHS)))
@@ -234,4 +312,5 @@ def test_shares_that_cannot_be_are_refused() -> None:
 
 
 def test_the_chain_s_name_is_what_a_space_wants() -> None:
-    assert ChainScheme().name == "sha256:256" and ChainScheme("xxh3_128", 16).name == "xxh3_128:16"
+    assert ChainScheme().name == "sha256:256"
+    assert ChainScheme("xxh3_128", 16).name == "xxh3_128:16"

@@ -1,5 +1,7 @@
 """A growing request hashes its new tokens only, and ends where it would have, had it come whole."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def test_any_split_gives_what_the_whole_gives(
     grown = KeySequence(scheme, items=item)
     made = []
     places = [0, *sorted(cuts), len(tokens)]
-    for first, last in zip(places, places[1:], strict=False):
+    for first, last in itertools.pairwise(places):
         made += grown.append(tokens[first:last])
         assert grown.tokens == len(tokens[:last])
         assert len(grown.digests) == grown.tokens // scheme.chunk_tokens
@@ -74,9 +76,11 @@ def test_appending_touches_the_new_tokens_only(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_empty_append_makes_nothing() -> None:
     sequence = KeySequence(SCHEME)
-    assert sequence.append([]) == [] and sequence.tail_digest() is None and sequence.tokens == 0
+    assert sequence.append([]) == []
+    assert (sequence.tail_digest(), sequence.tokens) == (None, 0)
     sequence.append([1])
-    assert sequence.append(()) == [] and sequence.tokens == 1
+    assert sequence.append(()) == []
+    assert sequence.tokens == 1
 
 
 @given(tokens=prompts(), chunks=st.integers(0, 6))

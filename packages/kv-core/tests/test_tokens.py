@@ -105,7 +105,7 @@ def test_what_holds_no_tokens_is_refused(bad: Any) -> None:
 
 @pytest.mark.parametrize("typecode", ["d", "f"])
 def test_an_array_of_floats_is_refused(typecode: str) -> None:
-    with pytest.raises(InputError, match="token 0 is 1.0, a float"):
+    with pytest.raises(InputError, match=r"token 0 is 1\.0, a float"):
         KeySequence(SCHEME).append(array.array(typecode, [1, 2, 3, 4]))
 
 

@@ -9,9 +9,11 @@ page is the same bytes.
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kv_core.errors import InputError
+
+Kind = Literal["canonical", "blocks"]
 
 FORMAT_VERSION = 1
 """Part of every fingerprint. The bytes of a version never change; a new order of bytes is a new version."""
@@ -27,7 +29,7 @@ class ChunkFormat:
     origin: "" in `canonical`; in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides).
     """
 
-    kind: Literal["canonical", "blocks"]
+    kind: Kind
     parts: tuple[str, ...]
     layers: int
     chunk_tokens: int
@@ -39,15 +41,20 @@ class ChunkFormat:
     origin: str = ""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InputError(f"no kind {self.kind!r} of chunk format; choose one of {', '.join(get_args(Kind))}")
         for name in ("layers", "chunk_tokens", "heads", "head_dim", "itemsize", "block_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise InputError(f"a chunk format's {name} is {value!r}; it must be a positive whole number")
         if not self.parts:
             raise InputError("a chunk format needs at least one part")
+        if len(set(self.parts)) < len(self.parts):
+            raise InputError(f"a part is named twice in {self.parts}")
         if self.kind == "blocks" and self.chunk_tokens % self.block_tokens:
             raise InputError(
-                f"chunk_tokens={self.chunk_tokens} is not a multiple of the engine's block of {self.block_tokens} tokens"
+                f"chunk_tokens={self.chunk_tokens} is not a multiple of the engine's block of "
+                f"{self.block_tokens} tokens"
             )
 
     @property

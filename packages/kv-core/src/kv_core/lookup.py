@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from kv_core.errors import MisuseError
+
 
 class Ended(Enum):
     """Why the servable prefix is not longer."""
@@ -32,7 +34,12 @@ def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
     """Count the leading chunks whose every key is held, and say why the count stopped.
 
     held: chunk-major, `keys_per_chunk` answers a chunk; read lazily and never past the first miss.
+
+    Raises:
+        MisuseError: the answers do not make up whole chunks.
     """
+    if keys_per_chunk < 1:
+        raise MisuseError(f"a chunk has at least one key, not {keys_per_chunk}")
     chunks = 0
     of_this_chunk = 0
     for answer in held:
@@ -41,4 +48,6 @@ def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
         of_this_chunk += 1
         if of_this_chunk == keys_per_chunk:
             chunks, of_this_chunk = chunks + 1, 0
+    if of_this_chunk:
+        raise MisuseError(f"{keys_per_chunk} keys a chunk, and the last chunk was asked for by {of_this_chunk} only")
     return chunks, Ended.ALL_HELD

@@ -63,25 +63,26 @@ def plan_transfer(
     copies: list[Copy] = []
     token = first_token
     while token < last_token:
-        chunk, in_chunk = divmod(token, chunk_tokens)
+        chunk = token // chunk_tokens
         index = chunk - extents_from_chunk
         if not 0 <= index < len(extents):
             raise InputError(f"token {token} lies in chunk {chunk}, for which no extent was given")
-        block, in_block = divmod(token, block_tokens)
-        slot = block_ids[block] * block_tokens + in_block
-        run = min(block_tokens - in_block, last_token - token)
-        extent = extents[index]
-        before = copies[-1] if copies else None
-        if (
-            before is not None
-            and before.extent is extent
-            and before.first_token + before.tokens == in_chunk
-            and before.first_slot + before.tokens == slot
-        ):
-            copies[-1] = Copy(extent, before.first_token, before.first_slot, before.tokens + run)
-        else:
-            copies.append(Copy(extent, in_chunk, slot, run))
-        token += run
+        chunk_ends = min((chunk + 1) * chunk_tokens, last_token)
+        # Whole numbers only in here: an object a block would cost more than all the rest.
+        started, from_slot, next_slot = token, -1, -1
+        while token < chunk_ends:
+            block, in_block = divmod(token, block_tokens)
+            if block_ids[block] < 0:
+                raise InputError(f"entry {block} of the block table is block {block_ids[block]}")
+            slot = block_ids[block] * block_tokens + in_block
+            if slot != next_slot:
+                if token > started:
+                    copies.append(Copy(extents[index], started % chunk_tokens, from_slot, token - started))
+                started, from_slot = token, slot
+            run = min(block_tokens - in_block, chunk_ends - token)
+            token += run
+            next_slot = slot + run
+        copies.append(Copy(extents[index], started % chunk_tokens, from_slot, token - started))
     plan = TransferPlan(tuple(copies), chunk_tokens)
     if plan.tokens != last_token - first_token:
         raise MisuseError(f"the plan covers {plan.tokens} tokens of {last_token - first_token}")
