@@ -122,7 +122,7 @@ class WorkerHalf:
         self._service.end(self._holder)
 
     def _keys(self, digests: Sequence[bytes], group: int) -> list[ChunkKey]:
-        return [self._shape.space.key(digest, group, self._shard) for digest in digests]
+        return self._shape.space.keys(digests, groups=(group,), shards=(self._shard,))
 
     def _plan(self, step: LoadStep, lease: ReadLease, group: int) -> TransferPlan:
         return plan_transfer(

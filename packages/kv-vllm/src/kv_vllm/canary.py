@@ -1,0 +1,141 @@
+"""Before the first request: proof that we read and write vLLM's cache as vLLM itself does.
+
+A tensor's shape does not say what lies in it, and a layout that changes with an engine's release is how caches come to
+serve garbage. So a few known rows go into three blocks by the engine's own cache-update operation, and each layout that we
+know is tried on them, in both directions: rows read through it must be the rows written, and rows written through it must
+give the engine's bytes. One layout must fit, and one only. Where none does, whole blocks may still be carried as opaque
+bytes, if it is shown that an update touches no byte outside its own blocks and that equal rows make equal blocks wherever
+they lie. What the blocks held before is put back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kv_core.format import ChunkFormat
+from kv_cuda import PagedLayout, pages_of, probe_rows, read_rows, write_rows
+
+EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]
+"""(layer, rows by part as [tokens, heads, head_dim], slots): the engine's own cache update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the engine's cache cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The layout by which chunks are copied, and the format they are kept in."""
+
+    layout: PagedLayout
+    format: ChunkFormat
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers that share one block table, as the engine handed them over.
+
+    tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where whole
+    blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    block_tokens: int
+    blocks: int
+    candidates: tuple[PagedLayout, ...]
+    opaque: PagedLayout
+    origin: str
+    update: EngineUpdate
+
+
+def prove(group: LayerGroup, wanted: str, chunk_tokens: int) -> Proof | Refusal:
+    """Find the layout and the format that are shown to be right.
+
+    wanted: "auto", "canonical" or "blocks", as the setting `format` says.
+    """
+    if group.blocks < 4:
+        return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
+    fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _fits(group, layout)]
+    if len(fitting) == 1:
+        (layout,) = fitting
+        return Proof(layout, layout.canonical_format(chunk_tokens), f"layout {layout.name}, format canonical")
+    if len(fitting) > 1:
+        names = ", ".join(layout.name for layout in fitting)
+        return Refusal(f"the canary cannot tell the layouts {names} apart in this cache")
+    if wanted == "canonical":
+        tried = ", ".join(layout.name for layout in group.candidates) or "none known for this backend"
+        return Refusal(
+            f"the canary found no layout that fits the engine's cache (tried: {tried}), and format is canonical"
+        )
+    if (why := _blocks_stand_alone(group)) is not None:
+        return Refusal(f"the canary found no layout that fits the engine's cache, and {why}")
+    chunk_format = group.opaque.blocks_format(chunk_tokens, group.origin)
+    return Proof(group.opaque, chunk_format, "whole blocks, format blocks")
+
+
+def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
+    """Whether engine and layout agree in every layer and both directions."""
+    whole = torch.arange(group.block_tokens)
+    one, other = 1, group.blocks - 1
+    # A whole block in order, then some of another in disorder: an offset, a stride and a permutation all show.
+    scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
+        : group.block_tokens // 2 + 1
+    ]
+    slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
+    for layer, tensor in enumerate(group.tensors):
+        rows = probe_rows(layout, tokens=len(slots), seed=layer, device=tensor.device)
+        with _kept(tensor, (one, other), group.blocks):
+            pages = pages_of(tensor, group.blocks)
+            pages[one] = 0
+            pages[other] = 0
+            group.update(layer, rows, slots.to(tensor.device))
+            read = read_rows(layout, group.tensors, layer, slots)
+            if any(not torch.equal(read[part], rows[part]) for part in rows):
+                return False
+            by_engine = pages[one].clone(), pages[other].clone()
+            pages[one] = 0
+            pages[other] = 0
+            write_rows(layout, group.tensors, layer, slots, rows)
+            if not (torch.equal(pages[one], by_engine[0]) and torch.equal(pages[other], by_engine[1])):
+                return False
+    return True
+
+
+def _blocks_stand_alone(group: LayerGroup) -> str | None:
+    """None if whole blocks can be carried as opaque bytes, else why not."""
+    slots = torch.arange(group.block_tokens)
+    source, copy = 1, group.blocks - 1
+    for layer, tensor in enumerate(group.tensors):
+        rows = probe_rows(group.opaque, tokens=group.block_tokens, seed=layer, device=tensor.device)
+        with _kept(tensor, (0, source, 2, copy), group.blocks):
+            pages = pages_of(tensor, group.blocks)
+            around = [pages[block].clone() for block in (0, 2)]
+            for block in (source, copy):
+                pages[block] = 0
+                group.update(layer, rows, (slots + block * group.block_tokens).to(tensor.device))
+            if not torch.equal(pages[source], pages[copy]):
+                return "equal rows make unequal bytes in different blocks"
+            if not bool(pages[source].any()):
+                return "an update leaves its blocks as they were"
+            if any(not torch.equal(pages[block], before) for block, before in zip((0, 2), around, strict=True)):
+                return "an update changes bytes of other blocks"
+    return None
+
+
+class _kept:  # noqa: N801  # reads as a word where it is used
+    """Put back what these blocks of one layer held."""
+
+    def __init__(self, tensor: torch.Tensor, blocks: tuple[int, ...], count: int) -> None:
+        self._pages = pages_of(tensor, count)
+        self._blocks = sorted(set(blocks))
+
+    def __enter__(self) -> None:
+        self._saved = [self._pages[block].clone() for block in self._blocks]
+
+    def __exit__(self, *_: object) -> None:
+        for block, saved in zip(self._blocks, self._saved, strict=True):
+            self._pages[block] = saved
