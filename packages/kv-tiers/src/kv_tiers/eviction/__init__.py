@@ -1,0 +1,1 @@
+"""Orders in which chunks leave a tier."""
