@@ -1,4 +1,7 @@
-"""Config → objects. The only file that names concrete tiers and policies."""
+"""Settings in, a cache out. The only file that names concrete pools and policies."""
+
+import itertools
+import os
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
@@ -6,28 +9,39 @@ from kv_core.errors import ConfigError
 from kv_tiers.config import HostConfig
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.local import LocalCache
-from kv_tiers.pool import PAGE_BYTES, HostPool, round_up
+from kv_tiers.machine import spelled
+from kv_tiers.pool import HostPool, slot_bytes_for
+
+_POLICIES = {"lru": LruPolicy}
+_NUMBERS = itertools.count()
 
 
 def build_local_cache(
     config: HostConfig, *, chunk_nbytes: int, fingerprint: str, clock: Clock | None = None
 ) -> LocalCache:
-    """The cache that `config` describes, for chunks of one size and format.
-
-    fingerprint: of the chunks' format; a named pool that was made for another one starts empty.
+    """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
 
     Raises:
-        ConfigError: the pool cannot hold one chunk, is larger than memory, or its name cannot be had.
+        ConfigError: the settings cannot be honoured on this machine.
     """
-    slot_bytes = round_up(chunk_nbytes, PAGE_BYTES)
-    slots = config.capacity_bytes // slot_bytes
+    if chunk_nbytes <= 0:
+        raise ConfigError(f"chunks of {chunk_nbytes} bytes; a chunk's size must be positive")
+    slots = config.capacity_bytes // slot_bytes_for(chunk_nbytes)
     if slots < 1:
+        smallest = slot_bytes_for(chunk_nbytes)
         raise ConfigError(
-            f"a host capacity of {config.capacity_bytes} bytes holds no chunk: one takes {slot_bytes} bytes; "
-            f"write at least {-(-slot_bytes >> 20) or 1}MiB"
+            f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
+            f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
         )
+    if config.policy not in _POLICIES:
+        raise ConfigError(f"there is no eviction policy {config.policy!r}; write one of {', '.join(_POLICIES)}")
     if config.name:
-        pool = HostPool.named(config.name, slot_bytes=slot_bytes, slots=slots, fingerprint=fingerprint)
+        pool = HostPool.named(config.name, chunk_nbytes, slots, fingerprint=fingerprint)
     else:
-        pool = HostPool.anonymous("host", slot_bytes=slot_bytes, slots=slots)
-    return LocalCache(pool, chunk_nbytes=chunk_nbytes, policy=LruPolicy(), lease_s=config.lease_s, clock=clock)
+        # The name is only what extents say; this process has no other pool of this number.
+        pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_nbytes, slots)
+    try:
+        return LocalCache(pool, policy=_POLICIES[config.policy](), lease_s=config.lease_s, clock=clock)
+    except BaseException:
+        pool.close()
+        raise

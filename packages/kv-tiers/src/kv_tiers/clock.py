@@ -4,7 +4,7 @@ import time
 
 
 class MonotonicClock:
-    """Seconds that never go back, whatever happens to the wall clock."""
+    """Seconds of this machine's uptime, more or less: never set back, never adjusted."""
 
     def now_s(self) -> float:
         return time.monotonic()

@@ -1,20 +1,18 @@
-"""What a host tier needs to know, frozen and strict."""
+"""Settings of the host tier, strict: an unknown name or a wrong type is refused where the settings are read."""
 
 from typing import Literal
 
 import msgspec
 
-from kv_tiers.local import DEFAULT_LEASE_S
 
-
-class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The host pool and the cache on it."""
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The host pool and how long its promises last."""
 
     capacity_bytes: int
-    """How much host memory holds chunks."""
+    """How much of the pool's memory holds chunks; taken from the machine as it is used. Whole chunks count."""
     name: str = ""
-    """Empty: the pool ends with its process. A name: it outlives it, in shared memory."""
-    lease_s: float = DEFAULT_LEASE_S
-    """How long a promise or a read lease lasts without being renewed."""
+    """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
+    lease_s: float = 300.0
+    """Seconds that chunks stay put for a holder from whom nothing more is heard."""
     policy: Literal["lru"] = "lru"
-    """Which chunk goes first when room is needed."""
+    """What leaves when room is needed."""

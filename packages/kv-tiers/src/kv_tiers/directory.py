@@ -1,109 +1,129 @@
-"""What lies in the slots of a named pool, said in the pool itself, so that the next process can find it.
+"""What a named pool says about itself, so that it outlives its process: a header and one record a slot.
 
-A header, then one record a slot. Little-endian; a record is whole only if its own checksum fits, so one that was torn by
-kill -9 in the middle of a write is as good as none.
+A record vouches for itself (its checksum covers the slot's number too) and for its chunk's bytes (xxh3_128). It is
+written after the bytes and wiped before they may be replaced, so whatever instant a process dies at, a record that
+still reads well names bytes that were whole. All writes are plain stores to shared memory: they survive the process in
+the order in which it made them.
 
-    header   magic 8s "KVPOOL\\0\\0" | version u32 | record bytes u32 | slots u64 | slot bytes u64 | fingerprint 96s
-    record   magic 4s "KVRC" | version u16 | key length u16 | chunk bytes u64 | xxh3-128 of the bytes 16s | key 64s
-             | xxh3-64 of all that u64, and zeros up to 128 bytes
+    header  magic 8 | version u32 | zero u32 | chunk_nbytes u64 | slot_bytes u64 | slots u64 | sha256(fingerprint) 32
+            | xxh3_64 of the above
+    record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | zero u32 | chunk_nbytes u64
+            | number u64 | xxh3_128 of the chunk 16 | key 72 | xxh3_64 of the above, seeded with the slot
 
-Order is everything: a chunk's bytes are written before its record, and its record is cleared before its slot is given to
-another chunk.
+Everything is little-endian.
 """
 
 import hashlib
-import logging
+import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 
-_log = logging.getLogger(__name__)
+VERSION: Final = 1
+HEADER_NBYTES: Final = 4096
+RECORD_NBYTES: Final = 128
+MAX_KEY_NBYTES: Final = 72
+NO_PARENT: Final = 0xFFFFFFFF
 
-VERSION = 1
-_HEADER = struct.Struct("<8sIIQQ96s")
-_HEADER_MAGIC = b"KVPOOL\0\0"
-_HEADER_BYTES = 4096
-_RECORD = struct.Struct("<4sHHQ16s64s")
-_RECORD_MAGIC = b"KVRC"
-_RECORD_BYTES = 128
-_CHECKSUM = struct.Struct("<Q")
-_NOTHING = bytes(_RECORD_BYTES)
+_MAGIC: Final = b"kvpool\r\n"
+_HEADER: Final = struct.Struct("<8sIIQQQ32s")
+_RECORD_MAGIC: Final = b"kvck"
+_RECORD: Final = struct.Struct(f"<4sHHIIQQ16s{MAX_KEY_NBYTES}s")
+_U64: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A chunk that a former process left in `slot`. Its bytes are still to be compared with `digest`."""
+    """One slot's committed chunk.
+
+    parent: the slot of the chunk before it in the prompt at that time, or `NO_PARENT`.
+    number: counts commits, so that what was committed later has the larger one.
+    """
 
     slot: int
     key: ChunkKey
-    nbytes: int
+    parent: int
+    number: int
     digest: bytes
 
 
+def nbytes_for(slots: int) -> int:
+    """Header and records, in whole pages."""
+    return HEADER_NBYTES + -(-slots * RECORD_NBYTES // 4096) * 4096
+
+
+def least_worth_first(records: Sequence[Record]) -> list[Record]:
+    """Ordered by the last commit to anything that builds on the chunk, and tails before their heads."""
+    last_commit = {record.slot: record.number for record in records}
+    for record in sorted(records, key=lambda record: record.number, reverse=True):
+        if record.parent in last_commit:
+            last_commit[record.parent] = max(last_commit[record.parent], last_commit[record.slot])
+    return sorted(records, key=lambda record: (last_commit[record.slot], -record.number))
+
+
 class Directory:
-    """The records of one pool. Knows nothing of the bytes they speak of."""
+    """Header and records in the first `nbytes_for(slots)` bytes of a pool's mapping."""
 
-    def __init__(self, view: memoryview, *, slots: int, slot_bytes: int, fingerprint: str) -> None:
-        """view: the pool's first bytes, page-aligned and at least `Directory.nbytes(slots)` of them."""
-        self._view = view
+    def __init__(self, mapping: mmap.mmap, *, chunk_nbytes: int, slot_bytes: int, slots: int, fingerprint: str) -> None:
+        self._mapping = mapping
+        self._chunk_nbytes = chunk_nbytes
         self._slots = slots
-        named = hashlib.sha256(fingerprint.encode()).hexdigest().encode()
-        wanted = _HEADER.pack(_HEADER_MAGIC, VERSION, _RECORD_BYTES, slots, slot_bytes, named)
-        found = bytes(view[: _HEADER.size])
-        if found != wanted:
-            if any(found):
-                _log.warning("the named host pool was made for other chunks or sizes; it starts empty")
-            view[: _HEADER.size] = bytes(_HEADER.size)  # no header while records of another shape are being cleared
-            view[_HEADER_BYTES:] = bytes(len(view) - _HEADER_BYTES)
-            view[: _HEADER.size] = wanted
+        described = _HEADER.pack(
+            _MAGIC, VERSION, 0, chunk_nbytes, slot_bytes, slots, hashlib.sha256(fingerprint.encode()).digest()
+        )
+        self._header = described + _U64.pack(xxhash.xxh3_64_intdigest(described))
+        self._next_number = 0
 
-    @staticmethod
-    def nbytes(slots: int) -> int:
-        return _HEADER_BYTES + slots * _RECORD_BYTES
+    def is_ours(self) -> bool:
+        """The header is there and says the same geometry and fingerprint as we."""
+        return self._mapping[: len(self._header)] == self._header
 
-    def records(self) -> Iterator[Record]:
-        """Every record that is whole. Of two with one key (a torn past) the first."""
-        seen: set[ChunkKey] = set()
-        for slot in range(self._slots):
-            record = self._read(slot)
-            if record is not None and record.key not in seen:
-                seen.add(record.key)
-                yield record
+    def is_blank(self) -> bool:
+        return not any(self._mapping[: len(self._header)])
 
-    def write(self, slot: int, key: ChunkKey, data: memoryview) -> None:
-        """Say that `slot` holds the chunk. Its bytes must be there already."""
-        body = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), len(data), checksum(data), key)
-        at = self._at(slot)
-        self._view[at : at + _RECORD.size + 8] = body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+    def begin(self) -> None:
+        """Write the header over a directory of zeros."""
+        self._mapping[: len(self._header)] = self._header
 
-    def clear(self, slot: int) -> None:
-        """Say that `slot` holds nothing."""
-        at = self._at(slot)
-        self._view[at : at + _RECORD_BYTES] = _NOTHING
+    def records(self) -> list[Record]:
+        """Every record that reads well, by slot. What does not is nobody's chunk."""
+        read = [record for slot in range(self._slots) if (record := self._read(slot)) is not None]
+        self._next_number = max((record.number + 1 for record in read), default=0)
+        return read
 
-    def close(self) -> None:
-        self._view.release()
+    def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
+        """Vouch for a chunk whose bytes are in its slot."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, self._chunk_nbytes, number, digest, key)
+        start = HEADER_NBYTES + slot * RECORD_NBYTES
+        self._mapping[start : start + RECORD_NBYTES] = fields + _checksum(slot, fields)
 
-    def _at(self, slot: int) -> int:
-        return _HEADER_BYTES + slot * _RECORD_BYTES
+    def wipe(self, slot: int) -> None:
+        """The slot's bytes are about to be replaced, or its chunk was forgotten."""
+        start = HEADER_NBYTES + slot * RECORD_NBYTES
+        self._mapping[start : start + RECORD_NBYTES] = bytes(RECORD_NBYTES)
 
     def _read(self, slot: int) -> Record | None:
-        at = self._at(slot)
-        body = bytes(self._view[at : at + _RECORD.size])
-        (said,) = _CHECKSUM.unpack_from(self._view, at + _RECORD.size)
-        magic, version, key_length, nbytes, digest, key = _RECORD.unpack(body)
-        if magic != _RECORD_MAGIC or version != VERSION or said != xxhash.xxh3_64_intdigest(body):
+        start = HEADER_NBYTES + slot * RECORD_NBYTES
+        data = self._mapping[start : start + RECORD_NBYTES]
+        if data[:4] != _RECORD_MAGIC:
+            return None
+        fields = data[: _RECORD.size]
+        if data[_RECORD.size :] != _checksum(slot, fields):
+            return None
+        _, version, key_nbytes, parent, _, chunk_nbytes, number, digest, key = _RECORD.unpack(fields)
+        if version != VERSION or chunk_nbytes != self._chunk_nbytes:
             return None
         try:
-            return Record(slot, ChunkKey.from_bytes(key[:key_length]), nbytes, digest)
+            return Record(slot, ChunkKey.from_bytes(key[:key_nbytes]), parent, number, digest)
         except InputError:
             return None
 
 
-def checksum(data: memoryview) -> bytes:
-    """16 bytes over a chunk's. Releases the GIL, and runs at the speed of memory."""
-    return xxhash.xxh3_128_digest(data)
+def _checksum(slot: int, fields: bytes) -> bytes:
+    return _U64.pack(xxhash.xxh3_64_intdigest(fields, seed=slot))

@@ -1,57 +1,49 @@
-"""The life of a chunk in the host tier, as a table.
+"""A chunk's life in the host tier, as a table: what may happen to it, and what it is then.
 
-A lookup finds a chunk only while it is RESIDENT. It stops being found at once when it is forgotten, and its slot is free
-for others only when nobody reads it any more.
+Only a `RESIDENT` chunk is found. `ORPHANED` and `LEAVING` are the two ways of being forgotten while somebody still uses
+the slot, a writer or readers: nobody finds the chunk any more, and the slot is free when they are done.
 """
 
-from collections.abc import Mapping
-from enum import Enum
+from enum import IntEnum
 from typing import Final
 
 from kv_core.errors import MisuseError
 
 
-class Life(Enum):
-    ABSENT = "not here"
-    RESERVED = "a slot is its own, its bytes are still to come"
-    RESIDENT = "whole, and found by lookups"
-    DOOMED = "forgotten before its bytes came; its writer does not know yet"
-    LEAVING = "forgotten while it is read; its slot waits for the last reader"
+class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks looks into the table a thousand times
+    ABSENT = 0
+    RESERVED = 1
+    RESIDENT = 2
+    LEAVING = 3
+    ORPHANED = 4
 
 
-class Event(Enum):
-    RESERVE = "room was made for it"
-    ADOPT = "found whole in a pool that outlived its process"
-    COMMIT = "its writer is done"
-    ABORT = "its writer gave up"
-    EVICT = "room was needed, and nobody reads it"
-    FORGET = "nobody is to find it any more, and nobody reads it"
-    FORGET_LEASED = "nobody is to find it any more, but somebody reads it"
-    LAST_RELEASE = "its last reader is done"
+class Event(IntEnum):
+    RESERVE = 0
+    COMMIT = 1
+    ABORT = 2
+    ADOPT = 3
+    EVICT = 4
+    FORGET = 5
+    GONE = 6
 
 
-NEXT: Final[Mapping[tuple[Life, Event], Life]] = {
-    (Life.ABSENT, Event.RESERVE): Life.RESERVED,
-    (Life.ABSENT, Event.ADOPT): Life.RESIDENT,
-    (Life.RESERVED, Event.COMMIT): Life.RESIDENT,
+_NEXT: Final = {
+    (Life.ABSENT, Event.RESERVE): Life.RESERVED,  # a slot is ours, bytes still arriving
+    (Life.ABSENT, Event.ADOPT): Life.RESIDENT,  # a named pool's directory says that the bytes are there already
+    (Life.RESERVED, Event.COMMIT): Life.RESIDENT,  # only from here can a lookup find it
     (Life.RESERVED, Event.ABORT): Life.ABSENT,
-    (Life.RESERVED, Event.FORGET): Life.DOOMED,
-    (Life.DOOMED, Event.COMMIT): Life.ABSENT,
-    (Life.DOOMED, Event.ABORT): Life.ABSENT,
-    (Life.RESIDENT, Event.EVICT): Life.ABSENT,
-    (Life.RESIDENT, Event.FORGET): Life.ABSENT,
-    (Life.RESIDENT, Event.FORGET_LEASED): Life.LEAVING,
-    (Life.LEAVING, Event.LAST_RELEASE): Life.ABSENT,
+    (Life.RESERVED, Event.FORGET): Life.ORPHANED,  # what is being written was made before the forgetting
+    (Life.ORPHANED, Event.COMMIT): Life.ABSENT,
+    (Life.ORPHANED, Event.ABORT): Life.ABSENT,
+    (Life.RESIDENT, Event.EVICT): Life.ABSENT,  # needs zero leases
+    (Life.RESIDENT, Event.FORGET): Life.LEAVING,
+    (Life.LEAVING, Event.GONE): Life.ABSENT,  # the last lease has ended
 }
 
 
 def advance(now: Life, event: Event) -> Life:
-    """What the chunk becomes.
-
-    Raises:
-        MisuseError: the table has no such move.
-    """
     try:
-        return NEXT[now, event]
+        return _NEXT[now, event]
     except KeyError:
         raise MisuseError(f"a chunk that is {now.name} cannot {event.name}") from None

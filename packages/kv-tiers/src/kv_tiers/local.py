@@ -1,28 +1,26 @@
-"""`LocalCache`: the host tier behind `kv_core.service.CacheService`, in this process.
+"""The cache: `CacheService` over one host pool. Who may read or write what, until when, and what leaves to make room.
 
-One lock guards the index, the lives, the leases and the policy together; no byte of a chunk is touched under it, so every
-call returns in time that depends on how many keys it names and never on how many are held. What is counted and what is
-promised is said in `kv_core.service`; here is how it is kept:
+One lock guards the index, the policy and the leases; under it nothing waits and no chunk's bytes are read. The two
+things that take longer, making a chunk's checksum when a named pool commits it and checking it when an adopted chunk is
+first asked for, happen outside, on slots that a lease of their own keeps in place.
 
-- `_resident` holds what lookups may find, `_reserved` what is being written. A chunk that is forgotten leaves both at once;
-  while somebody still reads or writes it, only their lease knows of it.
-- Leases that can expire lie in one queue by the time they were last renewed; whoever takes the lock to change something
-  first drops those that have run out. All have the same term, so the queue is in order by itself.
-- A leased chunk that comes up as a victim is moved to the young end of the policy's order, so each is met at most once a
-  round, however many are leased.
+A holder's leases are found by the holder and, for those that expire, in one order by deadline: every lease lives
+equally long from when it was given or renewed, so the order of giving is the order of expiring, and looking for expired
+ones costs nothing while there are none.
 """
 
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import xxhash
 from kv_core.clock import Clock
-from kv_core.errors import MisuseError
-from kv_core.extent import HostExtent
+from kv_core.errors import ConfigError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
+from kv_core.outcome import Damaged
 from kv_core.service import (
     CacheCounts,
     Completion,
@@ -36,52 +34,53 @@ from kv_core.service import (
 )
 
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.directory import checksum
+from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.life import Event, Life, advance
 from kv_tiers.pool import HostPool
+from kv_tiers.residency import Residency
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_LEASE_S = 300.0
-TIER_NAME = "host"
-
-
-class _Entry:
-    """One chunk and its slot."""
-
-    __slots__ = ("expected", "key", "leases", "life", "slot")
-
-    def __init__(self, key: ChunkKey, slot: int, life: Life, expected: bytes | None = None) -> None:
-        self.key = key
-        self.slot = slot
-        self.life = life
-        self.leases = 0
-        self.expected = expected
-        """Checksum that the bytes must still be compared with: of a chunk that a former process left."""
+TIER = "host"
 
 
 @dataclass(slots=True)
-class _Reading:
-    """An open read lease or a promise."""
+class _Read:
+    """A promise or a read lease: one lease on each of its slots."""
 
+    number: int
     holder: Holder
-    entries: list[_Entry]
+    slots: list[int]
     deadline_s: float
 
 
 @dataclass(slots=True)
-class _Writing:
-    """An open write lease."""
+class _Write:
+    """Slots in which chunks are being written. chain: all keys of the prompt up to there."""
 
     holder: Holder
-    entries: list[_Entry]
+    keys: list[ChunkKey]
+    slots: list[int]
+    chain: list[ChunkKey]
 
 
 @dataclass(slots=True)
-class _Tally:
-    """The counters that only grow; see `CacheCounts`."""
+class _Holding:
+    """All that one holder has."""
+
+    promise: int | None = None
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    done: list[Completion] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        return self.promise is None and not self.reads and not self.writes and not self.done
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What only grows; each is described by its namesake in `CacheCounts`."""
 
     lookups: int = 0
     chunks_asked: int = 0
@@ -97,378 +96,430 @@ class _Tally:
     leases_expired: int = 0
 
 
-@dataclass(slots=True)
-class _Held:
-    """What one holder has open."""
-
-    leases: set[LeaseId] = field(default_factory=set)
-    completions: list[Completion] = field(default_factory=list)
-
-
 class LocalCache:
-    """The cache in this process. Safe to call from any thread."""
+    """A `CacheService` in this process, safe to call from any thread. It owns the pool and closes it."""
 
     def __init__(
         self,
         pool: HostPool,
         *,
-        chunk_nbytes: int,
         policy: EvictionPolicy | None = None,
-        lease_s: float = DEFAULT_LEASE_S,
+        lease_s: float = 300.0,
         clock: Clock | None = None,
     ) -> None:
-        """pool: empty, or named and left by a former process; it is the cache's from now on, `close` included."""
-        if chunk_nbytes > pool.slot_bytes:
-            raise MisuseError(f"a chunk of {chunk_nbytes} bytes does not fit into a slot of {pool.slot_bytes}")
+        if not lease_s > 0:
+            raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
         self.pool = pool
-        self._chunk_nbytes = chunk_nbytes
-        self._policy = policy if policy is not None else LruPolicy()
         self._lease_s = lease_s
-        self._clock = clock if clock is not None else MonotonicClock()
+        self._clock: Clock = MonotonicClock() if clock is None else clock
         self._lock = threading.Lock()
-        self._resident: dict[ChunkKey, _Entry] = {}
-        self._reserved: dict[ChunkKey, _Entry] = {}
-        self._promises: OrderedDict[Holder, _Reading] = OrderedDict()
-        self._reads: OrderedDict[LeaseId, _Reading] = OrderedDict()
-        self._writes: dict[LeaseId, _Writing] = {}
-        self._holders: dict[Holder, _Held] = {}
-        self._leased_chunks = 0
-        self._last_id = 0
-        self._tally = _Tally()
+        self._residency = Residency(pool.slots, LruPolicy() if policy is None else policy)
+        self._reads: OrderedDict[int, _Read] = OrderedDict()  # by deadline
+        self._writes: dict[int, _Write] = {}
+        self._holdings: dict[Holder, _Holding] = {}
+        self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
+        self._totals = _Totals()
+        self._last_number = 0
+        self._closed = False
         self._adopt()
 
-    # CacheService.
-
     def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
-        if keys_per_chunk < 1 or len(keys) % keys_per_chunk:
-            raise MisuseError(f"{len(keys)} keys are not whole chunks of {keys_per_chunk} keys")
-        with self._lock:
-            self._expire()
-            found: list[_Entry] = []
-            ended = Ended.ALL_HELD
-            get = self._resident.get
-            for key in keys:
-                entry = get(key)
-                if entry is None:
-                    ended = Ended.INCOMPLETE if len(found) % keys_per_chunk else Ended.ABSENT
-                    break
-                found.append(entry)
-            chunks = len(found) // keys_per_chunk
-            del found[chunks * keys_per_chunk :]
-            self._policy.used(keys[: len(found)])
-            self._lease(found)
-            before = self._promises.pop(holder, None)
-            if before is not None:
-                self._unlease(before.entries)
-            if found:
-                self._promises[holder] = _Reading(holder, found, self._deadline())
-            tally = self._tally
-            tally.lookups += 1
-            tally.chunks_asked += len(keys) // keys_per_chunk
-            tally.chunks_hit += chunks
-        return LookupPlan(holder, chunks, ended, (TIER_NAME,) * chunks)
+        asked = list(keys)
+        if keys_per_chunk < 1 or len(asked) % keys_per_chunk:
+            raise MisuseError(
+                f"a lookup of {len(asked)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
+            )
+        while True:
+            now_s = self._clock.now_s()
+            with self._lock:
+                self._begin(now_s)
+                slots = self._residency.leading(asked)
+                if not (doubtful := self._lease_doubtful(slots)):
+                    return self._promise(asked, slots, holder, keys_per_chunk, now_s)
+            self._verify(doubtful)
 
     def renew(self, holder: Holder) -> bool:
+        now_s = self._clock.now_s()
         with self._lock:
-            self._expire()
-            promise = self._promises.get(holder)
-            if promise is None:
+            self._begin(now_s)
+            holding = self._holdings.get(holder)
+            if holding is None or holding.promise is None:
                 return False
-            promise.deadline_s = self._deadline()
-            self._promises.move_to_end(holder)
+            self._reads[holding.promise].deadline_s = now_s + self._lease_s
+            self._reads.move_to_end(holding.promise)
             return True
 
     def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
-        with self._lock:
-            self._expire()
-            ticket = Ticket(self._next_id())
-            entries = [entry for key in keys if (entry := self._resident.get(key)) is not None]
-            held = self._holders.setdefault(holder, _Held())
-            if len(entries) < len(keys):
-                missing = tuple(key for key in keys if key not in self._resident)
-                held.completions.append(LoadFailed(ticket, missing, "the chunks have left the cache"))
-                return ticket
-            lease = self._open_read(entries, holder)
-            if all(entry.expected is None for entry in entries):
-                held.completions.append(LoadReady(ticket, lease))
-                return ticket
-        # The bytes are a former process's. They are compared here, where they are about to be read anyway, and outside
-        # the lock, which the lease makes safe.
-        wrong = tuple(entry.key for entry in entries if not self._verified(entry))
-        if wrong:
-            self.release(lease)
-            self.forget(wrong)
-        with self._lock:
-            self._tally.chunks_damaged += len(wrong)
-            self._holders.setdefault(holder, _Held()).completions.append(
-                LoadFailed(ticket, wrong, "the bytes are not those that were stored")
-                if wrong
-                else LoadReady(ticket, lease)
-            )
-        return ticket
+        asked = list(keys)
+        while True:
+            now_s = self._clock.now_s()
+            with self._lock:
+                self._begin(now_s)
+                slots = self._residency.leading(asked)
+                if not (doubtful := self._lease_doubtful(slots)):
+                    return self._answer_load(asked, slots, holder, now_s)
+            self._verify(doubtful)
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        chain = list(keys)
+        now_s = self._clock.now_s()
         with self._lock:
-            self._expire()
-            resident, reserved = self._resident, self._reserved
-            self._policy.used([key for key in keys if key in resident])
-            own: set[ChunkKey] | None = None
-            entries: list[_Entry] = []
+            self._begin(now_s)
+            residency = self._residency
+            if self.pool.directory is not None and any(len(key) > MAX_KEY_NBYTES for key in chain):
+                raise MisuseError(f"a named pool's keys have at most {MAX_KEY_NBYTES} bytes")
+            own_slots = self._touch(chain)
+            missing = [key for key in chain if not residency.is_held(key)] if len(own_slots) < len(chain) else []
+            slots: list[int] = []
+            reserved: list[ChunkKey] = []
             refused = 0
-            for number, key in enumerate(keys):
-                if key in resident or key in reserved:
+            own = frozenset(own_slots)
+            set_aside: list[int] = []
+            for place, key in enumerate(missing):
+                if residency.is_held(key):  # named twice in the chain
                     continue
                 slot = self.pool.allocate()
                 if slot is None:
-                    own = own if own is not None else set(keys)
-                    slot = self._evict_one(own)
+                    slot = self._make_room(own, set_aside)
                 if slot is None:
-                    refused = sum(1 for rest in keys[number:] if rest not in resident and rest not in reserved)
+                    refused = len(set(missing[place:]) - set(reserved))
                     break
-                if self.pool.directory is not None:
-                    self.pool.directory.clear(slot)
-                entry = _Entry(key, slot, advance(Life.ABSENT, Event.RESERVE))
-                reserved[key] = entry
-                entries.append(entry)
-            self._tally.chunks_reserved_ever += len(entries)
-            self._tally.chunks_refused += refused
-            lease_id = LeaseId(self._next_id())
-            if entries:
-                self._writes[lease_id] = _Writing(holder, entries)
-                self._holders.setdefault(holder, _Held()).leases.add(lease_id)
-        return WriteLease(
-            lease_id,
-            tuple(entry.key for entry in entries),
-            tuple(self._extent(entry) for entry in entries),
-            f"no room for {refused} chunks: all others are in use or their own prefix" if refused else "",
-        )
+                residency.reserve(key, slot)
+                reserved.append(key)
+                slots.append(slot)
+            if set_aside:
+                residency.put_back(set_aside)
+            self._totals.chunks_reserved_ever += len(slots)
+            self._totals.chunks_refused += refused
+            number = self._next_number()
+            self._writes[number] = _Write(holder, reserved, slots, chain)
+            self._holding(holder).writes.add(number)
+            why = ""
+            if refused:
+                why = (
+                    f"no room for {refused} of {len(chain)} chunks: each of the pool's {self.pool.slots} slots is "
+                    "being read or written, or holds an earlier chunk of the same prompt"
+                )
+            return WriteLease(LeaseId(number), tuple(reserved), tuple(map(self.pool.extent, slots)), why)
 
     def commit(self, lease: WriteLease) -> None:
+        with self._lock:
+            self._check_open()
+            # Out of the open leases first: from here a release, or its holder's end, comes too late to abort it.
+            write = self._writes.pop(lease.id, None)
+            if write is None:
+                raise MisuseError(
+                    f"write lease {lease.id} is not open: committed or released before, or its holder ended"
+                )
+            self._let_go(write.holder, write=lease.id)
         directory = self.pool.directory
+        digests = [] if directory is None else [self._digest(slot) for slot in write.slots]
         with self._lock:
-            writing = self._writes.get(lease.id)
-        if writing is None:
-            raise MisuseError(f"write lease {lease.id} is committed but not open")
-        if directory is not None:
-            for entry in writing.entries:
-                directory.write(entry.slot, entry.key, self.pool.slot_view(entry.slot, self._chunk_nbytes))
-        with self._lock:
-            self._close_write(lease.id, Event.COMMIT)
+            freed = self._residency.commit(write.keys, write.slots)
+            for slot in freed:
+                self.pool.free(slot)
+            self._totals.chunks_aborted += len(freed)
+            self._totals.chunks_committed += len(write.slots) - len(freed)
+            if directory is not None:
+                self._record(write, digests, freed)
+            # The head of the chain is older than what was added just now, and must not leave before it.
+            self._touch(write.chain)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
+        now_s = self._clock.now_s()
         with self._lock:
-            self._expire()
+            self._expire(now_s)
             if isinstance(lease, WriteLease):
                 if lease.id not in self._writes:
                     return False
-                self._close_write(lease.id, Event.ABORT)
+                self._let_go(self._writes[lease.id].holder, write=lease.id)
+                self._abort(lease.id)
                 return True
-            reading = self._reads.pop(lease.id, None)
-            if reading is None:
+            read = self._reads.get(lease.id)
+            if read is None:
                 return False
-            self._drop(reading.holder, lease.id)
-            self._unlease(reading.entries)
+            self._let_go(read.holder, read=lease.id)
+            self._end_read(lease.id)
             return True
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
-            self._forget(keys)
+            self._check_open()
+            for key in keys:
+                self._totals.chunks_forgotten += self._forget(key)
 
     def end(self, holder: Holder) -> None:
         with self._lock:
-            promise = self._promises.pop(holder, None)
-            if promise is not None:
-                self._unlease(promise.entries)
-            held = self._holders.pop(holder, None)
-            for lease_id in held.leases if held is not None else ():
-                reading = self._reads.pop(lease_id, None)
-                if reading is not None:
-                    self._unlease(reading.entries)
-                else:
-                    self._close_write(lease_id, Event.ABORT)
+            holding = self._holdings.pop(holder, None)
+            if holding is None:
+                return
+            if holding.promise is not None:
+                self._end_read(holding.promise)
+            for number in holding.reads:
+                self._end_read(number)
+            for number in holding.writes:
+                self._abort(number)
 
     def poll(self, holder: Holder) -> list[Completion]:
         with self._lock:
-            held = self._holders.get(holder)
-            if held is None or not held.completions:
+            self._check_open()
+            holding = self._holdings.get(holder)
+            if holding is None or not holding.done:
                 return []
-            done, held.completions = held.completions, []
+            done, holding.done = holding.done, []
+            if holding.is_empty():
+                del self._holdings[holder]
             return done
 
     def clear(self) -> None:
+        """Forget every chunk that is held. What is being written now will not be found either."""
         with self._lock:
-            self._forget([*self._resident, *self._reserved])
+            self._check_open()
+            for key in self._residency.keys() + self._residency.writing():
+                self._totals.chunks_forgotten += self._forget(key)
 
     def counts(self) -> CacheCounts:
+        now_s = self._clock.now_s()
         with self._lock:
-            self._expire()
-            tally = self._tally
+            self._begin(now_s)
+            totals = self._totals
             return CacheCounts(
                 slots_total=self.pool.slots,
-                slots_used=self.pool.slots - self.pool.free_slots,
-                chunks_resident=len(self._resident),
-                chunks_reserved=sum(len(writing.entries) for writing in self._writes.values()),
-                read_leases=len(self._promises) + len(self._reads),
+                slots_used=self.pool.slots_used,
+                chunks_resident=self._residency.chunks_resident,
+                chunks_reserved=self._residency.chunks_reserved,
+                read_leases=len(self._reads),
                 write_leases=len(self._writes),
-                lookups=tally.lookups,
-                chunks_asked=tally.chunks_asked,
-                chunks_hit=tally.chunks_hit,
-                chunks_reserved_ever=tally.chunks_reserved_ever,
-                chunks_committed=tally.chunks_committed,
-                chunks_aborted=tally.chunks_aborted,
-                chunks_evicted=tally.chunks_evicted,
-                chunks_forgotten=tally.chunks_forgotten,
-                chunks_adopted=tally.chunks_adopted,
-                chunks_refused=tally.chunks_refused,
-                chunks_damaged=tally.chunks_damaged,
-                leases_expired=tally.leases_expired,
+                lookups=totals.lookups,
+                chunks_asked=totals.chunks_asked,
+                chunks_hit=totals.chunks_hit,
+                chunks_reserved_ever=totals.chunks_reserved_ever,
+                chunks_committed=totals.chunks_committed,
+                chunks_aborted=totals.chunks_aborted,
+                chunks_evicted=totals.chunks_evicted,
+                chunks_forgotten=totals.chunks_forgotten,
+                chunks_adopted=totals.chunks_adopted,
+                chunks_refused=totals.chunks_refused,
+                chunks_damaged=totals.chunks_damaged,
+                leases_expired=totals.leases_expired,
             )
 
-    # Beyond the service.
-
     def resident_keys(self) -> list[ChunkKey]:
-        """Every chunk a lookup could find now, in the order in which they came."""
+        """What a lookup could find now. For tools and tests: it copies the index."""
         with self._lock:
-            return list(self._resident)
+            self._check_open()
+            return self._residency.keys()
 
     def close(self) -> None:
-        """Give the pool back to the system. A named pool's chunks stay for the next process.
+        """Give up every lease and unmap the pool. A named pool's chunks are there for the next process.
 
         Raises:
-            MisuseError: somebody still holds a view of the pool.
+            BufferError: somebody still has the pool's memory; the cache is closed, the pool is not: close again later.
         """
+        with self._lock:
+            self._closed = True
+            for holding in self._holdings.values():
+                for number in holding.writes:
+                    self._abort(number)
+            self._holdings.clear()
+            self._reads.clear()
         self.pool.close()
 
-    # Under the lock.
+    # Under the lock, all from here on but where it is said.
 
-    def _adopt(self) -> None:
-        """Take over what a former process left in a named pool."""
-        if self.pool.directory is None:
-            return
-        for record in self.pool.directory.records():
-            if record.nbytes == self._chunk_nbytes:
-                life = advance(Life.ABSENT, Event.ADOPT)
-                self._resident[record.key] = _Entry(record.key, record.slot, life, expected=record.digest)
-                self._policy.added(record.key)
-        self.pool.adopt({entry.slot for entry in self._resident.values()})
-        self._tally.chunks_adopted = len(self._resident)
-        if self._resident:
-            _log.info("host pool %s holds %d chunks of a former process", self.pool.name, len(self._resident))
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MisuseError("the cache is closed")
 
-    def _verified(self, entry: _Entry) -> bool:
-        if entry.expected is None:
-            return True
-        if checksum(self.pool.slot_view(entry.slot, self._chunk_nbytes)) != entry.expected:
+    def _begin(self, now_s: float) -> None:
+        self._check_open()
+        self._expire(now_s)
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _holding(self, holder: Holder) -> _Holding:
+        holding = self._holdings.get(holder)
+        if holding is None:
+            holding = self._holdings[holder] = _Holding()
+        return holding
+
+    def _let_go(self, holder: Holder, *, read: int | None = None, write: int | None = None) -> None:
+        """Strike a lease from its holder's list."""
+        holding = self._holdings[holder]
+        if read is not None:
+            if holding.promise == read:
+                holding.promise = None
+            holding.reads.discard(read)
+        if write is not None:
+            holding.writes.discard(write)
+        if holding.is_empty():
+            del self._holdings[holder]
+
+    def _open_read(self, holder: Holder, slots: list[int], now_s: float) -> int:
+        """A lease on slots whose leases are counted already."""
+        number = self._next_number()
+        self._reads[number] = _Read(number, holder, slots, now_s + self._lease_s)
+        return number
+
+    def _end_read(self, number: int) -> None:
+        self._free(self._residency.unlease(self._reads.pop(number).slots))
+
+    def _expire(self, now_s: float) -> None:
+        while self._reads:
+            oldest = next(iter(self._reads.values()))
+            if oldest.deadline_s > now_s:
+                return
+            self._let_go(oldest.holder, read=oldest.number)
+            self._end_read(oldest.number)
+            self._totals.leases_expired += 1
+
+    def _promise(
+        self, asked: list[ChunkKey], slots: list[int], holder: Holder, keys_per_chunk: int, now_s: float
+    ) -> LookupPlan:
+        chunks, over = divmod(len(slots), keys_per_chunk)
+        if len(slots) == len(asked):
+            ended = Ended.ALL_HELD
+        else:
+            ended = Ended.INCOMPLETE if over else Ended.ABSENT
+            if over:
+                slots = slots[:-over]
+        totals = self._totals
+        totals.lookups += 1
+        totals.chunks_asked += len(asked) // keys_per_chunk
+        totals.chunks_hit += chunks
+        holding = self._holdings.get(holder)
+        before = None if holding is None else holding.promise
+        if slots:
+            # The new lease before the old one ends, so that what is in both is never without.
+            self._residency.lease(slots)
+            self._residency.touch(asked, slots)
+            if holding is None:
+                holding = self._holdings[holder] = _Holding()
+            holding.promise = self._open_read(holder, slots, now_s)
+        if before is not None:
+            if not slots:
+                self._let_go(holder, read=before)
+            self._end_read(before)
+        return LookupPlan(holder, chunks, ended, (TIER,) * chunks)
+
+    def _answer_load(self, asked: list[ChunkKey], slots: list[int], holder: Holder, now_s: float) -> Ticket:
+        ticket = Ticket(self._next_number())
+        holding = self._holding(holder)
+        if len(slots) < len(asked):
+            missing = tuple(key for key in asked[len(slots) :] if self._residency.find(key) is None)
+            holding.done.append(LoadFailed(ticket, missing, f"{len(missing)} of {len(asked)} chunks are not held"))
+            return ticket
+        self._residency.lease(slots)
+        number = self._open_read(holder, slots, now_s)
+        holding.reads.add(number)
+        lease = ReadLease(LeaseId(number), tuple(asked), tuple(map(self.pool.extent, slots)))
+        holding.done.append(LoadReady(ticket, lease))
+        return ticket
+
+    def _touch(self, chain: list[ChunkKey]) -> list[int]:
+        """Tell the policy that this chain's resident chunks were used; their slots."""
+        slots = self._residency.leading(chain)
+        keys = chain
+        if len(slots) < len(chain):
+            there = [(key, slot) for key in chain if (slot := self._residency.find(key)) is not None]
+            keys, slots = [key for key, _ in there], [slot for _, slot in there]
+        if slots:
+            self._residency.touch(keys, slots)
+        return slots
+
+    def _make_room(self, spared: Collection[int], set_aside: list[int]) -> int | None:
+        """Evict one chunk; its slot, taken for a new one."""
+        slot = self._residency.evict(spared, set_aside)
+        if slot is None:
+            return None
+        self._totals.chunks_evicted += 1
+        self._disown(slot)
+        return slot
+
+    def _free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pool.free(slot)
+
+    def _disown(self, slot: int) -> None:
+        """Nobody may find this slot's bytes, after a restart either."""
+        self._doubtful.pop(slot, None)
+        if self.pool.directory is not None:
+            self.pool.directory.wipe(slot)
+
+    def _forget(self, key: ChunkKey) -> bool:
+        """True if a resident chunk was forgotten."""
+        slot = self._residency.forget(key)
+        if slot is None:
             return False
-        entry.expected = None
+        self._disown(slot)
+        if self._residency.is_free(slot):
+            self.pool.free(slot)
         return True
 
-    def _lease(self, entries: list[_Entry]) -> None:
-        fresh = 0
-        for entry in entries:
-            if not entry.leases:
-                fresh += 1
-            entry.leases += 1
-        self._leased_chunks += fresh
+    def _abort(self, number: int) -> None:
+        write = self._writes.pop(number)
+        self._residency.abort(write.keys, write.slots)
+        self._free(write.slots)
+        self._totals.chunks_aborted += len(write.slots)
 
-    def _unlease(self, entries: list[_Entry]) -> None:
-        for entry in entries:
-            entry.leases -= 1
-            if not entry.leases:
-                self._leased_chunks -= 1
-                if entry.life is Life.LEAVING:
-                    entry.life = advance(entry.life, Event.LAST_RELEASE)
-                    self.pool.free(entry.slot)
+    def _record(self, write: _Write, digests: list[bytes], orphaned: Collection[int]) -> None:
+        directory = self.pool.directory
+        assert directory is not None
+        parents: dict[ChunkKey, int] = {}
+        parent = NO_PARENT
+        for key in write.chain:
+            parents[key] = parent
+            slot = self._residency.find(key)
+            parent = NO_PARENT if slot is None else slot
+        for key, slot, digest in zip(write.keys, write.slots, digests, strict=True):
+            if slot not in orphaned:
+                directory.write(slot, key, parents[key], digest)
 
-    def _open_read(self, entries: list[_Entry], holder: Holder) -> ReadLease:
-        self._lease(entries)
-        lease_id = LeaseId(self._next_id())
-        self._reads[lease_id] = _Reading(holder, entries, self._deadline())
-        self._holders.setdefault(holder, _Held()).leases.add(lease_id)
-        keys = tuple(entry.key for entry in entries)
-        return ReadLease(lease_id, keys, tuple(self._extent(entry) for entry in entries))
-
-    def _close_write(self, lease_id: LeaseId, event: Event) -> None:
-        writing = self._writes.pop(lease_id)
-        self._drop(writing.holder, lease_id)
-        for entry in writing.entries:
-            entry.life = advance(entry.life, event)
-            if self._reserved.get(entry.key) is entry:
-                del self._reserved[entry.key]
-            if entry.life is Life.RESIDENT:
-                self._resident[entry.key] = entry
-                self._policy.added(entry.key)
-                self._tally.chunks_committed += 1
-            else:
-                self._tally.chunks_aborted += 1
-                self._free(entry)
-        if event is Event.COMMIT:
-            # Tail first again: the order in which chunks were added would make the head the first to go.
-            self._policy.used([entry.key for entry in writing.entries if entry.life is Life.RESIDENT])
-
-    def _forget(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            entry = self._resident.pop(key, None)
-            if entry is not None:
-                self._policy.removed(key)
-                self._tally.chunks_forgotten += 1
-                if self.pool.directory is not None:
-                    self.pool.directory.clear(entry.slot)
-                entry.life = advance(entry.life, Event.FORGET_LEASED if entry.leases else Event.FORGET)
-                if entry.life is Life.ABSENT:
-                    self.pool.free(entry.slot)
-            elif (reserved := self._reserved.pop(key, None)) is not None:
-                reserved.life = advance(reserved.life, Event.FORGET)
-
-    def _evict_one(self, own: set[ChunkKey]) -> int | None:
-        """The slot of the best victim, or None if all that is left is leased or in `own`."""
-        while self._leased_chunks < len(self._resident):
-            key = next(self._policy.victims(), None)
-            if key is None or key in own:
-                return None
-            entry = self._resident[key]
-            if entry.leases:
-                self._policy.used((key,))
+    def _adopt(self) -> None:
+        """Take over what an earlier process left in a named pool."""
+        directory = self.pool.directory
+        if directory is None:
+            return
+        adopted: dict[ChunkKey, int] = {}
+        for record in least_worth_first(directory.records()):
+            if (
+                record.key in adopted
+            ):  # no process of ours writes two; whichever is right, the checksum would tell too late
+                directory.wipe(record.slot)
                 continue
-            del self._resident[key]
-            self._policy.removed(key)
-            entry.life = advance(entry.life, Event.EVICT)
-            self._tally.chunks_evicted += 1
-            return entry.slot
-        return None
+            adopted[record.key] = record.slot
+            self._residency.adopt(record.key, record.slot)
+            self._doubtful[record.slot] = record.digest
+        self.pool.take(adopted.values())
+        self._totals.chunks_adopted = len(adopted)
+        if adopted:
+            _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
 
-    def _free(self, entry: _Entry) -> None:
-        if self.pool.directory is not None:
-            self.pool.directory.clear(entry.slot)
-        self.pool.free(entry.slot)
+    def _lease_doubtful(self, slots: list[int]) -> dict[int, bytes]:
+        """Those of the slots that nobody has verified, leased until `_verify` is done with them."""
+        if not self._doubtful:
+            return {}
+        doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
+        self._residency.lease(list(doubtful))
+        return doubtful
 
-    def _expire(self) -> None:
-        now_s = self._clock.now_s()
-        for queue in (self._promises, self._reads):
-            while queue:
-                first = next(iter(queue))
-                reading = queue[first]  # type: ignore[index]  # the key came from this queue
-                if reading.deadline_s > now_s:
-                    break
-                del queue[first]  # type: ignore[arg-type]
-                if queue is self._reads:
-                    self._drop(reading.holder, first)  # type: ignore[arg-type]
-                self._unlease(reading.entries)
-                self._tally.leases_expired += 1
+    def _verify(self, doubtful: dict[int, bytes]) -> None:
+        """Believe or discard each. Without the lock while the bytes are read."""
+        wrong = [slot for slot, digest in doubtful.items() if self._digest(slot) != digest]
+        with self._lock:
+            for slot in doubtful:
+                key = self._residency.key_at(slot)
+                if slot in wrong and key is not None and slot in self._doubtful:
+                    damaged = Damaged(f"the checksum of {key!r} in pool {self.pool.name} is wrong")
+                    _log.warning("%s; it is discarded", damaged.reason)
+                    self._forget(key)
+                    self._totals.chunks_damaged += 1
+                self._doubtful.pop(slot, None)
+            self._free(self._residency.unlease(list(doubtful)))
 
-    def _drop(self, holder: Holder, lease_id: LeaseId) -> None:
-        held = self._holders.get(holder)
-        if held is not None:
-            held.leases.discard(lease_id)
-            if not held.leases and not held.completions:
-                del self._holders[holder]
-
-    def _deadline(self) -> float:
-        return self._clock.now_s() + self._lease_s
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
-
-    def _extent(self, entry: _Entry) -> HostExtent:
-        return self.pool.extent(entry.slot, self._chunk_nbytes)
+    def _digest(self, slot: int) -> bytes:
+        """xxh3_128 of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
+        with self.pool.chunk(slot) as chunk:
+            return xxhash.xxh3_128_digest(chunk)

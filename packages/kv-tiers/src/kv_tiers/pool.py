@@ -1,11 +1,14 @@
-"""One mapped run of memory, cut into slots of one size. The bytes of every resident chunk lie in one of them.
+"""The host pool: one mapping cut into equal slots, a chunk a slot.
 
-The mapping is reserved whole and taken from the machine page by page as slots are first written: free slots are handed
-out most recently freed first, and never-used ones last and in order. An anonymous pool ends with its process. A named one
-is a file in shared memory, 0600 in a directory of its user, that outlives the process and is found again by name; what
-lies in it is said by its directory (`kv_tiers.directory`).
+The mapping is reserved whole and taken from the machine as slots are first written: slots used before are handed out
+again first, and new ones in ascending order. It is plain memory. Whoever owns a device pins it, and whoever shares it
+maps it by name. A pool counts no leases and does not lock: its cache does.
+
+An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
+what is in it (`kv_tiers.directory`), which the next process to open it finds.
 """
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -13,229 +16,295 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.extent import HostExtent
 
-from kv_tiers.directory import Directory
+from kv_tiers.directory import Directory, nbytes_for
+from kv_tiers.machine import memory_limit_bytes, spelled
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PAGE_NBYTES: Final = 4096
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class HostPool:
-    """Fixed slots in one mapping.
+    """Slots of `slot_bytes` in one mapping; chunk i of a plan lies at the start of its slot.
 
-    name: by which extents and other processes know it. view: all slots as writable bytes; slot i starts at
-    i × slot_bytes. directory: of a named pool, else None.
+    Made by `anonymous` or `named`. Use by one thread at a time, but for `view` and `extent`.
     """
 
     def __init__(
-        self, name: str, mapping: mmap.mmap, *, slot_bytes: int, slots: int, start: int, lock_file: int | None
+        self, name: str, chunk_nbytes: int, slots: int, mapping: mmap.mmap, *, file: int = -1, fingerprint: str = ""
     ) -> None:
         self.name = name
-        self.slot_bytes = slot_bytes
+        self.chunk_nbytes = chunk_nbytes
+        self.slot_bytes = slot_bytes_for(chunk_nbytes)
         self.slots = slots
-        self._mapping = mapping
-        self._lock_file = lock_file
-        self._whole = memoryview(mapping)
-        self.view = self._whole[start : start + slots * slot_bytes]
         self.directory: Directory | None = None
-        self._start = start
-        self._freed: list[int] = []
-        self._never_used = 0
-        self._backed: set[int] = set()
+        self._mapping = mapping
+        self._file = file
+        self._slots_from = 0
+        if file >= 0:
+            self._slots_from = nbytes_for(slots)
+            self.directory = Directory(
+                mapping,
+                chunk_nbytes=chunk_nbytes,
+                slot_bytes=self.slot_bytes,
+                slots=slots,
+                fingerprint=fingerprint,
+            )
+        self._view = memoryview(mapping)[self._slots_from :]
+        self._closed = False
+        self._taken = bytearray(slots)
+        self._returned: list[
+            int
+        ] = []  # last in, first out: the slot that is most likely still in the processor's cache
+        self._untouched_from = 0
+        self._extents: list[HostExtent | None] = [None] * slots
 
     @classmethod
-    def anonymous(cls, name: str, *, slot_bytes: int, slots: int) -> "HostPool":
-        """A pool that ends with this process.
+    def anonymous(cls, name: str, chunk_nbytes: int, slots: int) -> "HostPool":
+        """Memory of this process alone, in huge pages where the machine has them.
 
         Raises:
-            ConfigError: more than the machine's memory.
+            ConfigError: there is not so much memory.
         """
-        slot_bytes = round_up(slot_bytes, PAGE_BYTES)
-        nbytes = slot_bytes * slots
-        check_capacity(nbytes, machine_memory_bytes(), "this machine's memory")
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+        nbytes = _check_size(name, chunk_nbytes, slots)
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
+                "write a smaller capacity"
+            ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:  # a kernel without huge pages; populating is slower, nothing else changes
-                _log.info("no huge pages for the host pool: %s", error)
-        return cls(name, mapping, slot_bytes=slot_bytes, slots=slots, start=0, lock_file=None)
+            except OSError as error:
+                _log.debug("pool %s has no huge pages: %s", name, error)
+        return cls(name, chunk_nbytes, slots, mapping)
 
     @classmethod
-    def named(cls, name: str, *, slot_bytes: int, slots: int, fingerprint: str) -> "HostPool":
-        """A pool that outlives its process: opened if it is there and fits, else made empty.
+    def named(cls, name: str, chunk_nbytes: int, slots: int, *, fingerprint: str = "") -> "HostPool":
+        """A file of mode 0600 in a directory of the user's own. Opened by one process at a time.
 
-        fingerprint: of the chunks' format. A pool of another one, or of other sizes, starts empty.
+        fingerprint: what the chunks' bytes mean. If it, the chunk's size or the number of slots differ from what the
+        file says, it starts empty.
 
         Raises:
-            ConfigError: the name is no file name, the file is not this user's alone, another process has it open, or
-                it would not fit into shared memory.
+            ConfigError: no such memory or space; the name is taken by another process, or by a file that is not ours.
         """
-        slot_bytes = round_up(slot_bytes, PAGE_BYTES)
-        start = round_up(Directory.nbytes(slots), PAGE_BYTES)
-        nbytes = start + slot_bytes * slots
+        nbytes = nbytes_for(slots) + _check_size(name, chunk_nbytes, slots)
         path = pool_path(name)
+        _make_private(path.parent)
         file = _open_private(path)
         try:
-            held_bytes = os.fstat(file).st_size
-            room = free_bytes(path.parent) + held_bytes
-            check_capacity(nbytes, min(room, machine_memory_bytes()), f"shared memory ({path.parent})")
-            os.ftruncate(file, nbytes)
-            os.posix_fallocate(file, 0, start)
-            mapping = mmap.mmap(file, nbytes)
+            pool = cls(name, chunk_nbytes, slots, _map_file(file, path, nbytes), file=file, fingerprint=fingerprint)
         except BaseException:
             os.close(file)
             raise
-        pool = cls(name, mapping, slot_bytes=slot_bytes, slots=slots, start=start, lock_file=file)
-        pool.directory = Directory(pool._whole[:start], slots=slots, slot_bytes=slot_bytes, fingerprint=fingerprint)
+        pool._start_directory(path, nbytes)
         return pool
 
     @staticmethod
     def unlink(name: str) -> None:
-        """Remove a named pool. Whoever has it open keeps it until it is closed; no error if there is none."""
+        """Remove the named pool's file, if it is there. Who has it open keeps it until they close."""
         pool_path(name).unlink(missing_ok=True)
+
+    @property
+    def view(self) -> memoryview:
+        """The slots' bytes, writable; offsets of extents count from its start. Release what you make of it."""
+        return self._view
+
+    @property
+    def slots_used(self) -> int:
+        return self._untouched_from - len(self._returned)
 
     def allocate(self) -> int | None:
         """A free slot, or None."""
-        if self._freed:
-            slot = self._freed.pop()
-        elif self._never_used < self.slots:
-            slot = self._never_used
-            self._never_used += 1
+        if self._returned:
+            slot = self._returned.pop()
+        elif self._untouched_from < self.slots:
+            slot = self._untouched_from
+            self._untouched_from += 1
         else:
             return None
-        if self._lock_file is not None and slot not in self._backed and not self._back(slot):
-            self._freed.append(slot)
-            return None
+        self._taken[slot] = 1
         return slot
 
-    def _back(self, slot: int) -> bool:
-        """Have the system set memory aside for the slot: writing to shared memory that is full kills the process."""
-        assert self._lock_file is not None
-        try:
-            os.posix_fallocate(self._lock_file, self._start + slot * self.slot_bytes, self.slot_bytes)
-        except OSError as error:
-            _log.warning("shared memory has no room for another slot of pool %s: %s", self.name, error)
-            return False
-        self._backed.add(slot)
-        return True
-
     def free(self, slot: int) -> None:
-        """Give a slot back. The caller sees to it that nobody reads or writes it."""
-        self._freed.append(slot)
+        if not self._taken[slot]:
+            raise MisuseError(f"slot {slot} of pool {self.name!r} is free already")
+        self._taken[slot] = 0
+        self._returned.append(slot)
 
-    def adopt(self, slots: set[int]) -> None:
-        """Take these slots as used; all others are free."""
-        if self._never_used or self._freed:
-            raise MisuseError("slots are adopted before any is handed out")
-        self._never_used = max(slots, default=-1) + 1
-        self._freed = sorted(set(range(self._never_used)) - slots, reverse=True)
-        self._backed = set(slots)
+    def take(self, slots: Iterable[int]) -> None:
+        """Mark slots of a fresh pool as in use: an earlier process filled them."""
+        if self._untouched_from:
+            raise MisuseError(f"pool {self.name!r} has handed out slots already")
+        for slot in slots:
+            self._taken[slot] = 1
+            self._untouched_from = max(self._untouched_from, slot + 1)
+        self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._freed) + self.slots - self._never_used
+    def extent(self, slot: int) -> HostExtent:
+        """Where the chunk in this slot is. One object a slot for all time, as making one costs more than all else."""
+        extent = self._extents[slot]
+        if extent is None:
+            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_nbytes)
+        return extent
 
-    def extent(self, slot: int, nbytes: int) -> HostExtent:
-        return HostExtent(self.name, slot * self.slot_bytes, nbytes)
-
-    def slot_view(self, slot: int, nbytes: int) -> memoryview:
-        return self.view[slot * self.slot_bytes : slot * self.slot_bytes + nbytes]
+    def chunk(self, slot: int) -> memoryview:
+        """The bytes of the chunk in this slot. Release it."""
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.chunk_nbytes]
 
     def close(self) -> None:
-        """Unmap. A named pool's file stays.
+        """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
 
         Raises:
-            MisuseError: somebody still holds a view of the pool; nothing was unmapped.
+            BufferError: something made of `view` is still alive; the pool stays open, so let go of it and close again.
         """
-        if self.directory is not None:
-            self.directory.close()
-        self.view.release()
-        self._whole.release()
+        if self._closed:
+            return
         try:
+            # Both refuse while the memory is lent: the view if an array was made of it, the mapping if a slice was.
+            self._view.release()
             self._mapping.close()
         except BufferError:
-            raise MisuseError(f"host pool {self.name} is closed while something still holds a view of it") from None
-        finally:
-            if self._lock_file is not None:
-                os.close(self._lock_file)
-                self._lock_file = None
+            self._view = memoryview(self._mapping)[self._slots_from :]
+            raise BufferError(
+                f"pool {self.name!r} cannot be unmapped: an array or memoryview made of its view is still alive; "
+                "let go of it, then close again"
+            ) from None
+        self._closed = True
+        if self._file >= 0:
+            os.close(self._file)  # and with it the lock
+
+    def _start_directory(self, path: Path, nbytes: int) -> None:
+        assert self.directory is not None
+        if self.directory.is_ours():
+            return
+        if not self.directory.is_blank():
+            _log.warning(
+                "pool %s starts empty: %s was made for another chunk format, chunk size or number of slots",
+                self.name,
+                path,
+            )
+            # Of another geometry: any byte may lie where we would look for a record.
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, nbytes)
+        self.directory.begin()
+
+
+def slot_bytes_for(chunk_nbytes: int) -> int:
+    """A chunk's size in whole pages, so that every slot is aligned for the disk and the device."""
+    return -(-chunk_nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def pool_path(name: str) -> Path:
-    """Where a named pool lies.
+    """Where the named pool's file is.
 
     Raises:
-        ConfigError: the name cannot be a file's.
+        ConfigError: not a name for a file.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"a pool's name is letters, digits, '.', '_' and '-', and at most 100 of them; not {name!r}")
-    shared = Path("/dev/shm")  # noqa: S108  # in a directory of the user's own, see _open_private
-    base = shared if shared.is_dir() else Path(tempfile.gettempdir())
-    return base / f"kv-tiers-{os.getuid()}" / f"{name}.pool"
+        raise ConfigError(f"the pool's name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with a dot")
+    shared = Path("/dev/shm")  # noqa: S108  # the directory made in it is the user's alone
+    parent = shared if shared.is_dir() else Path(tempfile.gettempdir())
+    return parent / f"kv-tiers-{os.geteuid()}" / name
 
 
-def _open_private(path: Path) -> int:
-    """Open or make the file so that nobody else can have put it there, read it or have it open."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    folder = path.parent.lstat()
-    if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.getuid() or folder.st_mode & 0o077:
-        raise ConfigError(f"{path.parent} is not a directory of this user's alone (0700): remove it and start again")
+def _check_size(name: str, chunk_nbytes: int, slots: int) -> int:
+    if chunk_nbytes <= 0 or slots <= 0:
+        raise ConfigError(f"a pool of {slots} chunks of {chunk_nbytes} bytes; both must be positive")
+    nbytes = slots * slot_bytes_for(chunk_nbytes)
+    limit = memory_limit_bytes()
+    if limit is not None and nbytes > limit:
+        raise ConfigError(
+            f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control group) has "
+            f"{spelled(limit)} in all; write a capacity of {spelled(limit // 2)} or less, and leave the engine its share"
+        )
+    return nbytes
+
+
+def _make_private(directory: Path) -> None:
+    """A directory that is ours and closed to others, made if it is not there."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
     except OSError as error:
-        raise ConfigError(f"the pool {path} cannot be opened: {error.strerror}") from None
-    state = os.fstat(file)
-    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        os.close(file)
-        raise ConfigError(f"the pool {path} is not a file of this user's alone (0600): remove it and start again")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
+        raise ConfigError(f"{directory} cannot be made for named pools: {error.strerror}; write no name") from None
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"another process has the pool {path.stem!r} open; give this engine another name in host.name"
-        ) from None
-    return file
-
-
-def round_up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
-
-
-def check_capacity(asked_bytes: int, there_bytes: int, where: str) -> None:
-    """Refuse a pool that cannot fit, before the machine finds out under load.
-
-    Raises:
-        ConfigError: says what was asked for, what there is, and what to write.
-    """
-    if asked_bytes > there_bytes:
-        fitting = int(there_bytes * 0.8) >> 20
-        raise ConfigError(
-            f"the host pool would take {asked_bytes >> 20} MiB, and {where} has {there_bytes >> 20} MiB; "
-            f"write a capacity of at most {fitting}MiB"
+            f"{directory} is not a directory of this user closed to others (0700), so what lies there cannot be "
+            "trusted; remove it, or write no name for the pool"
         )
 
 
-def machine_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or its control group's limit if that is lower."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+def _open_private(path: Path) -> int:
+    """The file, made if it is not there, ours alone and locked."""
+    while True:
         try:
-            text = limit.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            memory = min(memory, int(text))
-    return memory
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ConfigError(
+                f"the pool's file {path} cannot be opened: {why}; remove it or choose another name"
+            ) from None
+        try:
+            found = os.fstat(file)
+            if (
+                not stat.S_ISREG(found.st_mode)
+                or found.st_uid != os.geteuid()
+                or stat.S_IMODE(found.st_mode) & 0o177
+                or found.st_nlink > 1
+            ):
+                raise ConfigError(
+                    f"the pool's file {path} is not a plain file of this user alone (0600), so its content cannot be "
+                    "trusted; remove it or choose another name"
+                )
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"the pool {path.name!r} is open already, in this process or another; a named pool has one owner: "
+                    "end that one or choose another name"
+                ) from None
+            if _is_still(path, found):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # unlinked between our open and our lock: what is there now is another file
 
 
-def free_bytes(directory: Path) -> int:
-    state = os.statvfs(directory)
-    return state.f_bavail * state.f_frsize
+def _is_still(path: Path, opened: os.stat_result) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, opened)
+
+
+def _map_file(file: int, path: Path, nbytes: int) -> mmap.mmap:
+    found, space = os.fstat(file), os.fstatvfs(file)
+    free = space.f_bavail * space.f_frsize + found.st_blocks * 512
+    if nbytes > free:
+        raise ConfigError(
+            f"the pool's file {path} was to have {spelled(nbytes)} and its file system has {spelled(free)} free; "
+            f"write a capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
+        )
+    try:
+        if found.st_size != nbytes:
+            os.ftruncate(file, nbytes)
+        return mmap.mmap(file, nbytes)
+    except OSError as error:
+        raise ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}") from None

@@ -1,31 +1,44 @@
-"""Least recently used, knowing that chunk n is worthless without chunks 0 … n-1."""
+"""Least recently used."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
 
 class LruPolicy:
-    """Offer the chunk whose last use is oldest, and of one prefix its tail first.
-
-    Constant time a key. One long scan flushes it.
-    """
+    """Offer the chunk whose last use is oldest. O(1) a chunk; one long scan flushes it."""
 
     def __init__(self) -> None:
-        self._oldest_first: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._oldest_first: OrderedDict[int, None] = OrderedDict()
+        self._aside: set[int] = set()
 
-    def added(self, key: ChunkKey) -> None:
-        self._oldest_first[key] = None
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._oldest_first[slot] = None
 
-    def used(self, prefix: Sequence[ChunkKey]) -> None:
-        # Tail first, so that the head ends up youngest: without it the others cannot be found.
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if self._aside:
+            slots = [slot for slot in slots if slot not in self._aside]
         touch = self._oldest_first.move_to_end
-        for key in reversed(prefix):
-            touch(key)
+        # Tail first: chunk n is worthless without 0..n-1, so the head must end up youngest.
+        for slot in reversed(slots):
+            touch(slot)
 
-    def removed(self, key: ChunkKey) -> None:
-        del self._oldest_first[key]
+    def removed(self, slot: int) -> None:
+        if slot in self._aside:
+            self._aside.remove(slot)
+        else:
+            del self._oldest_first[slot]
 
-    def victims(self) -> Iterator[ChunkKey]:
-        return iter(self._oldest_first)
+    def victim(self) -> int | None:
+        return next(iter(self._oldest_first), None)
+
+    def set_aside(self, slot: int) -> None:
+        del self._oldest_first[slot]
+        self._aside.add(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._aside.remove(slot)
+            self._oldest_first[slot] = None

@@ -1,22 +1,39 @@
-"""What an eviction policy must do: keep an order over keys. Bytes, tiers and leases are not its concern."""
+"""What an eviction policy must do: order the chunks of one tier by how little they will be missed.
 
-from collections.abc import Iterator, Sequence
+It knows nothing of bytes, tiers or leases, holds no lock (its caller does) and is told of every arrival, use and
+departure. A chunk is named twice: by its key, which means the same after the chunk has left and come back, and by its
+slot, a small number that is the chunk's alone while it stays. Slots of chunks stored together lie together, so an order
+kept by slot is several times cheaper to touch than one kept by key once there are a million.
+
+Sequences of keys and slots are parallel, and in the order of the prompt: chunk n is worthless without 0…n-1.
+"""
+
+from collections.abc import Sequence
 from typing import Protocol
 
 from kv_core.keys import ChunkKey
 
 
 class EvictionPolicy(Protocol):
-    """Called under the cache's lock, so every call must be short: constant time a key, no I/O, no call-out."""
+    """Constant time a chunk in every call."""
 
-    def added(self, key: ChunkKey) -> None:
-        """The chunk is resident from now on."""
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """These chunks are resident from now."""
 
-    def used(self, prefix: Sequence[ChunkKey]) -> None:
-        """These chunks were asked for, in the order of the prompt."""
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """This prefix was asked for. Chunks set aside may be among them."""
 
-    def removed(self, key: ChunkKey) -> None:
-        """The chunk is resident no more, for whatever reason."""
+    def removed(self, slot: int) -> None:
+        """The chunk has left, by eviction or otherwise. It may have been set aside."""
 
-    def victims(self) -> Iterator[ChunkKey]:
-        """All resident keys, the one to evict first leading. The caller takes a few and then changes the order."""
+    def victim(self) -> int | None:
+        """The slot to empty first; the same again until it is removed or set aside. None: nothing can be offered."""
+
+    def set_aside(self, slot: int) -> None:
+        """The chunk offered last is leased: offer it no more until it is put back.
+
+        So leased chunks cost nothing until one is met, and are met once, however many there are.
+        """
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """These chunks, set aside before, may be offered again. Their use ended just now."""

@@ -1,0 +1,212 @@
+"""Which chunk is in which slot, how it is doing, and who counts on it.
+
+A slot is a chunk's identity while it is here: life, leases and key are lists by slot and not an object a chunk, because
+slots of chunks stored together lie together, and with a million chunks it is the cache misses that cost. For the same
+reason a lookup asks the index for the first key only and then follows the *run*: the slots that followed that one last
+time, checked against the keys they hold now. A run is a hint; a stale one costs a little time and nothing else.
+
+Nothing here locks, waits or touches a chunk's bytes: the cache holds its one lock around every call.
+"""
+
+from collections.abc import Container, Sequence
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.life import Event, Life, advance
+
+
+class Residency:
+    """The index of one pool. Whoever calls it owns the lock and gives freed slots back to the pool."""
+
+    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._slot_of: dict[ChunkKey, int] = {}  # RESIDENT only: what is in here can be found
+        self._writing: dict[ChunkKey, int] = {}  # RESERVED only
+        self._life: list[Life] = [Life.ABSENT] * slots
+        self._key_at: list[ChunkKey | None] = [None] * slots  # RESIDENT only, so that equal keys mean a hit
+        self._leases: list[int] = [0] * slots
+        self._runs: list[list[int] | None] = [None] * slots
+        self._orphans = 0
+        self._leaving: set[int] = set()
+        self._aside: set[int] = set()  # leased, met by an eviction, and so out of the policy's order
+
+    @property
+    def chunks_resident(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def chunks_reserved(self) -> int:
+        """Chunks whose bytes are still arriving, those among them that were forgotten meanwhile too."""
+        return len(self._writing) + self._orphans
+
+    def keys(self) -> list[ChunkKey]:
+        return list(self._slot_of)
+
+    def leading(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """The slots of the leading run of resident keys. The list is shared: do not change it."""
+        key_at, find = self._key_at.__getitem__, self._slot_of.get
+        found: list[int] = []
+        pieces = branch = 0
+        while (at := len(found)) < len(keys):
+            slot = find(keys[at])
+            if slot is None:
+                break
+            pieces += 1
+            if pieces == 2:
+                branch = at
+            run = self._runs[slot]
+            if run is None:
+                found.append(slot)
+                continue
+            run = run[: len(keys) - at]
+            wanted = keys[at : at + len(run)]
+            there = list(map(key_at, run))
+            if there != wanted:
+                del run[next(n for n, key in enumerate(wanted) if there[n] != key) :]
+            found += run
+        if pieces > 1:
+            # Remembered from the start and from where prompts part, so that two that take turns both stay quick.
+            self._runs[found[0]] = found
+            self._runs[found[branch]] = found[branch:]
+        return found
+
+    def find(self, key: ChunkKey) -> int | None:
+        return self._slot_of.get(key)
+
+    def key_at(self, slot: int) -> ChunkKey | None:
+        """The resident chunk in this slot, if there is one."""
+        return self._key_at[slot]
+
+    def is_held(self, key: ChunkKey) -> bool:
+        """Resident, or being written by somebody."""
+        return key in self._slot_of or key in self._writing
+
+    def lease(self, slots: Sequence[int]) -> None:
+        leases = self._leases
+        for slot in slots:
+            leases[slot] += 1
+
+    def unlease(self, slots: Sequence[int]) -> list[int]:
+        """End one lease on each; the slots that are free because of it."""
+        leases = self._leases
+        if not self._aside and not self._leaving:
+            for slot in slots:
+                leases[slot] -= 1
+            return []
+        freed, back = [], []
+        for slot in slots:
+            leases[slot] -= 1
+            if leases[slot]:
+                continue
+            if slot in self._leaving:
+                self._gone(slot)
+                freed.append(slot)
+            elif slot in self._aside:
+                self._aside.remove(slot)
+                back.append(slot)
+        if back:
+            self._policy.put_back(back)
+        return freed
+
+    def touch(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._policy.used(keys, slots)
+
+    def reserve(self, key: ChunkKey, slot: int) -> None:
+        self._move(slot, Event.RESERVE)
+        self._writing[key] = slot
+
+    def commit(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[int]:
+        """Let lookups see these; the slots of those that were forgotten while they were written, free now."""
+        freed: list[int] = []
+        kept_keys: list[ChunkKey] = []
+        kept: list[int] = []
+        for key, slot in zip(keys, slots, strict=True):
+            if self._move(slot, Event.COMMIT) is Life.ABSENT:
+                self._orphans -= 1
+                freed.append(slot)
+                continue
+            del self._writing[key]
+            self._slot_of[key] = slot
+            self._key_at[slot] = key
+            kept_keys.append(key)
+            kept.append(slot)
+        if kept:
+            self._runs[kept[0]] = kept
+            self._policy.added(kept_keys, kept)
+        return freed
+
+    def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Give reserved places back. All of the slots are free."""
+        for key, slot in zip(keys, slots, strict=True):
+            if self._life[slot] is Life.ORPHANED:
+                self._orphans -= 1
+            else:
+                del self._writing[key]
+            self._move(slot, Event.ABORT)
+
+    def adopt(self, key: ChunkKey, slot: int) -> None:
+        """A chunk that was there before we were. Those adopted later count as used later."""
+        self._move(slot, Event.ADOPT)
+        self._slot_of[key] = slot
+        self._key_at[slot] = key
+        self._policy.added([key], [slot])
+
+    def evict(self, spared: Container[int], met: list[int]) -> int | None:
+        """Empty the best victim's slot. None: all that is resident is leased or in `spared`.
+
+        met: gets the spared chunks that had to be set aside; give them to `put_back` when the sparing ends.
+        """
+        while (slot := self._policy.victim()) is not None:
+            if self._leases[slot]:
+                self._policy.set_aside(slot)
+                self._aside.add(slot)
+            elif slot in spared:
+                self._policy.set_aside(slot)
+                met.append(slot)
+            else:
+                self._move(slot, Event.EVICT)
+                self._hide(slot)
+                return slot
+        return None
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        self._policy.put_back(slots)
+
+    def forget(self, key: ChunkKey) -> int | None:
+        """No lookup finds the chunk from now. Its slot if it was resident; it may be free already."""
+        if (slot := self._writing.pop(key, None)) is not None:
+            self._move(slot, Event.FORGET)
+            self._orphans += 1
+            return None
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        self._move(slot, Event.FORGET)
+        self._hide(slot)
+        self._aside.discard(slot)
+        self._leaving.add(slot)
+        if not self._leases[slot]:
+            self._gone(slot)
+        return slot
+
+    def is_free(self, slot: int) -> bool:
+        return self._life[slot] is Life.ABSENT
+
+    def writing(self) -> list[ChunkKey]:
+        return list(self._writing)
+
+    def _hide(self, slot: int) -> None:
+        key = self._key_at[slot]
+        assert key is not None
+        del self._slot_of[key]
+        self._key_at[slot] = self._runs[slot] = None
+        self._policy.removed(slot)
+
+    def _gone(self, slot: int) -> None:
+        self._leaving.remove(slot)
+        self._move(slot, Event.GONE)
+
+    def _move(self, slot: int, event: Event) -> Life:
+        life = self._life[slot] = advance(self._life[slot], event)
+        return life
