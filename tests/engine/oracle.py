@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from kv_vllm import build
 from kv_vllm.connector import KVTiersConnector
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -87,17 +87,13 @@ class Oracle:
         names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
         self.kv_cache_config = KVCacheConfig(
             num_blocks=blocks,
-            kv_cache_tensors=[
-                KVCacheTensor(size=spec.page_size_bytes * blocks, shared_by=[name], layer_layouts=None)
-                if "layer_layouts" in KVCacheTensor.__annotations__
-                else KVCacheTensor(size=spec.page_size_bytes * blocks, shared_by=[name])
-                for name in names
-            ],
+            kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(names, spec)],
         )
         storage = torch.zeros(LAYERS, blocks, KV_HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)
         self.caches = {name: storage[layer] for layer, name in enumerate(names)}
-        self.layers = {name: _layer(self.caches[name]) for name in names}
+        with set_current_vllm_config(self.vllm_config):
+            self.layers = {name: _layer(self.caches[name]) for name in names}
         self.worker: KVTiersConnector | None = None
         if connector:
             self.vllm_config.compilation_config.static_forward_context.update(self.layers)
@@ -124,9 +120,6 @@ class Oracle:
 
     def submit(self, request_id: str, prompt: list[int], new_tokens: int = 4, **options: Any) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        sampling.update_from_generation_config({}, eos_token_id=0) if hasattr(
-            sampling, "update_from_generation_config"
-        ) else None
         hasher = getattr(self, "_block_hasher", None)
         if hasher is None and self.vllm_config.cache_config.enable_prefix_caching:
             from vllm.utils.hashing import sha256
@@ -162,7 +155,7 @@ class Oracle:
         output = self.scheduler.schedule()
         works = [self._work(request_id, output) for request_id in output.num_scheduled_tokens]
         self._pending.append((output, works))
-        if len(self._pending) > (1 if self.asynchronous and works else 0):
+        while len(self._pending) > (1 if self.asynchronous and works else 0):
             self._execute(*self._pending.popleft())
 
     def drain(self) -> None:
@@ -292,6 +285,7 @@ def _layer(cache: torch.Tensor) -> Any:
         num_kv_heads=KV_HEADS,
         head_size=HEAD_DIM,
         kv_cache_dtype="auto",
+        kv_cache_torch_dtype=torch.float32,
         _k_scale_float=1.0,
         _v_scale_float=1.0,
     )

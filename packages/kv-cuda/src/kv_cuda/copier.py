@@ -1,0 +1,177 @@
+"""The hands on a CPU: gather and scatter between the engine's blocks and host extents.
+
+A copy runs where it is asked for and its event is done at once (docs/adr/0004 says why). Bytes move in few large torch
+calls that release the GIL and use torch's own threads: one call a part and run of neighbouring blocks, over all layers.
+Where the engine keeps a part transposed (its dim axis is not the innermost), a strided copy would jump a row of memory
+per element; the block goes through a small scratch in the engine's own axis order instead, so that each pass stays in
+the processor's first cache. Measured on two cores, a 16 MiB chunk of vLLM's CPU layout: 1.6 → 1.25 ms (float32) and 4.1 →
+1.4 ms (bfloat16) against 0.65 ms of memmove.
+
+Everything is written with device-neutral torch calls, so tensors on a GPU work too, synchronously and without speed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from kv_core.errors import InputError
+from kv_core.format import ChunkFormat
+from kv_core.transfer import TransferPlan
+
+from kv_cuda.layout import PagedLayout, PartLayout
+from kv_cuda.plan import ChunkWork, check_and_cut
+
+# A chunk's bytes are moved, never computed with, so each element is a whole number of its size: no NaN is touched.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DoneEvent:
+    """A copy that has arrived already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_DONE = DoneEvent()
+
+
+class CpuCopier:
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: its scratch is its own."""
+
+    def __init__(self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> None:
+        """tensors: one a layer, on one device; the copier keeps them, and with them the engine's cache, alive.
+
+        Raises:
+            InputError: layout and tensors disagree, or the format is not one of this layout's.
+        """
+        if len(tensors) != layout.layers:
+            raise InputError(f"{len(tensors)} tensors for a layout of {layout.layers} layers")
+        self._layout = layout
+        self._format = chunk_format
+        self._opaque = chunk_format.kind == "blocks"
+        expected = layout.page_nbytes * (chunk_format.chunk_tokens // layout.block_tokens) * layout.layers
+        if self._opaque and chunk_format.nbytes != expected:
+            raise InputError(f"the format's chunks have {chunk_format.nbytes} bytes, {layout.name}'s {expected}")
+        if not self._opaque and chunk_format != layout.canonical_format(chunk_format.chunk_tokens):
+            raise InputError(f"the format is not that of layout {layout.name}")
+        self._word = torch.uint8 if self._opaque else _WORDS[layout.itemsize]
+        self._parts = [_over_layers(layout, part, tensors, self._word) for part in self._engine_parts()]
+        self._pools: dict[str, torch.Tensor] = {}
+        self._scratch: torch.Tensor | None = None
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        self._pools[pool] = torch.frombuffer(view, dtype=self._word)
+
+    def detach(self, pool: str) -> None:
+        """Let go of a pool, so that it can be closed."""
+        self._pools.pop(pool, None)
+
+    def load(self, plan: TransferPlan) -> DoneEvent:
+        for work in self._checked(plan):
+            self._move(work, to_engine=True)
+        return _DONE
+
+    def store(self, plan: TransferPlan) -> DoneEvent:
+        for work in self._checked(plan):
+            self._move(work, to_engine=False)
+        return _DONE
+
+    def _engine_parts(self) -> tuple[PartLayout, ...]:
+        if not self._opaque:
+            return self._layout.parts
+        # Seen as bytes, a page is one run: one head, its "tokens" a plain cut of the run.
+        itemsize, row = self._layout.itemsize, self._format.head_dim
+        return (PartLayout("blocks", 0, self._layout.parts[0].block * itemsize, row, row, 1),)
+
+    def _checked(self, plan: TransferPlan) -> list[ChunkWork]:
+        itemsize = self._word.itemsize
+        return check_and_cut(
+            plan, self._layout, self._format, {name: pool.numel() * itemsize for name, pool in self._pools.items()}
+        )
+
+    def _move(self, work: ChunkWork, *, to_engine: bool) -> None:
+        for number, (layers, part) in enumerate(zip(self._parts, self._engine_parts(), strict=True)):
+            chunk = self._chunk_part(work, number)
+            for run in work.whole:
+                tokens = run.blocks * self._layout.block_tokens
+                in_chunk = chunk[:, run.first_token : run.first_token + tokens].unflatten(1, (run.blocks, -1))  # type: ignore[no-untyped-call]
+                for block in range(run.blocks) if part.dim != 1 else (None,):
+                    if block is None:
+                        in_engine = [layer[:, run.first_block : run.first_block + run.blocks] for layer in layers]
+                        self._copy(in_chunk, in_engine, to_engine=to_engine)
+                    else:
+                        in_engine = [layer[:, run.first_block + block] for layer in layers]
+                        self._copy_transposed(in_chunk[:, block], in_engine, to_engine=to_engine)
+            for piece in work.parts:
+                ours = chunk[:, piece.first_token : piece.first_token + piece.tokens]
+                in_engine = [layer[:, piece.block, piece.offset : piece.offset + piece.tokens] for layer in layers]
+                self._copy(ours, in_engine, to_engine=to_engine)
+
+    def _chunk_part(self, work: ChunkWork, part: int) -> torch.Tensor:
+        """[layers, chunk_tokens, heads, head_dim] in the pool."""
+        described = self._format
+        row = described.heads * described.head_dim
+        shape = (described.layers, described.chunk_tokens, described.heads, described.head_dim)
+        stride = (described.chunk_tokens * row, row, described.head_dim, 1)
+        offset = (work.extent.offset + described.layer_offset(part, 0)) // described.itemsize
+        return self._pools[work.extent.pool].as_strided(shape, stride, offset)
+
+    @staticmethod
+    def _copy(chunk: torch.Tensor, engine: list[torch.Tensor], *, to_engine: bool) -> None:
+        """chunk: [layers, …]. engine: the same over one or more runs of layers."""
+        first = 0
+        for run in engine:
+            ours = chunk[first : first + run.shape[0]]
+            if to_engine:
+                run.copy_(ours)
+            else:
+                ours.copy_(run)
+            first += run.shape[0]
+
+    def _copy_transposed(self, chunk: torch.Tensor, engine: list[torch.Tensor], *, to_engine: bool) -> None:
+        """One whole block of [layers, tokens, heads, dims], by way of a scratch in the order [layers, heads, tokens, dims]."""
+        first = 0
+        for run in engine:
+            ours = chunk[first : first + run.shape[0]].transpose(1, 2)
+            theirs = run.transpose(1, 2)
+            if self._scratch is None or self._scratch.shape != theirs.shape:
+                self._scratch = torch.empty(theirs.shape, dtype=self._word, device=run.device)
+            if to_engine:
+                self._scratch.copy_(ours)
+                theirs.copy_(self._scratch)
+            else:
+                self._scratch.copy_(theirs)
+                ours.copy_(self._scratch)
+            first += run.shape[0]
+
+
+def _over_layers(
+    layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], word: torch.dtype
+) -> list[torch.Tensor]:
+    """[layers, blocks, block_tokens, heads, head_dim] over runs of layers that lie in one storage at equal distances.
+
+    One run where the engine cut all layers from one storage, as vLLM does; else a run for each layer.
+    """
+    opaque = part.name == "blocks"
+    heads, head_dim = (1, part.token) if opaque else (layout.heads, layout.head_dim)
+    size = (layout.blocks, layout.block_tokens, heads, head_dim)
+    stride = (part.block, part.token, part.head, part.dim)
+    bases = [tensor.storage_offset() * tensor.element_size() // word.itemsize for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    distances = {after - before for before, after in zip(bases, bases[1:], strict=False)}
+    if len(storages) == 1 and len(distances) <= 1 and min(distances, default=0) >= 0:
+        runs = [(tensors[0], bases[0], len(tensors), min(distances, default=0))]
+    else:
+        runs = [(tensor, base, 1, 0) for tensor, base in zip(tensors, bases, strict=True)]
+    views = []
+    for tensor, base, layers, distance in runs:
+        storage = torch.empty(0, dtype=word, device=tensor.device).set_(tensor.untyped_storage())
+        try:
+            views.append(storage.as_strided((layers, *size), (distance, *stride), base + part.offset))
+        except RuntimeError:
+            raise InputError(
+                f"layout {layout.name} reaches beyond the tensor's storage of {tensor.untyped_storage().nbytes()} bytes"
+            ) from None
+    return views

@@ -1,0 +1,146 @@
+"""An engine's paged cache, described once as named axes and strides.
+
+A layout says nothing about where the memory is: the layers' tensors are handed to whoever copies, beside it. All numbers
+are in elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves all layers
+of a group.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import numpy as np
+from kv_core.errors import InputError
+from kv_core.format import ChunkFormat
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Where K, V or MLA's latent lies: element (block, token, head, dim) is at offset + Σ index × stride."""
+
+    name: str
+    offset: int
+    block: int
+    token: int
+    head: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """The layers that share one block table.
+
+    name: what people call this order of bytes. dtype: as torch spells it. blocks: how many each layer has.
+    page_elements: one block of one layer, all parts; its elements are neighbours in memory.
+    """
+
+    name: str
+    dtype: str
+    itemsize: int
+    layers: int
+    blocks: int
+    block_tokens: int
+    heads: int
+    head_dim: int
+    parts: tuple[PartLayout, ...]
+
+    def __post_init__(self) -> None:
+        for axis in ("itemsize", "layers", "blocks", "block_tokens", "heads", "head_dim"):
+            if getattr(self, axis) < 1:
+                raise InputError(f"layout {self.name}: {axis} is {getattr(self, axis)}; it must be at least 1")
+        for part in self.parts:
+            for axis in ("offset", "block", "token", "head", "dim"):
+                if getattr(part, axis) < 0:
+                    raise InputError(f"layout {self.name}: part {part.name} has a negative {axis}")
+        self._refuse_overlaps()
+
+    @property
+    def page_elements(self) -> int:
+        return len(self.parts) * self.block_tokens * self.heads * self.head_dim
+
+    @property
+    def page_nbytes(self) -> int:
+        return self.page_elements * self.itemsize
+
+    def canonical_format(self, chunk_tokens: int) -> ChunkFormat:
+        """K part then V part, each [layers, tokens, heads, head_dim]: what engines share."""
+        return ChunkFormat(
+            kind="canonical",
+            parts=tuple(part.name for part in self.parts),
+            layers=self.layers,
+            chunk_tokens=chunk_tokens,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            itemsize=self.itemsize,
+        )
+
+    def blocks_format(self, chunk_tokens: int, origin: str) -> ChunkFormat:
+        """Whole blocks as opaque bytes, [layers, blocks, page bytes]. origin: what makes them interchangeable."""
+        return ChunkFormat(
+            kind="blocks",
+            parts=("blocks",),
+            layers=self.layers,
+            chunk_tokens=chunk_tokens,
+            heads=1,
+            head_dim=self.page_nbytes // self.block_tokens,
+            dtype="uint8",
+            itemsize=1,
+            block_tokens=self.block_tokens,
+            origin=origin,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the order of bytes inside a page; two layouts that differ only in where blocks lie have the same."""
+        described = [
+            self.dtype,
+            self.block_tokens,
+            self.heads,
+            self.head_dim,
+            [[part.name, part.offset, part.token, part.head, part.dim] for part in self.parts],
+        ]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+    def _refuse_overlaps(self) -> None:
+        """No two elements of a layer may share a place. Counted, not argued: a page is small."""
+        sizes = (self.block_tokens, self.heads, self.head_dim)
+        token, head, dim = np.ogrid[: sizes[0], : sizes[1], : sizes[2]]
+        places = [part.offset + token * part.token + head * part.head + dim * part.dim for part in self.parts]
+        page = np.concatenate([place.reshape(-1) for place in places])
+        if len(np.unique(page)) != len(page):
+            raise InputError(f"layout {self.name}: two elements of a block lie on each other")
+        if page.max() + 1 != self.page_elements:
+            raise InputError(
+                f"layout {self.name}: a block of one layer is not one run of {self.page_elements} elements"
+            )
+        for part in self.parts:
+            if self.blocks > 1 and part.block < self.page_elements:
+                raise InputError(f"layout {self.name}: the blocks of part {part.name} lie on each other")
+
+
+def split_parts(
+    name: str, *, block: int, token: int, head: int, dim: int, value_offset: int, **sizes: int | str
+) -> PagedLayout:
+    """K and V with the same strides, V `value_offset` elements behind K. sizes: the other fields of the layout."""
+    parts = (
+        PartLayout("k", 0, block, token, head, dim),
+        PartLayout("v", value_offset, block, token, head, dim),
+    )
+    return PagedLayout(name=name, parts=parts, **sizes)  # type: ignore[arg-type]
+
+
+def transposed_keys(name: str, *, block: int, **sizes: int | str) -> PagedLayout:
+    """vLLM's CPU backend: in each head of a block K as [head_dim, token], then V as [token, head_dim]."""
+    tokens, dims = int(sizes["block_tokens"]), int(sizes["head_dim"])
+    head = 2 * tokens * dims
+    parts = (
+        PartLayout("k", 0, block, token=1, head=head, dim=tokens),
+        PartLayout("v", tokens * dims, block, token=dims, head=head, dim=1),
+    )
+    return PagedLayout(name=name, parts=parts, **sizes)  # type: ignore[arg-type]
+
+
+def latent(name: str, *, block: int, token: int, **sizes: int | str) -> PagedLayout:
+    """MLA: one part, one head."""
+    return PagedLayout(name=name, parts=(PartLayout("kv", 0, block, token, token, 1),), **sizes)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""Single tokens' rows in and out of a paged cache: slow, plain, and what a canary and the tests compare against."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kv_cuda.layout import PagedLayout, PartLayout
+
+
+def part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> torch.Tensor:
+    """[blocks, block_tokens, heads, head_dim] over one layer's memory, in the layout's dtype."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    scale = tensor.element_size() / dtype.itemsize
+    base = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return base.as_strided(
+        (layout.blocks, layout.block_tokens, layout.heads, layout.head_dim),
+        (part.block, part.token, part.head, part.dim),
+        int(tensor.storage_offset() * scale) + part.offset,
+    )
+
+
+def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+    """[blocks, page bytes] uint8: each block of one layer as the bytes it is. The first axis of `tensor` is blocks."""
+    if tensor.shape[0] != blocks:
+        raise ValueError(f"the tensor has {tensor.shape[0]} blocks, not {blocks}")
+    page = tensor[0].numel() * tensor.element_size()
+    base = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return base.as_strided(
+        (blocks, page), (tensor.stride(0) * tensor.element_size(), 1), tensor.storage_offset() * tensor.element_size()
+    )
+
+
+def probe_rows(
+    layout: PagedLayout, *, tokens: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Known rows for every part, [tokens, heads, head_dim]: random enough that any confusion of places shows."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, layout.heads, layout.head_dim)
+    return {part.name: torch.randn(shape, generator=generator).to(dtype).to(device) for part in layout.parts}
+
+
+def read_rows(
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], layer: int, slots: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Rows at `slots` of one layer, [slots, heads, head_dim] for each part."""
+    blocks, offsets = slots // layout.block_tokens, slots % layout.block_tokens
+    return {part.name: part_view(layout, part, tensors[layer])[blocks, offsets] for part in layout.parts}
+
+
+def write_rows(
+    layout: PagedLayout,
+    tensors: Sequence[torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    rows: Mapping[str, torch.Tensor],
+) -> None:
+    """The inverse of `read_rows`."""
+    blocks, offsets = slots // layout.block_tokens, slots % layout.block_tokens
+    for part in layout.parts:
+        part_view(layout, part, tensors[layer])[blocks, offsets] = rows[part.name]
