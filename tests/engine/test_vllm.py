@@ -31,9 +31,10 @@ def reference(tiny_llama: str) -> list[Answer]:
         return engine.ask_in_turn(PROMPTS)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_llama: str) -> Iterator[Engine]:
-    """An engine with us, in this process, its own prefix cache off."""
+@pytest.fixture(scope="class")
+def engine(tiny_llama: str, reference: list[Answer]) -> Iterator[Engine]:
+    """An engine with us, in this process, its own prefix cache off. vLLM keeps one connector a process, so it must have
+    ended before another engine starts: hence the class, and hence the reference before it."""
     with started(tiny_llama, cache=CACHE) as running:
         yield running
 
@@ -52,67 +53,70 @@ def _inner() -> build.Engine:
     return inner
 
 
-def test_cold_then_warm_tokens_equal_and_hits_are_whole_chunks(engine: Engine, reference: list[Answer]) -> None:
-    assert engine.ask_in_turn(PROMPTS) == reference
-    assert engine.hits == [0, 512, 512, 768, 0, 0]
-    assert engine.ask_in_turn(PROMPTS) == reference
-    assert engine.hits == [512, 512, 1023, 768, 0, 512]
-    assert engine.inside("kv_snapshot")["formats"] == ["canonical"]
+class TestOneEngine:
+    """Everything that one engine can show, with its cache emptied in between."""
 
+    def test_cold_then_warm_tokens_equal_and_hits_are_whole_chunks(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == [0, 512, 512, 768, 0, 0]
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == [512, 512, 1023, 768, 0, 512]
+        assert engine.inside("kv_snapshot")["formats"] == ["canonical"]
 
-def test_all_prompts_at_once_equal(engine: Engine, reference: list[Answer]) -> None:
-    assert engine.ask(PROMPTS) == reference
-    assert engine.ask(PROMPTS) == reference
-    assert engine.hits == [512, 512, 1023, 768, 0, 512]
+    def test_all_prompts_at_once_equal(self, engine: Engine, reference: list[Answer]) -> None:
+        assert engine.ask(PROMPTS) == reference
+        assert engine.ask(PROMPTS) == reference
+        assert engine.hits == [512, 512, 1023, 768, 0, 512]
 
+    def test_the_control_that_halves_stored_bytes_changes_the_tokens(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        """Without this the comparisons above could not fail."""
+        engine.ask_in_turn(PROMPTS)
+        engine.inside("kv_corrupt")
+        assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
 
-def test_the_control_that_halves_stored_bytes_changes_the_tokens(engine: Engine, reference: list[Answer]) -> None:
-    """Without this the comparisons above could not fail."""
-    engine.ask_in_turn(PROMPTS)
-    engine.inside("kv_corrupt")
-    assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
+    def test_half_evicted_still_equals_and_is_stored_again(self, engine: Engine, reference: list[Answer]) -> None:
+        engine.ask_in_turn(PROMPTS)
+        engine.inside("kv_forget_half")
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == [512, 512, 1023, 768, 0, 512]
 
+    def test_each_load_failing_in_turn_is_computed_instead(
+        self, engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once where the copy fails, once where the chunks have gone, and once where the lease ran out under the copy."""
+        inner = _inner()
+        assert inner.cache is not None and inner.worker is not None
 
-def test_half_evicted_still_equals_and_is_stored_again(engine: Engine, reference: list[Answer]) -> None:
-    engine.ask_in_turn(PROMPTS)
-    engine.inside("kv_forget_half")
-    assert engine.ask_in_turn(PROMPTS) == reference
-    assert engine.ask_in_turn(PROMPTS) == reference
-    assert engine.hits == [512, 512, 1023, 768, 0, 512]
+        def failing_copy(plan: object) -> None:
+            raise CopyFailed("the bus is on fire")
 
+        def nothing_there(holder: str) -> list[Any]:
+            return [
+                LoadFailed(done.ticket, done.lease.keys, "gone") if inner.cache.release(done.lease) else done
+                for done in real_poll(holder)
+            ]
 
-def test_each_load_failing_in_turn_is_computed_instead(
-    engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once where the copy fails, once where the chunks have gone, and once where the lease ran out under the copy."""
-    inner = _inner()
-    assert inner.cache is not None and inner.worker is not None
-
-    def failing_copy(plan: object) -> None:
-        raise CopyFailed("the bus is on fire")
-
-    def nothing_there(holder: str) -> list[Any]:
-        return [
-            LoadFailed(done.ticket, done.lease.keys, "gone") if inner.cache.release(done.lease) else done
-            for done in real_poll(holder)
-        ]
-
-    real_poll = inner.cache.poll
-    for target, name, fault in (
-        (inner.copiers[0], "load", failing_copy),
-        (inner.cache, "poll", nothing_there),
-        (inner.cache, "release", lambda lease: real_release(lease) and False),
-    ):
-        real_release = inner.cache.release
-        for failing in range(4):
-            engine.ask_in_turn(PROMPTS)
-            failed_before = inner.worker.counts.loads_failed
-            for number, prompt in enumerate(PROMPTS[:4]):
-                with monkeypatch.context() as patch:
-                    if number == failing:
-                        patch.setattr(target, name, fault)
-                    assert engine.ask([prompt]) == [reference[number]], (name, failing, number)
-            assert inner.worker.counts.loads_failed == failed_before + 1, name
+        real_poll = inner.cache.poll
+        for target, name, fault in (
+            (inner.copiers[0], "load", failing_copy),
+            (inner.cache, "poll", nothing_there),
+            (inner.cache, "release", lambda lease: real_release(lease) and False),
+        ):
+            real_release = inner.cache.release
+            for failing in range(4):
+                engine.ask_in_turn(PROMPTS)
+                failed_before = inner.worker.counts.loads_failed
+                for number, prompt in enumerate(PROMPTS[:4]):
+                    with monkeypatch.context() as patch:
+                        if number == failing:
+                            patch.setattr(target, name, fault)
+                        assert engine.ask([prompt]) == [reference[number]], (name, failing, number)
+                assert inner.worker.counts.loads_failed == failed_before + 1, name
 
 
 def test_a_bug_of_ours_turns_the_cache_off_and_not_the_engine(
@@ -136,9 +140,9 @@ def test_a_bug_of_ours_turns_the_cache_off_and_not_the_engine(
 def test_preemption_in_a_tiny_kv_space(tiny_llama: str) -> None:
     """Eight requests that decode past what the blocks hold: some are preempted, and come back through the cache."""
     prompts = [SHARED[:256] + [20 + number * 7 + i for i in range(120)] for number in range(8)]
-    with started(tiny_llama, cache=None) as plain:
+    with started(tiny_llama, cache=None, max_model_len=1024) as plain:
         expected = plain.ask_in_turn(prompts, new_tokens=150)
-    with started(tiny_llama, cache=CACHE | {"save_decode": True}, num_gpu_blocks_override=14) as tight:
+    with started(tiny_llama, cache=CACHE | {"save_decode": True}, num_gpu_blocks_override=14, max_model_len=1024) as tight:
         assert tight.ask(prompts, new_tokens=150) == expected
         assert tight.ask(prompts, new_tokens=150) == expected
         scheduler = tight.llm.llm_engine.engine_core.engine_core.scheduler
