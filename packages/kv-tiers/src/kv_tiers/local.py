@@ -192,15 +192,18 @@ class LocalCache:
             self._totals.chunks_reserved_ever += len(slots)
             self._totals.chunks_refused += refused
             number = self._next_number()
-            self._writes[number] = _Write(holder, reserved, slots, chain)
+            write = self._writes[number] = _Write(holder, reserved, slots, chain)
             self._holding(holder).writes.add(number)
-            why = ""
-            if refused:
-                why = (
-                    f"no room for {refused} of {len(chain)} chunks: each of the pool's {self.pool.slots} slots is "
-                    "being read or written, or holds an earlier chunk of the same prompt"
-                )
-            return WriteLease(LeaseId(number), tuple(reserved), tuple(map(self.pool.extent, slots)), why)
+        why = ""
+        if refused:
+            why = (
+                f"no room for {refused} of {len(chain)} chunks: each of the pool's {self.pool.slots} slots is "
+                "being read or written, or holds an earlier chunk of the same prompt"
+            )
+        if short := self.pool.back(slots):
+            unbacked = self._give_up_from(number, write, min(map(slots.index, short)))
+            why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
+        return WriteLease(LeaseId(number), tuple(write.keys), tuple(map(self.pool.extent, write.slots)), why)
 
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
@@ -325,7 +328,7 @@ class LocalCache:
             self._reads.clear()
         self.pool.close()
 
-    # Under the lock, all from here on but where it is said.
+    # What follows is called under the lock, but where it says otherwise.
 
     def _check_open(self) -> None:
         if self._closed:
@@ -463,6 +466,18 @@ class LocalCache:
         self._residency.abort(write.keys, write.slots)
         self._free(write.slots)
         self._totals.chunks_aborted += len(write.slots)
+
+    def _give_up_from(self, number: int, write: _Write, first: int) -> int:
+        """Abort what a new write lease has from its chunk `first` on; how many those are. Takes the lock itself."""
+        with self._lock:
+            keys, slots = write.keys[first:], write.slots[first:]
+            if number in self._writes:  # else its holder has ended meanwhile, and everything is aborted already
+                self._residency.abort(keys, slots)
+                self._free(slots)
+                self._totals.chunks_aborted += len(slots)
+                self._totals.chunks_refused += len(slots)
+            write.keys, write.slots = write.keys[:first], write.slots[:first]
+        return len(slots)
 
     def _record(self, write: _Write, digests: list[bytes], orphaned: Collection[int]) -> None:
         directory = self.pool.directory

@@ -65,6 +65,7 @@ class HostPool:
             int
         ] = []  # last in, first out: the slot that is most likely still in the processor's cache
         self._untouched_from = 0
+        self._backed = bytearray(slots)
         self._extents: list[HostExtent | None] = [None] * slots
 
     @classmethod
@@ -99,12 +100,20 @@ class HostPool:
         Raises:
             ConfigError: no such memory or space; the name is taken by another process, or by a file that is not ours.
         """
-        nbytes = nbytes_for(slots) + _check_size(name, chunk_nbytes, slots)
+        slots_nbytes = _check_size(name, chunk_nbytes, slots)
+        nbytes = nbytes_for(slots) + slots_nbytes
         path = pool_path(name)
         _make_private(path.parent)
         file = _open_private(path)
         try:
-            pool = cls(name, chunk_nbytes, slots, _map_file(file, path, nbytes), file=file, fingerprint=fingerprint)
+            pool = cls(
+                name,
+                chunk_nbytes,
+                slots,
+                _map_file(file, path, nbytes, slots_nbytes),
+                file=file,
+                fingerprint=fingerprint,
+            )
         except BaseException:
             os.close(file)
             raise
@@ -151,6 +160,26 @@ class HostPool:
             self._taken[slot] = 1
             self._untouched_from = max(self._untouched_from, slot + 1)
         self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
+
+    def back(self, slots: Iterable[int]) -> set[int]:
+        """Have the file system set memory aside for these slots; those for which it has none left.
+
+        Without it a write to a slot never used before kills the process (SIGBUS) when somebody else has filled the file
+        system. It costs what the first write would have cost. Anonymous memory needs none of it.
+        """
+        if self._file < 0:
+            return set()
+        short: set[int] = set()
+        for slot in slots:
+            if not self._backed[slot]:
+                try:
+                    os.posix_fallocate(self._file, self._slots_from + slot * self.slot_bytes, self.slot_bytes)
+                    self._backed[slot] = 1
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    short.add(slot)
+        return short
 
     def extent(self, slot: int) -> HostExtent:
         """Where the chunk in this slot is. One object a slot for all time, as making one costs more than all else."""
@@ -199,6 +228,7 @@ class HostPool:
             # Of another geometry: any byte may lie where we would look for a record.
             os.ftruncate(self._file, 0)
             os.ftruncate(self._file, nbytes)
+            os.posix_fallocate(self._file, 0, self._slots_from)
         self.directory.begin()
 
 
@@ -228,7 +258,7 @@ def _check_size(name: str, chunk_nbytes: int, slots: int) -> int:
     if limit is not None and nbytes > limit:
         raise ConfigError(
             f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control group) has "
-            f"{spelled(limit)} in all; write a capacity of {spelled(limit // 2)} or less, and leave the engine its share"
+            f"{spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the engine room"
         )
     return nbytes
 
@@ -294,7 +324,7 @@ def _is_still(path: Path, opened: os.stat_result) -> bool:
     return os.path.samestat(found, opened)
 
 
-def _map_file(file: int, path: Path, nbytes: int) -> mmap.mmap:
+def _map_file(file: int, path: Path, nbytes: int, slots_nbytes: int) -> mmap.mmap:
     found, space = os.fstat(file), os.fstatvfs(file)
     free = space.f_bavail * space.f_frsize + found.st_blocks * 512
     if nbytes > free:
@@ -305,6 +335,7 @@ def _map_file(file: int, path: Path, nbytes: int) -> mmap.mmap:
     try:
         if found.st_size != nbytes:
             os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, nbytes - slots_nbytes)  # the directory is written to at any time: see `back`
         return mmap.mmap(file, nbytes)
     except OSError as error:
         raise ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}") from None

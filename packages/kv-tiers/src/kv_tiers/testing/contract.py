@@ -1,0 +1,431 @@
+"""Promises of `CacheService` and `EvictionPolicy`, as test classes. Inherit one, say how to make yours, and run pytest.
+
+Plain assertions on purpose: what is tested here is read by whoever writes the next cache or policy.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kv_core.clock import HandClock
+from kv_core.errors import MisuseError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import CacheCounts, CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
+from kv_core.testing import key_chain
+
+from kv_tiers.eviction.policy import EvictionPolicy
+
+CHUNK_NBYTES = 96
+
+
+class ServiceContract:
+    """Define `make`: a service with so many slots for chunks of `CHUNK_NBYTES`, leases of 300 s by the given clock.
+
+    It also returns the view that extents count from. Override `teardown_method` to close what you made.
+    """
+
+    def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        self.clock = HandClock()
+        self.use(8)
+
+    def use(self, slots: int) -> None:
+        self.service, self.view = self.make(slots, self.clock)
+
+    def write(self, extent: HostExtent, key: ChunkKey) -> None:
+        self.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+
+    def read(self, extent: HostExtent) -> bytes:
+        return bytes(self.view[extent.offset : extent.offset + extent.nbytes])
+
+    def store(self, keys: Sequence[ChunkKey], holder: str = "writer") -> WriteLease:
+        lease = self.service.begin_store(keys, holder)
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            self.write(extent, key)
+        self.service.commit(lease)
+        return lease
+
+    def load(self, keys: Sequence[ChunkKey], holder: str = "reader") -> ReadLease:
+        ticket = self.service.begin_load(keys, holder)
+        (done,) = self.service.poll(holder)
+        assert isinstance(done, LoadReady)
+        assert done.ticket == ticket
+        return done.lease
+
+    def held(self, keys: Sequence[ChunkKey], holder: str = "asker") -> int:
+        chunks = self.service.lookup(keys, holder).chunks
+        self.service.end(holder)
+        return chunks
+
+    def assert_at_rest(self) -> CacheCounts:
+        counts = self.service.counts()
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        assert_adds_up(counts)
+        return counts
+
+    def test_what_was_committed_is_found_and_read_back(self) -> None:
+        keys = key_chain(3)
+        assert self.service.lookup(keys, "r").chunks == 0
+        lease = self.store(keys)
+        assert lease.keys == tuple(keys)
+        assert lease.refused == ""
+        plan = self.service.lookup(keys, "r")
+        assert (plan.holder, plan.chunks, plan.ended, len(plan.tiers)) == ("r", 3, Ended.ALL_HELD, 3)
+        read = self.load(keys, "r")
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+        assert self.service.release(read)
+        self.service.end("r")
+        assert self.assert_at_rest().chunks_hit == 3
+
+    def test_nothing_is_found_before_its_commit(self) -> None:
+        keys = key_chain(2)
+        lease = self.service.begin_store(keys, "w")
+        assert self.held(keys) == 0
+        self.service.commit(lease)
+        assert self.held(keys) == 2
+
+    def test_a_given_up_store_leaves_nothing(self) -> None:
+        keys = key_chain(2)
+        lease = self.service.begin_store(keys, "w")
+        assert self.service.release(lease)
+        assert not self.service.release(lease)
+        assert self.held(keys) == 0
+        assert self.assert_at_rest().slots_used == 0
+
+    def test_only_the_leading_run_is_promised(self) -> None:
+        keys = key_chain(4)
+        self.store(keys)
+        self.service.forget([keys[2]])
+        plan = self.service.lookup(keys, "r")
+        assert (plan.chunks, plan.ended) == (2, Ended.ABSENT)
+        assert self.service.lookup([], "r").chunks == 0
+
+    def test_a_chunk_counts_when_all_its_keys_are_held(self) -> None:
+        keys = key_chain(3, shards=2)
+        self.store(keys[:5])
+        plan = self.service.lookup(keys, "r", keys_per_chunk=2)
+        assert (plan.chunks, plan.ended) == (2, Ended.INCOMPLETE)
+        self.store(keys)
+        assert self.service.lookup(keys, "r", keys_per_chunk=2).ended is Ended.ALL_HELD
+
+    def test_keys_that_are_no_whole_chunks_are_misuse(self) -> None:
+        refuses(lambda: self.service.lookup(key_chain(3), "r", keys_per_chunk=2))
+        refuses(lambda: self.service.lookup(key_chain(3), "r", keys_per_chunk=0))
+
+    def test_a_promise_stays_put_while_others_fill_the_pool(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        self.service.lookup(keys, "r")
+        for branch in range(5):
+            self.store(key_chain(6, branch=str(branch)))
+        read = self.load(keys, "r")
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+
+    def test_asking_again_replaces_the_promise(self) -> None:
+        keys, other = key_chain(3), key_chain(2, branch="other")
+        self.store(keys)
+        self.store(other)
+        for _ in range(3):
+            self.service.lookup(keys, "r")
+        assert self.service.counts().read_leases == 1
+        self.service.lookup(other, "r")
+        assert self.service.counts().read_leases == 1
+        self.store(key_chain(6, branch="more"))
+        assert self.held(other) == 2
+        assert self.held(keys) == 0
+        self.service.lookup(keys, "r")
+        assert not self.service.renew("r")
+        assert self.assert_at_rest().chunks_evicted == 3
+
+    def test_a_promise_ends_by_the_clock_unless_it_is_renewed(self) -> None:
+        keys = key_chain(2)
+        self.store(keys)
+        assert not self.service.renew("r")
+        self.service.lookup(keys, "r")
+        for _ in range(3):
+            self.clock.advance(200)
+            assert self.service.renew("r")
+        self.clock.advance(300)
+        assert not self.service.renew("r")
+        counts = self.assert_at_rest()
+        assert counts.leases_expired == 1
+        assert counts.chunks_resident == 2
+
+    def test_the_release_of_an_expired_lease_says_so(self) -> None:
+        keys = key_chain(2)
+        self.store(keys)
+        read = self.load(keys)
+        self.clock.advance(299)
+        again = self.load(keys)
+        self.clock.advance(1)
+        assert not self.service.release(read)
+        assert self.service.release(again)
+        assert not self.service.release(again)
+        self.assert_at_rest()
+
+    def test_a_write_lease_outlives_the_clock(self) -> None:
+        keys = key_chain(2)
+        lease = self.service.begin_store(keys, "w")
+        self.clock.advance(10_000)
+        self.service.commit(lease)
+        assert self.held(keys) == 2
+
+    def test_a_load_of_what_is_not_held_says_what_is_missing(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        self.service.forget([keys[1]])
+        ticket = self.service.begin_load(keys, "r")
+        assert self.service.poll("someone else") == []
+        (done,) = self.service.poll("r")
+        assert isinstance(done, LoadFailed)
+        assert (done.ticket, done.missing) == (ticket, (keys[1],))
+        assert done.reason
+        assert self.service.poll("r") == []
+        self.assert_at_rest()
+
+    def test_only_what_is_missing_is_reserved(self) -> None:
+        keys = key_chain(4)
+        self.store(keys[:2])
+        first = self.service.begin_store(keys, "w")
+        assert first.keys == tuple(keys[2:])
+        second = self.service.begin_store(keys, "other")
+        assert second.keys == ()
+        assert second.refused == ""
+        self.service.commit(first)
+        self.service.release(second)
+        assert self.held(keys) == 4
+        assert self.store([*keys, *keys]).keys == ()
+
+    def test_a_chain_is_not_evicted_for_its_own_descendants(self) -> None:
+        keys = key_chain(12)
+        self.store(keys[:6])
+        lease = self.store(keys)
+        assert lease.keys == tuple(keys[6:8])
+        assert "4 of 12" in lease.refused
+        assert self.held(keys) == 8
+        counts = self.assert_at_rest()
+        assert (counts.chunks_evicted, counts.chunks_refused) == (0, 4)
+
+    def test_what_is_leased_or_being_written_is_not_evicted(self) -> None:
+        keys, written = key_chain(4), key_chain(4, branch="written")
+        self.store(keys)
+        self.service.lookup(keys, "r")
+        writing = self.service.begin_store(written, "w")
+        refused = self.service.begin_store(key_chain(2, branch="more"), "v")
+        assert refused.keys == ()
+        assert refused.refused
+        self.service.release(refused)
+        self.service.commit(writing)
+        self.service.end("r")
+        assert len(self.store(key_chain(2, branch="more")).keys) == 2
+        self.assert_at_rest()
+
+    def test_the_least_recently_used_tail_leaves_first(self) -> None:
+        first, second = key_chain(4, branch="first"), key_chain(4, branch="second")
+        self.store(first)
+        self.store(second)
+        assert self.held(first) == 4
+        self.store(key_chain(3, branch="third"))
+        assert self.held(second) == 1
+        assert self.held(first) == 4
+
+    def test_a_chain_stored_piece_by_piece_still_loses_its_tail_first(self) -> None:
+        keys = key_chain(8)
+        for chunks in range(1, 9):
+            self.store(keys[:chunks])
+        self.store(key_chain(3, branch="other"))
+        assert self.held(keys) == 5
+
+    def test_forgotten_chunks_are_not_found_and_their_readers_keep_their_bytes(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        read = self.load(keys)
+        self.service.forget(keys[1:])
+        assert self.held(keys) == 1
+        self.store(key_chain(8, branch="other"))
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+        again = self.store(keys[:2])
+        assert set(again.extents).isdisjoint(read.extents)
+        assert self.service.release(read)
+        self.service.forget(keys)
+        counts = self.assert_at_rest()
+        assert counts.chunks_forgotten >= 2
+
+    def test_what_is_forgotten_while_it_is_written_is_never_found(self) -> None:
+        keys = key_chain(2)
+        old = self.service.begin_store(keys, "old")
+        self.service.forget(keys)
+        new = self.service.begin_store(keys, "new")
+        assert new.keys == tuple(keys)
+        self.service.commit(old)
+        assert self.held(keys) == 0
+        self.service.commit(new)
+        assert self.held(keys) == 2
+        assert self.assert_at_rest().chunks_aborted == 2
+
+    def test_the_end_of_a_holder_gives_everything_back(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        self.service.lookup(keys, "h")
+        self.load(keys, "h")
+        self.service.begin_load(keys, "h")
+        writing = self.service.begin_store(key_chain(2, branch="unfinished"), "h")
+        counts = self.service.counts()
+        assert (counts.read_leases, counts.write_leases, counts.chunks_reserved) == (3, 1, 2)
+        self.service.end("h")
+        self.service.end("h")
+        self.assert_at_rest()
+        assert self.service.poll("h") == []
+        refuses(lambda: self.service.commit(writing))
+        assert not self.service.release(writing)
+
+    def test_a_lease_is_committed_once(self) -> None:
+        lease = self.store(key_chain(1))
+        refuses(lambda: self.service.commit(lease))
+        assert not self.service.release(lease)
+        assert self.held(key_chain(1)) == 1
+
+    def test_clear_forgets_everything_that_is_held(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        writing = self.service.begin_store(key_chain(4), "w")
+        read = self.load(keys)
+        self.service.clear()
+        assert self.held(keys) == 0
+        assert self.service.release(read)
+        self.service.release(writing)
+        counts = self.assert_at_rest()
+        assert (counts.chunks_resident, counts.chunks_forgotten) == (0, 3)
+
+    def test_prompts_that_part_are_each_found_whole(self) -> None:
+        self.use(32)
+        stem = key_chain(4)
+        prompts = [[*stem, *key_chain(4, branch=branch)] for branch in ("left", "right", "middle")]
+        for prompt in prompts:
+            self.store(prompt)
+        for _ in range(3):
+            for prompt in prompts:
+                assert self.held(prompt) == 8
+                assert self.held(prompt[:6]) == 6
+        self.service.forget(prompts[0][5:6])
+        assert [self.held(prompt) for prompt in prompts] == [5, 8, 8]
+        self.store(prompts[0])
+        assert self.held(prompts[0]) == 8
+
+    def test_threads_meet_without_harm(self) -> None:
+        self.use(24)
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                for turn in range(60):
+                    keys = key_chain(4, branch=str((number + turn) % 6))
+                    self.store(keys, f"w{number}")
+                    chunks = self.service.lookup(keys, f"r{number}").chunks
+                    if chunks:
+                        read = self.load(keys[:chunks], f"l{number}")
+                        for key, extent in zip(read.keys, read.extents, strict=True):
+                            assert self.read(extent) == content(key, CHUNK_NBYTES)
+                        assert self.service.release(read)
+                    if turn % 9 == 0:
+                        self.service.forget(keys[2:])
+                    self.service.end(f"r{number}")
+            except BaseException as error:  # noqa: BLE001  # carried to the test's own thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        self.assert_at_rest()
+
+
+class PolicyContract:
+    """Define `make`: a policy that has seen nothing."""
+
+    def make(self) -> EvictionPolicy:
+        raise NotImplementedError
+
+    def filled(self, chunks: int = 6) -> EvictionPolicy:
+        policy = self.make()
+        policy.added(key_chain(chunks), range(chunks))
+        return policy
+
+    def drained(self, policy: EvictionPolicy) -> list[int]:
+        order = []
+        while (slot := policy.victim()) is not None:
+            order.append(slot)
+            policy.removed(slot)
+        return order
+
+    def test_nothing_is_offered_while_there_is_nothing(self) -> None:
+        assert self.make().victim() is None
+
+    def test_every_chunk_is_offered_once(self) -> None:
+        assert sorted(self.drained(self.filled())) == [0, 1, 2, 3, 4, 5]
+
+    def test_an_offer_stands_until_it_is_taken(self) -> None:
+        policy = self.filled()
+        assert policy.victim() == policy.victim()
+
+    def test_the_tail_of_a_prompt_is_offered_before_its_head(self) -> None:
+        policy = self.filled()
+        policy.used(key_chain(6), range(6))
+        assert self.drained(policy) == [5, 4, 3, 2, 1, 0]
+
+    def test_what_was_removed_is_not_offered(self) -> None:
+        policy = self.filled()
+        policy.removed(5)
+        policy.removed(2)
+        assert sorted(self.drained(policy)) == [0, 1, 3, 4]
+
+    def test_what_is_set_aside_is_not_offered_until_it_is_put_back(self) -> None:
+        policy = self.filled()
+        aside = []
+        for _ in range(3):
+            slot = policy.victim()
+            assert slot is not None
+            policy.set_aside(slot)
+            aside.append(slot)
+        assert policy.victim() not in aside
+        policy.used(key_chain(6), range(6))
+        policy.removed(aside.pop())
+        policy.put_back(aside)
+        assert sorted(self.drained(policy)) == sorted({0, 1, 2, 3, 4, 5} - {3})
+
+    def test_a_slot_may_come_again_with_another_chunk(self) -> None:
+        policy = self.filled()
+        policy.removed(3)
+        policy.added(key_chain(1, branch="new"), [3])
+        assert sorted(self.drained(policy)) == [0, 1, 2, 3, 4, 5]
+
+
+def content(key: ChunkKey, nbytes: int) -> bytes:
+    """Bytes that only this key's chunk has."""
+    return (bytes(key) * (nbytes // len(key) + 1))[:nbytes]
+
+
+def assert_adds_up(counts: CacheCounts) -> None:
+    """What must be so at any time, at rest or not."""
+    assert counts.chunks_committed + counts.chunks_adopted == (
+        counts.chunks_resident + counts.chunks_evicted + counts.chunks_forgotten + counts.chunks_damaged
+    )
+    assert counts.chunks_reserved_ever == counts.chunks_committed + counts.chunks_aborted + counts.chunks_reserved
+    assert counts.chunks_resident + counts.chunks_reserved <= counts.slots_used <= counts.slots_total
+
+
+def refuses(call: Callable[[], object]) -> None:
+    """The call is a bug of its caller and is told so, in words."""
+    try:
+        call()
+    except MisuseError as refusal:
+        said = str(refusal)
+    else:
+        raise AssertionError("wrong use was accepted")
+    assert said
