@@ -66,7 +66,7 @@ class CacheCounts:
     """A snapshot. Slots and leases are present values; the rest only grow.
 
     At rest `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and
-    `chunks_committed == chunks_resident + chunks_evicted + chunks_forgotten - chunks_adopted`.
+    `chunks_committed + chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.
     """
 
     slots_total: int
