@@ -1,8 +1,8 @@
 """What a lookup costs: 512 resident chunks found, leased to a request, touched, and given back when it ends.
 
 The limit of the first figure is its target itself, half a millisecond; what bare dictionary access to as many keys
-takes is shown beside it. A pool of a million slots is reserved but never touched: no chunk's bytes are read or written here.
-Every figure is a median over many prompts in turn, each looked up with keys made anew, as an engine would make them.
+takes is shown beside it. The pool of a million slots is reserved and never touched: no chunk's bytes are read or
+written here. Every figure is a median over many prompts in turn, each looked up with keys made anew, as an engine makes them.
 """
 
 import os
@@ -99,18 +99,18 @@ def lookups_in_turn(
 
 
 def churned_lookup_s(cache: LocalCache, prompts: int) -> float:
-    """Median lookup once the pool's content was replaced by prompts of all lengths, eight at a time, piece by piece.
+    """Median lookup once half of the pool was replaced by prompts of all lengths, eight at a time, piece by piece.
 
     Their slots come from whatever was evicted, a few chunks here and a few there.
     """
     chance = random.Random(7)
     growing: list[tuple[list[bytes], int]] = []
     whole: list[list[bytes]] = []
-    while len(whole) < prompts:
+    while len(whole) < prompts // 2:
         while len(growing) < 8:
             growing.append((new_prompt(chance.randrange(64, 2 * CHUNKS)), 0))
         prompt, stored = growing.pop(chance.randrange(8))
-        stored = min(len(prompt), stored + 32)
+        stored = min(len(prompt), stored + 64)
         cache.commit(cache.begin_store(keys_of(prompt[:stored]), "writer"))
         if stored < len(prompt):
             growing.append((prompt, stored))
@@ -118,7 +118,7 @@ def churned_lookup_s(cache: LocalCache, prompts: int) -> float:
             whole.append(prompt[:CHUNKS])
         else:
             whole.append([])
-    there = [prompt for prompt in whole[len(whole) // 2 :] if prompt]
+    there = [prompt for prompt in whole if prompt]
     return statistics.median(timed_lookup(cache, keys_of(there[number * 619 % len(there)])) for number in range(ROUNDS))
 
 

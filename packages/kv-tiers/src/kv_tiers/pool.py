@@ -245,9 +245,12 @@ def pool_path(name: str) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the pool's name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with a dot")
+    return _parent() / f"kv-tiers-{os.geteuid()}" / name
+
+
+def _parent() -> Path:
     shared = Path("/dev/shm")  # noqa: S108  # the directory made in it is the user's alone
-    parent = shared if shared.is_dir() else Path(tempfile.gettempdir())
-    return parent / f"kv-tiers-{os.geteuid()}" / name
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def _check_size(name: str, chunk_nbytes: int, slots: int) -> int:

@@ -319,6 +319,7 @@ class ServiceContract:
     def test_threads_meet_without_harm(self) -> None:
         self.use(24)
         failures: list[BaseException] = []
+        loaded: list[int] = []
 
         def work(number: int) -> None:
             try:
@@ -326,11 +327,13 @@ class ServiceContract:
                     keys = key_chain(4, branch=str((number + turn) % 6))
                     self.store(keys, f"w{number}")
                     chunks = self.service.lookup(keys, f"r{number}").chunks
-                    if chunks:
-                        read = self.load(keys[:chunks], f"l{number}")
-                        for key, extent in zip(read.keys, read.extents, strict=True):
-                            assert self.read(extent) == content(key, CHUNK_NBYTES)
-                        assert self.service.release(read)
+                    self.service.begin_load(keys[:chunks], f"l{number}")
+                    for done in self.service.poll(f"l{number}"):
+                        if isinstance(done, LoadReady):  # else another thread forgot some meanwhile
+                            for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+                                assert self.read(extent) == content(key, CHUNK_NBYTES)
+                            assert self.service.release(done.lease)
+                            loaded.append(chunks)
                     if turn % 9 == 0:
                         self.service.forget(keys[2:])
                     self.service.end(f"r{number}")
@@ -343,6 +346,7 @@ class ServiceContract:
         for thread in threads:
             thread.join()
         assert not failures
+        assert sum(loaded) > 240  # most turns found something
         self.assert_at_rest()
 
 

@@ -1,0 +1,64 @@
+"""Settings in, a cache out, and clear words where they cannot be honoured."""
+
+import uuid
+
+import msgspec
+import pytest
+from kv_core.errors import ConfigError
+from kv_core.testing import key_chain
+from kv_tiers import HostConfig, HostPool, build_local_cache
+
+
+def test_settings_become_a_cache() -> None:
+    cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_nbytes=5000, fingerprint="f")
+    assert cache.counts().slots_total == 6  # whole pages
+    other = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_nbytes=5000, fingerprint="f")
+    assert cache.pool.name != other.pool.name
+    cache.close()
+    other.close()
+
+
+def test_a_named_cache_finds_itself_again_by_its_fingerprint() -> None:
+    config = HostConfig(capacity_bytes=50_000, name=f"test-{uuid.uuid4().hex}")
+    try:
+        for fingerprint, chunks in (("f", 0), ("f", 2), ("g", 0)):
+            cache = build_local_cache(config, chunk_nbytes=5000, fingerprint=fingerprint)
+            assert cache.lookup(key_chain(2), "r").chunks == chunks
+            cache.commit(cache.begin_store(key_chain(2), "w"))
+            cache.close()
+    finally:
+        HostPool.unlink(config.name)
+
+
+def test_a_capacity_below_one_chunk_names_the_smallest_that_works() -> None:
+    with pytest.raises(ConfigError, match="at least 8192 bytes"):
+        build_local_cache(HostConfig(capacity_bytes=8191), chunk_nbytes=5000, fingerprint="f")
+    build_local_cache(HostConfig(capacity_bytes=8192), chunk_nbytes=5000, fingerprint="f").close()
+    with pytest.raises(ConfigError, match="positive"):
+        build_local_cache(HostConfig(capacity_bytes=8192), chunk_nbytes=0, fingerprint="f")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"capacity_bytes": "4GiB"},
+        {"capacity_bytes": 1.5},
+        {"capacity_bytes": 1, "capacity": 2},
+        {"capacity_bytes": 1, "policy": "random"},
+        {"capacity_bytes": 1, "name": None},
+    ],
+)
+def test_settings_are_strict(given: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(given, HostConfig)
+
+
+def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
+    config = HostConfig(capacity_bytes=50_000, name=f"test-{uuid.uuid4().hex}", lease_s=0)
+    try:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="lease_s"):
+                build_local_cache(config, chunk_nbytes=5000, fingerprint="f")
+    finally:
+        HostPool.unlink(config.name)

@@ -1,0 +1,60 @@
+"""`LocalCache` against a dict that is always right, under any order of calls."""
+
+import uuid
+
+from hypothesis import settings
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.service import CacheService
+from kv_tiers import HostPool, LocalCache
+from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.model import ServiceMachine
+
+SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class LocalMachine(ServiceMachine):
+    cache: LocalCache
+
+    def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
+        self.cache = LocalCache(HostPool.anonymous("model", CHUNK_NBYTES, slots), clock=clock)
+        return self.cache, self.cache.pool.view
+
+    def resident(self) -> list[ChunkKey]:
+        residency = self.cache._residency
+        assert min(residency._leases) >= 0
+        return self.cache.resident_keys()
+
+    def close(self) -> None:
+        assert not self.cache._holdings
+        assert not any(self.cache._residency._leases)
+        self.cache.close()
+
+
+class NamedMachine(LocalMachine):
+    """The same in a named pool; and when all is over, the next process finds exactly what was held, and believes it."""
+
+    def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
+        self.name = f"model-{uuid.uuid4().hex}"
+        self.cache = LocalCache(HostPool.named(self.name, CHUNK_NBYTES, slots), clock=clock)
+        return self.cache, self.cache.pool.view
+
+    def close(self) -> None:
+        super().close()
+        try:
+            again = LocalCache(HostPool.named(self.name, CHUNK_NBYTES, self.model.slots), clock=self.clock)
+            assert set(again.resident_keys()) == set(self.model.held)
+            for key, chunk in self.model.held.items():
+                again.begin_load([key], "r")
+                (done,) = again.poll("r")
+                (extent,) = done.lease.extents
+                assert bytes(again.pool.view[extent.offset : extent.offset + extent.nbytes]) == chunk.data
+            again.close()
+        finally:
+            HostPool.unlink(self.name)
+
+
+TestLocalCacheAgainstTheModel = LocalMachine.TestCase
+TestLocalCacheAgainstTheModel.settings = SETTINGS
+TestNamedPoolAgainstTheModel = NamedMachine.TestCase
+TestNamedPoolAgainstTheModel.settings = settings(SETTINGS, max_examples=60)
