@@ -2,7 +2,8 @@
 
 The limit of the first figure is its target itself, half a millisecond; what bare dictionary access to as many keys
 takes is shown beside it. The pool of a million slots is reserved and never touched: no chunk's bytes are read or
-written here. Every figure is a median over many prompts in turn, each looked up with keys made anew, as an engine makes them.
+written here. Every figure is a median over many prompts in turn, each looked up with keys made anew, as an engine
+makes them.
 """
 
 import os

@@ -174,7 +174,7 @@ class LocalCache:
             reserved: list[ChunkKey] = []
             refused = 0
             own = frozenset(own_slots)
-            set_aside: list[int] = []
+            set_aside: set[int] = set()
             for place, key in enumerate(missing):
                 if residency.is_held(key):  # named twice in the chain
                     continue
@@ -188,7 +188,7 @@ class LocalCache:
                 reserved.append(key)
                 slots.append(slot)
             if set_aside:
-                residency.put_back(set_aside)
+                residency.put_back([slot for slot in dict.fromkeys(own_slots) if slot in set_aside])
             self._totals.chunks_reserved_ever += len(slots)
             self._totals.chunks_refused += refused
             number = self._next_number()
@@ -432,7 +432,7 @@ class LocalCache:
             self._residency.touch(keys, slots)
         return slots
 
-    def _make_room(self, spared: Collection[int], set_aside: list[int]) -> int | None:
+    def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
         """Evict one chunk; its slot, taken for a new one."""
         slot = self._residency.evict(spared, set_aside)
         if slot is None:

@@ -152,10 +152,10 @@ class Residency:
         self._key_at[slot] = key
         self._policy.added([key], [slot])
 
-    def evict(self, spared: Container[int], met: list[int]) -> int | None:
+    def evict(self, spared: Container[int], met: set[int]) -> int | None:
         """Empty the best victim's slot. None: all that is resident is leased or in `spared`.
 
-        met: gets the spared chunks that had to be set aside; give them to `put_back` when the sparing ends.
+        met: gets the spared chunks that had to be set aside; give them back (`put_back`) when the sparing ends.
         """
         while (slot := self._policy.victim()) is not None:
             if self._leases[slot]:
@@ -163,7 +163,7 @@ class Residency:
                 self._aside.add(slot)
             elif slot in spared:
                 self._policy.set_aside(slot)
-                met.append(slot)
+                met.add(slot)
             else:
                 self._move(slot, Event.EVICT)
                 self._hide(slot)

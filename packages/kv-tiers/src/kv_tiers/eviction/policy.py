@@ -36,4 +36,4 @@ class EvictionPolicy(Protocol):
         """
 
     def put_back(self, slots: Sequence[int]) -> None:
-        """These chunks, set aside before, may be offered again. Their use ended just now."""
+        """These chunks, set aside before, may be offered again. In the prompt's order; their use ended just now."""

@@ -155,6 +155,29 @@ class ServiceContract:
         assert counts.leases_expired == 1
         assert counts.chunks_resident == 2
 
+    def test_a_renewed_promise_does_not_keep_older_ones_alive(self) -> None:
+        self.store(key_chain(2))
+        for holder in ("first", "second", "third"):
+            self.service.lookup(key_chain(2), holder)
+        self.clock.advance(200)
+        assert self.service.renew("first")
+        self.clock.advance(150)
+        assert self.service.counts().read_leases == 1
+        assert not self.service.renew("second")
+        assert self.service.renew("first")
+
+    def test_a_key_named_twice_is_leased_and_given_back_twice(self) -> None:
+        (key,) = key_chain(1)
+        self.store([key])
+        assert self.service.lookup([key, key], "twice").chunks == 2
+        assert len(self.load([key, key], "twice").extents) == 2
+        self.service.lookup([key], "once")
+        self.service.end("twice")
+        self.store(key_chain(10, branch="more"))
+        assert self.held([key]) == 1
+        self.service.end("once")
+        self.assert_at_rest()
+
     def test_the_release_of_an_expired_lease_says_so(self) -> None:
         keys = key_chain(2)
         self.store(keys)
@@ -209,6 +232,13 @@ class ServiceContract:
         assert self.held(keys) == 8
         counts = self.assert_at_rest()
         assert (counts.chunks_evicted, counts.chunks_refused) == (0, 4)
+
+    def test_a_chain_that_was_spared_still_loses_its_tail_first(self) -> None:
+        keys = key_chain(12)
+        self.store(keys[:6])
+        assert self.service.release(self.service.begin_store(keys, "w"))
+        self.store(key_chain(3, branch="other"))
+        assert self.held(keys) == 5
 
     def test_what_is_leased_or_being_written_is_not_evicted(self) -> None:
         keys, written = key_chain(4), key_chain(4, branch="written")
