@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ if importlib.util.find_spec("vllm") is None:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""
     from kv_vllm.testing.tiny import TinyLlama
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
-    yield str(TinyLlama().write(directory))
+    return str(TinyLlama().write(directory))

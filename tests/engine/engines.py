@@ -53,7 +53,7 @@ class Engine:
         assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
         assert cache["slots_used"] == cache["chunks_resident"], cache
         assert cache["chunks_reserved_ever"] == cache["chunks_committed"] + cache["chunks_aborted"], cache
-        gone = cache["chunks_evicted"] + cache["chunks_forgotten"]
+        gone = cache["chunks_evicted"] + cache["chunks_forgotten"] + cache["chunks_damaged"]
         assert cache["chunks_committed"] + cache["chunks_adopted"] == cache["chunks_resident"] + gone, cache
         scheduler, worker = seen["scheduler"], seen["worker"]
         assert scheduler["loads"] + scheduler["loads_refused"] == worker["loads_finished"] + worker["loads_failed"]

@@ -256,7 +256,7 @@ class Oracle:
         assert counts.slots_used == counts.chunks_resident
         assert (
             counts.chunks_committed + counts.chunks_adopted
-            == counts.chunks_resident + counts.chunks_evicted + counts.chunks_forgotten
+            == counts.chunks_resident + counts.chunks_evicted + counts.chunks_forgotten + counts.chunks_damaged
         )
         assert counts.chunks_reserved_ever == counts.chunks_committed + counts.chunks_aborted
 

@@ -129,7 +129,10 @@ class CacheService(Protocol):
         """
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end."""
+        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end.
+
+        A chunk that is being written is forgotten too: its commit then publishes nothing.
+        """
 
     def end(self, holder: Holder) -> None:
         """Give back everything `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""

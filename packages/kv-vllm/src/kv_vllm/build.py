@@ -1,8 +1,8 @@
 """Objects out of settings: one engine's cache, its key space, and both halves around it.
 
 Scheduler and worker share one process here (tensor and pipeline parallel size 1), so they share one `LocalCache`, found
-by vLLM's engine id. The worker comes first: only it sees the engine's cache, and only after the canary is it known how a
-chunk's bytes lie and hence what the keys are. vLLM makes the scheduler's connector after that.
+by vLLM's engine id. The worker comes first: only it sees the engine's cache, and only after the canary is it known how
+a chunk's bytes lie and hence what the keys are. vLLM makes the scheduler's connector after that.
 """
 
 import logging
@@ -92,7 +92,7 @@ def check_parallelism(vllm_config: Any) -> None:
     if ranks > 1:
         raise ConfigError(
             f"the engine has {ranks} ranks (tensor × pipeline parallel), and this release of kv-vllm keeps its cache "
-            "inside one process; start with --tensor-parallel-size 1 --pipeline-parallel-size 1, or without the connector"
+            "inside one process; start with --tensor-parallel-size 1 --pipeline-parallel-size 1, or without it"
         )
 
 
@@ -155,7 +155,10 @@ def release(engine_id: str, role: str) -> None:
         if bound.cache is not None:
             for copier in bound.copiers:
                 copier.detach(bound.cache.pool.name)
-            bound.cache.close()
+            try:
+                bound.cache.close()
+            except BufferError as error:  # whoever still looks at the pool keeps it mapped; the engine is going anyway
+                _log.warning("the host pool stays mapped: %s", error)
 
 
 def _check_blocks(chunk_tokens: int, group: LayerGroup) -> None:

@@ -1,19 +1,22 @@
 """Before the first request: proof that we read and write vLLM's cache as vLLM itself does.
 
 A tensor's shape does not say what lies in it, and a layout that changes with an engine's release is how caches come to
-serve garbage. So a few known rows go into three blocks by the engine's own cache-update operation, and each layout that we
-know is tried on them, in both directions: rows read through it must be the rows written, and rows written through it must
-give the engine's bytes. One layout must fit, and one only. Where none does, whole blocks may still be carried as opaque
-bytes, if it is shown that an update touches no byte outside its own blocks and that equal rows make equal blocks wherever
-they lie. What the blocks held before is put back.
+serve garbage. So a few known rows go into some blocks by the engine's own cache-update operation, and each layout that
+we know is tried on them, in both directions: rows read through it must be the rows written, and rows written through it
+must give the engine's bytes. One layout must fit, and one only. Where none does, whole blocks may still be carried as
+opaque bytes, if it is shown that an update touches no byte outside its own blocks and that equal rows make equal blocks
+wherever they lie. What the blocks held before is put back.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from kv_core.format import ChunkFormat
 from kv_cuda import PagedLayout, pages_of, probe_rows, read_rows, write_rows
+
+_log = logging.getLogger(__name__)
 
 EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]
 """(layer, rows by part as [tokens, heads, head_dim], slots): the engine's own cache update."""
@@ -39,9 +42,9 @@ class Proof:
 class LayerGroup:
     """The layers that share one block table, as the engine handed them over.
 
-    tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where whole
-    blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable. row_dtype: of
-    the rows that the engine's update takes.
+    tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where
+    whole blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
+    row_dtype: of the rows that the engine's update takes.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -61,7 +64,7 @@ def prove(group: LayerGroup, wanted: str, chunk_tokens: int) -> Proof | Refusal:
     """
     if group.blocks < 4:
         return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
-    fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _fits(group, layout)]
+    fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _may_fit(group, layout)]
     if len(fitting) == 1:
         (layout,) = fitting
         return Proof(layout, layout.canonical_format(chunk_tokens), f"layout {layout.name}, format canonical")
@@ -77,6 +80,15 @@ def prove(group: LayerGroup, wanted: str, chunk_tokens: int) -> Proof | Refusal:
         return Refusal(f"the canary found no layout that fits the engine's cache, and {why}")
     chunk_format = group.opaque.blocks_format(chunk_tokens, group.origin)
     return Proof(group.opaque, chunk_format, "whole blocks, format blocks")
+
+
+def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
+    try:
+        return _fits(group, layout)
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        # A layout of another shape: the engine's operation or torch refuses its rows, which is an answer too.
+        _log.info("the canary tried layout %s: %s", layout.name, error)
+        return False
 
 
 def _fits(group: LayerGroup, layout: PagedLayout) -> bool:

@@ -1,8 +1,8 @@
 """Settings: what can be set, where each value came from, and what is wrong with it.
 
 Three places, the first that names a setting wins: vLLM's `kv_connector_extra_config`, a YAML file (its path is the
-setting `config_file`, or `KV_CONFIG_FILE`), environment variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY`, …). Read once,
-at the edge; everything below gets values.
+setting `config_file`, or `KV_CONFIG_FILE`), environment variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY`, …). Read
+once, at the edge; everything below gets values.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity: str = "4GiB"
     """How much host memory holds chunks. Reserved at start, taken from the machine as it is used."""
     name: str = ""
-    """Empty: the pool ends with the engine. A name: it lies in shared memory, 0600, and the next engine finds it full."""
+    """Empty: the pool ends with the engine. A name: it lies in shared memory, 0600, and the next engine finds it."""
     lease_s: float = 300.0
     """How long a chunk that was promised to a request stays put when nothing more is heard of the request."""
 

@@ -1,10 +1,10 @@
 """The class vLLM calls. Each method is a translation and one call; what it means is in `kv_core.connect`.
 
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True): a synchronous load
-that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Saves are finished
-inside `wait_for_save`, so no block is read after vLLM may have given it away.
+that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Saves are
+finished inside `wait_for_save`, so no block is read after vLLM may have given it away.
 
-No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on without.
+No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on.
 """
 
 import functools
@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan, StepReport
@@ -64,7 +64,7 @@ def _guarded(
                 self._engine.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
                 return fallback()
 
-        return guarded
+        return cast(Callable[Concatenate["KVTiersConnector", _P], _R], guarded)
 
     return decorate
 
@@ -188,8 +188,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._engine.off:
             return  # the worker half has said why
         if self._engine.cache is None:
-            self._engine.turn_off(
-                "the worker runs in another process, and this release shares its cache inside one process"
+            self._engine.refuse(
+                "vLLM runs its worker in another process than its scheduler (the mp executor, its default on CPUs), and "
+                "this release shares its cache inside one process: add --distributed-executor-backend "
+                "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             )
             return
         self._scheduler = self._engine.start_scheduler()
@@ -199,7 +201,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
         except ConfigError:
             raise  # the user can mend it, and should before the engine serves
-        except Exception as error:  # noqa: BLE001  # a layout we did not foresee must cost the cache, not the engine
+        except Exception as error:  # noqa: BLE001  # an engine we did not foresee must cost the cache, not the engine
             self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
         if not self.off:
             self._worker = self._engine.start_worker()

@@ -1,8 +1,8 @@
 """`python -m kv_vllm.demo`: watch real vLLM skip the prefill of a prefix that another request computed.
 
-Two prompts share their first 512 tokens. Phase A sends both, phase B sends both again, all with vLLM's own prefix cache
-off; then the process ends and a second one, whose engine is cold, sends them once more: the named host pool has outlived
-the first. Every row's tokens are compared with those of an engine without us. Needs vLLM, and no GPU.
+Two prompts share their first 512 tokens. Phase A sends both, phase B sends both again, all with vLLM's own prefix
+cache off; then the process ends and a second one, whose engine is cold, sends them once more: the named host pool has
+outlived the first. Every row's tokens are compared with those of an engine without us. Needs vLLM, and no GPU.
 """
 
 import argparse
@@ -55,12 +55,15 @@ def _show(chosen: argparse.Namespace, scratch: Path) -> int:
     if model is None:
         from kv_vllm.testing.tiny import TinyLlama
 
-        model, dtype = str(TinyLlama().write(scratch / "tiny-llama")), chosen.dtype or "float32"
+        model, dtype = (
+            str(TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536).write(scratch / "tiny-llama")),
+            chosen.dtype or "float32",
+        )
     pool = f"demo-{os.getpid()}"
     try:
-        reference = _run("reference", "an engine without us", model, dtype, pool, scratch)
-        ours = _run("first", "an engine with us", model, dtype, pool, scratch)
-        ours += _run("second", "a second process, its engine cold", model, dtype, pool, scratch)
+        reference = _run("reference", "an engine without us", model, dtype=dtype, pool=pool, scratch=scratch)
+        ours = _run("first", "an engine with us", model, dtype=dtype, pool=pool, scratch=scratch)
+        ours += _run("second", "a second process, its engine cold", model, dtype=dtype, pool=pool, scratch=scratch)
     finally:
         _unlink_pool(pool)
     expected = {row.request: row.tokens for row in reference}
@@ -81,12 +84,13 @@ def _show(chosen: argparse.Namespace, scratch: Path) -> int:
     return 0 if all(equal) else 1
 
 
-def _run(name: str, what: str, model: str, dtype: str, pool: str, scratch: Path) -> list[Row]:
+def _run(name: str, what: str, model: str, *, dtype: str, pool: str, scratch: Path) -> list[Row]:
     """Run one engine in a process of its own, with a line that says how long it has been at it."""
     command = [sys.executable, "-m", "kv_vllm.demo", "--run", name, "--model", model, "--dtype", dtype, "--pool", pool]
     log = scratch / f"{name}.log"
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process, where they share the cache
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)  # noqa: S603

@@ -1,8 +1,8 @@
 """Which model is this, said so that two different models never share a key space.
 
 A model's name is not enough: a local directory is overwritten by the next training run, a hub name moves with its
-branch, and a changed rope or dtype changes every byte of KV. So a key space holds the name, a fingerprint of the weights
-(or the hub's commit), and a digest of the configuration that the engine really uses.
+branch, and a changed rope or dtype changes every byte of KV. So a key space holds the name, a fingerprint of the
+weights (or the hub's commit), and a digest of the configuration that the engine really uses.
 """
 
 import hashlib

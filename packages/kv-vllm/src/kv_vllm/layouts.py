@@ -25,7 +25,7 @@ def read_groups(
         spec = described.kv_cache_spec
         if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
             return Refusal(
-                f"group {number} of this model's layers is {type(spec).__name__}, whose blocks do not keep a whole prefix; "
+                f"group {number} of this model's layers is {type(spec).__name__}, whose blocks do not keep a prefix; "
                 "this release caches models with full attention only"
             )
         names = [name for name in described.layer_names if name in kv_caches]

@@ -1,7 +1,7 @@
 """A cache that is a dict and an engine's blocks that are a dict, for testing the halves without either.
 
-`DictService` is always right and can be told to go wrong; `DictCopier` moves one value a token. Both are small enough to
-be believed by reading.
+`DictService` is always right and can be told to go wrong; `DictCopier` moves one value a token. Both are small enough
+to be believed by reading.
 """
 
 import itertools
@@ -32,8 +32,8 @@ POOL = "dict"
 class DictService:
     """A `CacheService` in which chunk i lies at offset i of an endless pool, so nothing is ever evicted.
 
-    fail_loads: how many of the next loads find their last chunk gone. expire_leases: how many of the next releases of read
-    leases say that the lease had expired. refuse_stores: how many of the next stores get no room.
+    fail_loads: how many of the next loads find their last chunk gone. expire_leases: how many of the next releases of
+    read leases say that the lease had expired. refuse_stores: how many of the next stores get no room.
     """
 
     fail_loads: int = 0

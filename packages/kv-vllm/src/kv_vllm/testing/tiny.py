@@ -57,10 +57,11 @@ class TinyLlama:
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
-        dtype = getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
 
         def matrix(rows: int, columns: int) -> torch.Tensor:
-            return (torch.randn(rows, columns, generator=generator) * (1.6 / columns**0.5)).to(dtype)
+            scaled: torch.Tensor = torch.randn(rows, columns, generator=generator) * (1.6 / columns**0.5)
+            return scaled.to(dtype)
 
         def ones() -> torch.Tensor:
             return torch.ones(self.hidden, dtype=dtype)
