@@ -56,7 +56,7 @@ def test_a_bad_setting_is_an_error_that_says_what_to_write(extra: dict[str, obje
 
 
 def test_an_unknown_setting_far_from_all_names_lists_them() -> None:
-    with pytest.raises(ConfigError, match="the settings are .*chunk_tokens.*host.capacity"):
+    with pytest.raises(ConfigError, match=r"the settings are .*chunk_tokens.*host.capacity"):
         load({"zzz": 1}, {})
 
 

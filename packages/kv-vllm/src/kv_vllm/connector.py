@@ -189,9 +189,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return  # the worker half has said why
         if self._engine.cache is None:
             self._engine.refuse(
-                "vLLM runs its worker in another process than its scheduler (the mp executor, its default on CPUs), and "
-                "this release shares its cache inside one process: add --distributed-executor-backend "
-                "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+                "vLLM runs its worker in another process than its scheduler (the mp executor, its default on CPUs), "
+                "and this release shares its cache inside one process: add "
+                "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
             )
             return
         self._scheduler = self._engine.start_scheduler()
@@ -201,7 +201,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
         except ConfigError:
             raise  # the user can mend it, and should before the engine serves
-        except Exception as error:  # noqa: BLE001  # an engine we did not foresee must cost the cache, not the engine
+        except Exception as error:  # noqa: BLE001  # what we did not foresee must cost the cache only
             self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
         if not self.off:
             self._worker = self._engine.start_worker()
