@@ -200,6 +200,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
         except ConfigError:
+            self.shutdown()
             raise  # the user can mend it, and should before the engine serves
         except Exception as error:  # noqa: BLE001  # what we did not foresee must cost the cache only
             self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
