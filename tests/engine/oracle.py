@@ -260,8 +260,9 @@ class Oracle:
         )
         assert counts.chunks_reserved_ever == counts.chunks_committed + counts.chunks_aborted
 
-    def close(self) -> None:
-        self.drain()
+    def close(self, *, drain: bool = True) -> None:
+        if drain:
+            self.drain()
         if self.worker is not None:
             self.worker.shutdown()
         self.scheduler.shutdown()

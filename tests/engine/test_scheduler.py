@@ -8,6 +8,7 @@ import pytest
 from kv_core.errors import ConfigError, CopyFailed
 from kv_core.service import LoadFailed
 from oracle import BLOCK_TOKENS, Oracle
+from vllm.lora.request import LoRARequest
 
 SHARED = [3 + (7 * i) % 40 for i in range(300)]
 Make = Callable[..., Oracle]
@@ -249,13 +250,33 @@ def test_anything_that_can_happen_in_any_order(make: Make, seed: int, monkeypatc
 
 def test_salts_and_adapters_never_meet(make: Make) -> None:
     oracle = make()
+    strangers: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "tenant b"},
+        {"lora_request": LoRARequest("helper", 1, "/nowhere/a")},
+        {"lora_request": LoRARequest("helper", 1, "/nowhere/b")},
+        {"lora_request": LoRARequest("helper", 1, "/nowhere/a"), "cache_salt": "tenant b"},
+    ]
+    for number, stranger in enumerate(strangers):
+        oracle.submit(f"first{number}", SHARED[:200], **stranger)
+        oracle.run()
+        assert loaded(oracle) == 192 * number
+        oracle.submit(f"again{number}", SHARED[:200], **stranger)
+        oracle.run()
+        assert loaded(oracle) == 192 * (number + 1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_oracle_sees_a_single_wrong_byte(tiny_llama: str, asynchronous: bool) -> None:
+    """The control: without it none of the tests here could fail."""
+    oracle = Oracle(tiny_llama, asynchronous=asynchronous)
     ask(oracle, "a", SHARED[:200])
-    oracle.submit("b", SHARED[:200], cache_salt="tenant b")
-    oracle.run()
-    assert loaded(oracle) == 0
-    oracle.submit("c", SHARED[:200], cache_salt="tenant b")
-    oracle.run()
-    assert loaded(oracle) == 192
+    assert oracle.engine.cache is not None
+    oracle.engine.cache.pool.view[5000] ^= 1
+    oracle.submit("b", SHARED[:200])
+    with pytest.raises(AssertionError, match=r"wrong [KV]: request b"):
+        oracle.run()
+    oracle.close(drain=False)
 
 
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest(tiny_llama: str) -> None:

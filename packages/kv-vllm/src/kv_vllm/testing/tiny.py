@@ -26,15 +26,19 @@ class TinyLlama:
     max_tokens: int = 8192
     dtype: str = "float32"
     seed: int = 0
+    sliding_window: int | None = None
+    """With one it is a Mistral, all of whose layers forget what lies behind the window."""
 
     def write(self, directory: Path) -> Path:
         """Write `config.json` and `model.safetensors` there, and return the directory."""
         from safetensors.torch import save_file
 
         directory.mkdir(parents=True, exist_ok=True)
+        sliding = self.sliding_window is not None
         config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["MistralForCausalLM" if sliding else "LlamaForCausalLM"],
+            "model_type": "mistral" if sliding else "llama",
+            "sliding_window": self.sliding_window,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
