@@ -6,15 +6,21 @@ written here. Every figure is a median over many prompts in turn, each looked up
 makes them.
 """
 
+import sys
+
+# This folder holds a copy.py, which must not stand in for the standard library's.
+sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
+
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from _report import Row, parser, report
 from kv_core import ChunkKey
 from kv_tiers import HostPool, LocalCache
+
+from benchmarks._report import Row, parser, report
 
 CHUNKS = 512
 FEW = 1_000

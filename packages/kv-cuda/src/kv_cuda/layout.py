@@ -1,12 +1,10 @@
 """An engine's paged cache, described once as named axes and strides.
 
-A layout says nothing about where the memory is: the layers' tensors are handed to whoever copies, beside it. All numbers
-are in elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves all layers
-of a group.
+A layout says nothing about where the memory is: the layers' tensors are handed to whoever copies, beside it. All
+numbers are in elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves
+all layers of a group.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,18 +87,6 @@ class PagedLayout:
             block_tokens=self.block_tokens,
             origin=origin,
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the order of bytes inside a page; two layouts that differ only in where blocks lie have the same."""
-        described = [
-            self.dtype,
-            self.block_tokens,
-            self.heads,
-            self.head_dim,
-            [[part.name, part.offset, part.token, part.head, part.dim] for part in self.parts],
-        ]
-        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
     def _refuse_overlaps(self) -> None:
         """No two elements of a layer may share a place. Counted, not argued: a page is small."""

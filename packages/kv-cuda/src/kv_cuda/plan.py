@@ -1,4 +1,4 @@
-"""A transfer plan checked against a layout, and cut into as few pieces as move whole blocks at once. Pure arithmetic."""
+"""A transfer plan checked against a layout, and cut into few pieces that move whole blocks at once. Pure arithmetic."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

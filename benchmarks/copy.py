@@ -1,0 +1,120 @@
+"""Gather and scatter between an engine's blocks and the host pool, against memmove of the same bytes.
+
+    python benchmarks/copy.py [--json]
+
+Each row moves the blocks of four chunks of 32 MiB, in a random order of blocks, and is paired with memmove of as many
+bytes between buffers that were touched before.
+"""
+
+import sys
+
+# This folder holds a copy.py, which must not stand in for the standard library's.
+sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
+
+import ctypes
+import random
+from collections.abc import Callable
+
+import torch
+from kv_core.extent import HostExtent
+from kv_core.transfer import TransferPlan, plan_transfer
+from kv_cuda import CpuCopier, PagedLayout, split_parts, transposed_keys
+
+from benchmarks._report import Row, paired_medians_s, parser, report
+
+CHUNK_TOKENS = 256
+LAYERS = 32
+HEADS = 8
+DIM = 128
+POOL_CHUNKS = 4
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "").parse_args()
+    rows = [row for case in _cases() for row in _measure(*case)]
+    return report(rows, arguments.json)
+
+
+def _cases() -> list[tuple[str, PagedLayout, bool, float]]:
+    def sizes(tokens: int, dtype: str) -> dict[str, int | str]:
+        itemsize = getattr(torch, dtype).itemsize
+        # Twice a chunk's blocks and two spare, so that a random choice of them is scattered.
+        return {
+            "dtype": dtype,
+            "itemsize": itemsize,
+            "layers": LAYERS,
+            "blocks": 2 * CHUNK_TOKENS // tokens + 2,
+            "block_tokens": tokens,
+            "heads": CHUNK_NBYTES // (LAYERS * CHUNK_TOKENS * 2 * DIM * itemsize),
+            "head_dim": DIM,
+        }
+
+    def strided(tokens: int, order: str) -> PagedLayout:
+        given = sizes(tokens, "bfloat16")
+        row = int(given["heads"]) * DIM
+        strides = {
+            "apart": {"token": row, "head": DIM, "value_offset": tokens * row},
+            "nhd": {"token": 2 * row, "head": 2 * DIM, "value_offset": DIM},
+            "hnd": {"token": 2 * DIM, "head": 2 * tokens * DIM, "value_offset": DIM},
+        }[order]
+        return split_parts(order, block=2 * tokens * row, dim=1, **strides, **given)
+
+    def cpu(dtype: str) -> PagedLayout:
+        given = sizes(128, dtype)
+        return transposed_keys("cpu", block=2 * 128 * int(given["heads"]) * DIM, **given)
+
+    return [
+        ("NHD, K and V apart, 16-token blocks, bfloat16", strided(16, "apart"), False, 0.9),
+        ("vLLM NHD, K‖V in a head, 16-token blocks, bfloat16", strided(16, "nhd"), False, 0.5),
+        ("vLLM HND, K‖V in a head, 16-token blocks, bfloat16", strided(16, "hnd"), False, 0.5),
+        ("vLLM CPU, K transposed, 128-token blocks, float32", cpu("float32"), False, 0.5),
+        ("vLLM CPU, K transposed, 128-token blocks, bfloat16", cpu("bfloat16"), False, 0.5),
+        ("opaque blocks, 16-token blocks, bfloat16", strided(16, "apart"), True, 0.9),
+        ("opaque blocks, 128-token blocks, bfloat16", cpu("bfloat16"), True, 0.9),
+    ]
+
+
+def _measure(name: str, layout: PagedLayout, opaque: bool, target: float) -> list[Row]:
+    # Ones: memory that was only ever read as zero would be one shared page of the kernel's.
+    cache = torch.ones(LAYERS, layout.blocks, layout.page_elements, dtype=getattr(torch, layout.dtype))
+    chunk_format = layout.blocks_format(CHUNK_TOKENS, "bench") if opaque else layout.canonical_format(CHUNK_TOKENS)
+    nbytes = chunk_format.nbytes
+    copier = CpuCopier(layout, list(cache), chunk_format)
+    pool, source, target_bytes = (bytearray(b"\x01") * (POOL_CHUNKS * nbytes) for _ in range(3))
+    copier.attach("pool", memoryview(pool))
+    chosen = random.Random(7)
+    plans = [
+        plan_transfer(
+            [HostExtent("pool", number * nbytes, nbytes)],
+            chosen.sample(range(layout.blocks), CHUNK_TOKENS // layout.block_tokens),
+            chunk_tokens=CHUNK_TOKENS,
+            block_tokens=layout.block_tokens,
+            first_token=0,
+            last_token=CHUNK_TOKENS,
+        )
+        for number in range(POOL_CHUNKS)
+    ]
+    there = ctypes.addressof(ctypes.c_char.from_buffer(target_bytes))
+    here = ctypes.addressof(ctypes.c_char.from_buffer(source))
+
+    def memmove() -> None:
+        for number in range(POOL_CHUNKS):
+            ctypes.memmove(there + number * nbytes, here + number * nbytes, nbytes)
+
+    def each(move: Callable[[TransferPlan], object]) -> Callable[[], None]:
+        def run() -> None:
+            for plan in plans:
+                move(plan)
+
+        return run
+
+    rows = []
+    for verb, move in (("gather", copier.store), ("scatter", copier.load)):
+        ours_s, memmove_s = paired_medians_s(each(move), memmove)
+        ours, limit = len(pool) / ours_s / 1e9, len(pool) / memmove_s / 1e9
+        rows.append(Row(f"{verb}: {name}", ours, "GB/s", limit, ours / limit, target, at_most=False))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Small layouts of every kind that engines keep, each with tensors of its own. For tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_cuda.layout import PagedLayout, latent, split_parts, transposed_keys
+
+LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCache:
+    """A layout and what makes its layers' tensors, zeroed."""
+
+    layout: PagedLayout
+    make: Callable[[], list[torch.Tensor]]
+
+
+def small_caches() -> dict[str, SmallCache]:
+    """By the name of the order of bytes."""
+    page = 2 * TOKENS * HEADS * DIM
+    half = page // 2
+    apart = {"block": page, "token": HEADS * DIM, "head": DIM, "dim": 1, "value_offset": half}
+    side_by_side = {"token": 2 * HEADS * DIM, "head": 2 * DIM, "dim": 1, "value_offset": DIM}
+    by_head = {"token": 2 * DIM, "head": 2 * TOKENS * DIM, "dim": 1, "value_offset": DIM}
+    shape = (TOKENS, 2 * HEADS * DIM)
+    return {
+        "K and V apart": SmallCache(split_parts("apart", **apart, **_sizes("float32")), _together(shape)),
+        "apart, bfloat16, a storage a layer": SmallCache(
+            split_parts("apart", **apart, **_sizes("bfloat16")), _separate(shape, torch.bfloat16)
+        ),
+        "NHD, K‖V": SmallCache(split_parts("NHD", block=page, **side_by_side, **_sizes("float32")), _together(shape)),
+        "HND, K‖V": SmallCache(split_parts("HND", block=page, **by_head, **_sizes("float32")), _together(shape)),
+        "all layers of a block together": SmallCache(
+            split_parts("BLHNC", block=LAYERS * page, **by_head, **_sizes("float32")), _interleaved(shape)
+        ),
+        "fp8 seen as bytes": SmallCache(
+            split_parts("HND", block=page, **by_head, **_sizes("uint8")), _together(shape, torch.uint8)
+        ),
+        "K transposed": SmallCache(transposed_keys("CPU", block=page, **_sizes("float32")), _together(shape)),
+        "K transposed, bfloat16, a storage a layer": SmallCache(
+            transposed_keys("CPU", block=page, **_sizes("bfloat16")), _separate(shape, torch.bfloat16)
+        ),
+        "MLA": SmallCache(
+            latent("MLA", block=TOKENS * DIM, token=DIM, **_sizes("float32", heads=1)), _together((TOKENS, DIM))
+        ),
+        "blocks further apart than a page": SmallCache(
+            split_parts("padded", **(apart | {"block": page + 24}), **_sizes("float32")), _padded(page, 24)
+        ),
+    }
+
+
+def _sizes(dtype: str, heads: int = HEADS) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "itemsize": getattr(torch, dtype).itemsize,
+        "layers": LAYERS,
+        "blocks": BLOCKS,
+        "block_tokens": TOKENS,
+        "heads": heads,
+        "head_dim": DIM,
+    }
+
+
+def _together(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], list[torch.Tensor]]:
+    return lambda: list(torch.zeros(LAYERS, BLOCKS, *shape, dtype=dtype))
+
+
+def _separate(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [torch.zeros(BLOCKS, *shape, dtype=dtype) for _ in range(LAYERS)]
+
+
+def _interleaved(shape: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
+    return lambda: list(torch.zeros(BLOCKS, LAYERS, *shape).transpose(0, 1))
+
+
+def _padded(page: int, padding: int) -> Callable[[], list[torch.Tensor]]:
+    return lambda: list(torch.zeros(LAYERS, BLOCKS, page + padding)[:, :, :page])

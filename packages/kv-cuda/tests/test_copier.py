@@ -1,0 +1,259 @@
+"""Gather and scatter, for every layout and both formats, against a loop over single elements."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import InputError
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_cuda import CpuCopier, PagedLayout
+from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
+
+CHUNK = 3 * TOKENS
+CACHES = small_caches()
+every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
+every_format = pytest.mark.parametrize("kind", ["canonical", "blocks"])
+
+
+def format_of(layout: PagedLayout, kind: str) -> ChunkFormat:
+    return layout.canonical_format(CHUNK) if kind == "canonical" else layout.blocks_format(CHUNK, "test")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage under a tensor as bytes: what lies between the blocks too."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def fill(tensors: list[torch.Tensor], seed: int = 0) -> None:
+    """Every bit pattern, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    for storage in {id(raw(tensor)): raw(tensor) for tensor in tensors}.values():
+        storage.copy_(torch.randint(0, 256, storage.shape, dtype=torch.uint8, generator=generator))
+
+
+def places(layout: PagedLayout, kind: str, copy: Copy) -> Iterator[tuple[int, int, int, int]]:
+    """(layer, byte of the engine's layer, byte of the chunk, bytes), one row or element at a time."""
+    described = format_of(layout, kind)
+    size = layout.itemsize
+    for layer in range(layout.layers):
+        for token in range(copy.tokens):
+            block, offset = divmod(copy.first_slot + token, layout.block_tokens)
+            in_chunk = copy.first_token + token
+            if kind == "blocks":
+                row = layout.page_nbytes // layout.block_tokens
+                at = block * layout.parts[0].block * size + offset * row
+                yield layer, at, (layer * CHUNK + in_chunk) * row, row
+                continue
+            for number, part in enumerate(layout.parts):
+                for head in range(layout.heads):
+                    for dim in range(layout.head_dim):
+                        at = part.offset + block * part.block + offset * part.token + head * part.head + dim * part.dim
+                        ours = ((number * layout.layers + layer) * CHUNK + in_chunk) * layout.heads + head
+                        yield layer, at * size, (ours * layout.head_dim + dim) * size, size
+    assert described.nbytes
+
+
+def slow(
+    layout: PagedLayout,
+    kind: str,
+    tensors: list[torch.Tensor],
+    pools: dict[str, bytearray],
+    plan: TransferPlan,
+    *,
+    to_engine: bool,
+) -> None:
+    for copy in plan.copies:
+        pool = pools[copy.extent.pool]
+        for layer, at, in_chunk, nbytes in places(layout, kind, copy):
+            tensor = tensors[layer]
+            engine = raw(tensor).numpy()
+            start = tensor.storage_offset() * tensor.element_size() + at
+            ours = slice(copy.extent.offset + in_chunk, copy.extent.offset + in_chunk + nbytes)
+            if to_engine:
+                engine[start : start + nbytes] = list(pool[ours])
+            else:
+                pool[ours] = engine[start : start + nbytes].tobytes()
+
+
+def random_plan(layout: PagedLayout, kind: str, chance: random.Random) -> TransferPlan:
+    """Some tokens of two chunks in two pools, from a shuffled block table."""
+    described = format_of(layout, kind)
+    table = chance.sample(range(BLOCKS), 6)
+    first = chance.randrange(0, 2 * CHUNK - 1)
+    last = chance.randrange(first + 1, 2 * CHUNK + 1)
+    if kind == "blocks":
+        first, last = first // TOKENS * TOKENS, -(-last // TOKENS) * TOKENS
+    extents = [HostExtent("a", 4096, described.nbytes), HostExtent("b", 0, described.nbytes)]
+    return plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=first, last_token=last)
+
+
+def pools_for(described: ChunkFormat, seed: int) -> dict[str, bytearray]:
+    chance = random.Random(seed)
+    return {name: bytearray(chance.randbytes(2 * 4096 + described.nbytes)) for name in ("a", "b")}
+
+
+@every_cache
+@every_format
+@pytest.mark.parametrize("to_engine", [False, True], ids=["gather", "scatter"])
+def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
+    cache: SmallCache, kind: str, to_engine: bool
+) -> None:
+    """Both sides are compared whole, gaps between blocks and pools' other bytes included."""
+    layout = cache.layout
+    for seed in range(6):
+        plan = random_plan(layout, kind, random.Random(seed))
+        fast_side, slow_side = cache.make(), cache.make()
+        fill(fast_side, seed)
+        fill(slow_side, seed)
+        fast_pools, slow_pools = (pools_for(format_of(layout, kind), seed) for _ in range(2))
+        copier = CpuCopier(layout, fast_side, format_of(layout, kind))
+        for name, pool in fast_pools.items():
+            copier.attach(name, memoryview(pool))
+        event = copier.load(plan) if to_engine else copier.store(plan)
+        event.wait()
+        assert event.done()
+        slow(layout, kind, slow_side, slow_pools, plan, to_engine=to_engine)
+        assert fast_pools == slow_pools
+        for fast, reference in zip(fast_side, slow_side, strict=True):
+            assert torch.equal(raw(fast), raw(reference))
+
+
+@every_cache
+@every_format
+def test_what_was_gathered_scatters_back_into_other_blocks(cache: SmallCache, kind: str) -> None:
+    layout, described = cache.layout, format_of(cache.layout, kind)
+    tensors = cache.make()
+    fill(tensors)
+    copier = CpuCopier(layout, tensors, described)
+    pools = {name: bytearray(described.nbytes) for name in ("there", "back")}
+    for name, pool in pools.items():
+        copier.attach(name, memoryview(pool))
+
+    def plan(pool: str, table: list[int]) -> TransferPlan:
+        extents = [HostExtent(pool, 0, described.nbytes)]
+        return plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=CHUNK)
+
+    copier.store(plan("there", [5, 0, 3]))
+    copier.load(plan("there", [1, 6, 2]))
+    copier.store(plan("back", [1, 6, 2]))
+    assert pools["there"] == pools["back"]
+    assert any(pools["there"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(sorted(CACHES)),
+    table=st.permutations(range(BLOCKS)),
+    cut=st.tuples(st.integers(0, 2 * CHUNK), st.integers(0, 2 * CHUNK)).map(sorted),
+)
+def test_a_round_trip_restores_exactly_the_asked_tokens(name: str, table: list[int], cut: list[int]) -> None:
+    cache = CACHES[name]
+    described = format_of(cache.layout, "canonical")
+    extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(2)]
+    plan = plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=cut[0], last_token=cut[1])
+    pool = bytearray(2 * described.nbytes)
+    full, empty, expected = cache.make(), cache.make(), cache.make()
+    fill(full)
+    for tensors, load in ((full, False), (empty, True)):
+        copier = CpuCopier(cache.layout, tensors, described)
+        copier.attach("pool", memoryview(pool))
+        (copier.load if load else copier.store)(plan)
+    slow(cache.layout, "canonical", expected, {"pool": pool}, plan, to_engine=True)
+    for ours, wanted in zip(empty, expected, strict=True):
+        assert torch.equal(raw(ours), raw(wanted))
+
+
+def test_one_slot_may_be_gathered_twice() -> None:
+    cache = CACHES["K transposed"]
+    described = format_of(cache.layout, "canonical")
+    tensors = cache.make()
+    fill(tensors)
+    extent = HostExtent("pool", 0, described.nbytes)
+    plan = TransferPlan((Copy(extent, 0, 5, 2), Copy(extent, 2, 5, 2)), CHUNK)
+    pool, expected = bytearray(described.nbytes), bytearray(described.nbytes)
+    copier = CpuCopier(cache.layout, tensors, described)
+    copier.attach("pool", memoryview(pool))
+    copier.store(plan)
+    slow(cache.layout, "canonical", tensors, {"pool": expected}, plan, to_engine=False)
+    assert pool == expected
+
+
+GOOD = HostExtent("pool", 0, CACHES["K transposed"].layout.canonical_format(CHUNK).nbytes)
+SLOTS = BLOCKS * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("copy", "said"),
+    [
+        (Copy(GOOD, 0, SLOTS - 1, 2), f"a cache with {SLOTS} slots"),
+        (Copy(GOOD, 0, -1, 2), "slots -1"),
+        (Copy(GOOD, 0, 0, 0), "slots 0 to 0"),
+        (Copy(GOOD, CHUNK - 1, 0, 2), f"a chunk of {CHUNK}"),
+        (Copy(GOOD, -1, 0, 2), "tokens -1"),
+        (Copy(HostExtent("other", 0, GOOD.nbytes), 0, 0, 1), "'other' is not attached"),
+        (Copy(HostExtent("pool", 0, GOOD.nbytes - 4), 0, 0, 1), "an extent of"),
+        (Copy(HostExtent("pool", 4, GOOD.nbytes), 0, 0, 1), "an extent at 4 of a pool"),
+        (Copy(HostExtent("pool", -4, GOOD.nbytes), 0, 0, 1), "an extent at -4"),
+    ],
+)
+def test_a_plan_that_reaches_outside_is_refused_whole(copy: Copy, said: str) -> None:
+    """Before anything is copied, the good part of it too."""
+    cache = CACHES["K transposed"]
+    tensors = cache.make()
+    fill(tensors)
+    before = [raw(tensor).clone() for tensor in tensors]
+    copier = CpuCopier(cache.layout, tensors, format_of(cache.layout, "canonical"))
+    pool = bytearray(GOOD.nbytes)
+    copier.attach("pool", memoryview(pool))
+    plan = TransferPlan((Copy(GOOD, 0, 0, 4), copy), CHUNK)
+    for move in (copier.load, copier.store):
+        with pytest.raises(InputError, match=said):
+            move(plan)
+    assert not any(pool)
+    assert all(torch.equal(raw(tensor), kept) for tensor, kept in zip(tensors, before, strict=True))
+
+
+def test_a_plan_for_chunks_of_another_length_is_refused() -> None:
+    cache = CACHES["K transposed"]
+    copier = CpuCopier(cache.layout, cache.make(), format_of(cache.layout, "canonical"))
+    with pytest.raises(InputError, match="the plan's chunks have 8 tokens"):
+        copier.load(TransferPlan((), 8))
+
+
+@pytest.mark.parametrize(("first_token", "first_slot", "tokens"), [(0, 0, TOKENS - 1), (1, 0, TOKENS), (0, 1, TOKENS)])
+def test_opaque_blocks_are_never_cut(first_token: int, first_slot: int, tokens: int) -> None:
+    cache = CACHES["K transposed"]
+    described = format_of(cache.layout, "blocks")
+    copier = CpuCopier(cache.layout, cache.make(), described)
+    copier.attach("pool", memoryview(bytearray(described.nbytes)))
+    plan = TransferPlan((Copy(HostExtent("pool", 0, described.nbytes), first_token, first_slot, tokens),), CHUNK)
+    with pytest.raises(InputError, match="opaque block"):
+        copier.load(plan)
+
+
+def test_a_detached_pool_can_be_closed_and_is_unknown() -> None:
+    cache = CACHES["MLA"]
+    described = format_of(cache.layout, "canonical")
+    copier = CpuCopier(cache.layout, cache.make(), described)
+    pool = bytearray(described.nbytes)
+    copier.attach("pool", memoryview(pool))
+    copier.detach("pool")
+    pool.clear()  # raises BufferError while anybody looks at it
+    with pytest.raises(InputError, match="not attached"):
+        copier.load(TransferPlan((Copy(HostExtent("pool", 0, described.nbytes), 0, 0, 1),), CHUNK))
+
+
+def test_layout_tensors_and_format_must_agree() -> None:
+    cache, other = CACHES["K transposed"], CACHES["MLA"]
+    with pytest.raises(InputError, match="2 tensors for a layout of 3 layers"):
+        CpuCopier(cache.layout, cache.make()[:2], format_of(cache.layout, "canonical"))
+    for kind in ("canonical", "blocks"):
+        with pytest.raises(InputError, match="format"):
+            CpuCopier(cache.layout, cache.make(), format_of(other.layout, kind))
+    with pytest.raises(InputError, match="reaches beyond the tensor's storage"):
+        CpuCopier(cache.layout, [tensor[:-1].clone() for tensor in cache.make()], format_of(cache.layout, "canonical"))
