@@ -136,6 +136,8 @@ def test_a_bug_of_ours_turns_the_cache_off_and_not_the_engine(
         monkeypatch.setattr(inner.worker, "start_loads", bug)
         assert running.ask_in_turn(PROMPTS) == reference
         assert "a bug in the worker half" in inner.off
+        assert inner.cache is not None
+        assert inner.cache.counts().read_leases == inner.cache.counts().write_leases == 0
         assert running.ask_in_turn(PROMPTS) == reference
         assert running.hits == [0] * len(PROMPTS)
 

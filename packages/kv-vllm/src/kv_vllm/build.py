@@ -50,6 +50,10 @@ class Engine:
         self.off = why
         self.faults.append(why)
         _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+        if self.scheduler is not None:
+            self.scheduler.close()
+        if self.worker is not None:
+            self.worker.close()
 
     def refuse(self, why: str) -> None:
         """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""

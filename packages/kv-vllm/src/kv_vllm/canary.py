@@ -9,7 +9,8 @@ wherever they lie. What the blocks held before is put back.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -144,16 +145,13 @@ def _rows(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> di
     return probe_rows(layout, tokens=tokens, seed=layer, dtype=group.row_dtype, device=group.tensors[layer].device)
 
 
-class _kept:  # noqa: N801  # reads as a word where it is used
+@contextmanager
+def _kept(tensor: torch.Tensor, blocks: Sequence[int], count: int) -> Iterator[None]:
     """Put back what these blocks of one layer held."""
-
-    def __init__(self, tensor: torch.Tensor, blocks: tuple[int, ...], count: int) -> None:
-        self._pages = pages_of(tensor, count)
-        self._blocks = sorted(set(blocks))
-
-    def __enter__(self) -> None:
-        self._saved = [self._pages[block].clone() for block in self._blocks]
-
-    def __exit__(self, *_: object) -> None:
-        for block, saved in zip(self._blocks, self._saved, strict=True):
-            self._pages[block] = saved
+    pages = pages_of(tensor, count)
+    saved = {block: pages[block].clone() for block in blocks}
+    try:
+        yield
+    finally:
+        for block, page in saved.items():
+            pages[block] = page

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm import build, config
-from kv_vllm.translate import request_tokens, scheduled_block_tables
+from kv_vllm.translate import request_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -227,11 +227,16 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return StepPlan(0)
         scheduled = []
-        for request_id, new_tokens, tables in scheduled_block_tables(scheduler_output):
+        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
-            if known is not None:
-                request, tokens = known
-                scheduled.append(Scheduled(tokens, request.num_computed_tokens + new_tokens, tables))
+            if known is None:
+                continue
+            request, tokens = known
+            computed_tokens = request.num_computed_tokens + new_tokens
+            # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
+            if self._scheduler.completes_chunk(tokens, computed_tokens):
+                tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                scheduled.append(Scheduled(tokens, computed_tokens, tables))
         return self._scheduler.build_step(scheduled)
 
     @_guarded(lambda: None)

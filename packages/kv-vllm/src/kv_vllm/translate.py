@@ -32,15 +32,6 @@ def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
     )
 
 
-def scheduled_block_tables(scheduler_output: Any) -> Iterator[tuple[str, int, tuple[list[int], ...]]]:
-    """(request id, tokens scheduled in this step, whole block table by group) for each request in the step."""
-    blocks = scheduler_output.kv_connector_block_state
-    for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
-        tables = blocks.get_block_ids(request_id)
-        if tables is not None:
-            yield request_id, new_tokens, tables
-
-
 def _items(features: Any) -> Iterator[Item]:
     for feature in features or ():
         position = feature.mm_position

@@ -80,7 +80,6 @@ class SchedulerCounts:
     loads_failed: int = 0
     loads_refused: int = 0
     stores: int = 0
-    skipped_requests: int = 0
 
 
 @dataclass(slots=True)
@@ -186,6 +185,11 @@ class SchedulerHalf:
         self.counts.loads += 1
         self.counts.tokens_to_load += external_tokens
 
+    def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
+        """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
+        tracked = self._tracked.get(request.request_id)
+        return self._storable_chunks(request, computed_tokens) > (0 if tracked is None else tracked.stored_chunks)
+
     def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
         """Everything for this step: the loads that were allocated, and the chunks that it completes."""
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
@@ -220,9 +224,12 @@ class SchedulerHalf:
                 # The next question finds no promise to renew and looks up anew.
                 self._service.end(self._holder(request_id))
 
-    @property
-    def generation(self) -> int:
-        return self._generation
+    def close(self) -> None:
+        """Give every promise back and forget every request; for an engine that goes on without us."""
+        for request_id in self._tracked:
+            self._service.end(self._holder(request_id))
+        self._tracked.clear()
+        self._loads, self._refused = [], []
 
     def tracked_phases(self) -> dict[str, Phase]:
         """Every request we know and where it stands; empty when the engine is idle."""
@@ -254,11 +261,14 @@ class SchedulerHalf:
         plan = self._service.lookup(tracked.chunk_keys, self._holder(request.request_id), keys_per_chunk=keys_per_chunk)
         return plan.chunks
 
+    def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
+        # Tokens beyond those that are known are guesses (speculation, or a step scheduled ahead), and not kept.
+        return min(computed_tokens, request.keep_tokens, len(request.tokens)) // self._shape.chunk_tokens
+
     def _store(self, entry: Scheduled) -> StoreStep | None:
         request = entry.request
         tracked = self._track(request)
-        keep = min(entry.computed_tokens, request.keep_tokens, len(request.tokens))
-        chunks = keep // self._shape.chunk_tokens
+        chunks = self._storable_chunks(request, entry.computed_tokens)
         if chunks <= tracked.stored_chunks:
             return None
         self._hash_up_to(request, tracked, chunks * self._shape.chunk_tokens)
