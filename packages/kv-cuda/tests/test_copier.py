@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,3 +258,72 @@ def test_layout_tensors_and_format_must_agree() -> None:
             CpuCopier(cache.layout, cache.make(), format_of(other.layout, kind))
     with pytest.raises(InputError, match="reaches beyond the tensor's storage"):
         CpuCopier(cache.layout, [tensor[:-1].clone() for tensor in cache.make()], format_of(cache.layout, "canonical"))
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 64, "layers": 6}, {"block_tokens": 2}], ids=["shape", "block"])
+def test_an_opaque_format_of_the_same_size_but_another_shape_is_refused(change: dict[str, int]) -> None:
+    """Equal bytes in total would copy layers into each other without a word."""
+    cache = CACHES["K and V apart"]
+    described = format_of(cache.layout, "blocks")
+    if "layers" in change:
+        change = {"layers": 2 * described.layers, "head_dim": described.head_dim // 2}
+    with pytest.raises(InputError, match="the format is not that of layout"):
+        CpuCopier(cache.layout, cache.make(), replace(described, **change))
+
+
+@pytest.mark.parametrize("itemsize", [2, 3])
+def test_an_itemsize_that_is_not_the_dtypes_is_refused(itemsize: int) -> None:
+    layout = replace(CACHES["K and V apart"].layout, itemsize=itemsize)
+    with pytest.raises(InputError, match=f"an element of float32 has not {itemsize} bytes"):
+        CpuCopier(layout, CACHES["K and V apart"].make(), layout.canonical_format(CHUNK))
+
+
+def test_tensors_that_start_inside_an_element_are_refused() -> None:
+    layout = CACHES["K and V apart"].layout
+    size = layout.blocks * layout.page_nbytes
+    memory = torch.zeros(3 * size + 4, dtype=torch.uint8)
+    tensors = [memory[2 + layer * size :][:size] for layer in range(3)]
+    with pytest.raises(InputError, match="starts inside an element"):
+        CpuCopier(layout, tensors, layout.canonical_format(CHUNK))
+
+
+@every_format
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1], [0, 0, 0]], ids=["reversed", "uneven", "one shared tensor"])
+def test_layers_may_lie_in_any_order_and_share_a_tensor(kind: str, order: list[int]) -> None:
+    cache = CACHES["K transposed"]
+    described, plan = format_of(cache.layout, kind), random_plan(cache.layout, kind, random.Random(4))
+    for to_engine in (False, True):
+        sides = []
+        for _ in range(2):
+            tensors = cache.make()
+            fill(tensors)
+            sides.append([tensors[layer] for layer in order])
+        # A shared tensor is loaded with what it stored: other bytes for each layer would have no right answer.
+        pools = [{name: bytearray(len(pool)) for name, pool in pools_for(described, 0).items()} for _ in range(2)]
+        copier = CpuCopier(cache.layout, sides[0], described)
+        for name, pool in pools[0].items():
+            copier.attach(name, memoryview(pool))
+        (copier.load if to_engine else copier.store)(plan)
+        slow(cache.layout, kind, sides[1], pools[1], plan, to_engine=to_engine)
+        assert pools[0] == pools[1]
+        assert torch.equal(raw(sides[0][0]), raw(sides[1][0]))
+
+
+def test_a_pool_may_end_inside_an_element_and_must_be_writable() -> None:
+    cache = CACHES["K and V apart"]
+    described = format_of(cache.layout, "canonical")
+    copier = CpuCopier(cache.layout, cache.make(), described)
+    copier.attach("odd", memoryview(bytearray(described.nbytes + 3)))
+    copier.store(TransferPlan((Copy(HostExtent("odd", 0, described.nbytes), 0, 0, 1),), CHUNK))
+    for refused in (memoryview(bytes(described.nbytes)), memoryview(bytearray(3))):
+        with pytest.raises(InputError, match="read-only or too small"):
+            copier.attach("pool", refused)
+
+
+@every_format
+def test_parts_whose_blocks_are_at_different_distances_are_refused(kind: str) -> None:
+    layout = CACHES["K and V apart"].layout
+    k, v = layout.parts
+    layout = replace(layout, blocks=2, parts=(k, replace(v, block=v.block + 8)))
+    with pytest.raises(InputError, match="at different distances"):
+        CpuCopier(layout, CACHES["K and V apart"].make(), format_of(layout, kind))

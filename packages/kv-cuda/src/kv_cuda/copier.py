@@ -56,18 +56,33 @@ class CpuCopier:
         self._layout = layout
         self._format = chunk_format
         self._opaque = chunk_format.kind == "blocks"
-        expected = layout.page_nbytes * (chunk_format.chunk_tokens // layout.block_tokens) * layout.layers
-        if self._opaque and chunk_format.nbytes != expected:
-            raise InputError(f"the format's chunks have {chunk_format.nbytes} bytes, {layout.name}'s {expected}")
-        if not self._opaque and chunk_format != layout.canonical_format(chunk_format.chunk_tokens):
-            raise InputError(f"the format is not that of layout {layout.name}")
+        tokens = chunk_format.chunk_tokens
+        if self._opaque:
+            expected = layout.blocks_format(tokens, chunk_format.origin)
+        else:
+            expected = layout.canonical_format(tokens)
+        if chunk_format != expected:
+            raise InputError(f"the format is not that of layout {layout.name}: {chunk_format} where {expected} fits")
+        if layout.itemsize not in _WORDS or getattr(torch, layout.dtype).itemsize != layout.itemsize:
+            raise InputError(f"layout {layout.name}: an element of {layout.dtype} has not {layout.itemsize} bytes")
+        # A canary may try such a layout; copied from, its parts' blocks would come to lie on each other.
+        if len({part.block for part in layout.parts}) > 1:
+            raise InputError(f"layout {layout.name}: its parts' blocks are at different distances")
         self._word = torch.uint8 if self._opaque else _WORDS[layout.itemsize]
         self._parts = [_over_layers(layout, part, tensors, self._word) for part in self._engine_parts()]
         self._pools: dict[str, torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
 
     def attach(self, pool: str, view: memoryview) -> None:
-        self._pools[pool] = torch.frombuffer(view, dtype=self._word)
+        """Make a pool known. Bytes at its end that fill no element are left alone.
+
+        Raises:
+            InputError: the view is read-only, or shorter than one element.
+        """
+        elements = view.nbytes // self._word.itemsize
+        if view.readonly or not elements:
+            raise InputError(f"pool {pool!r} is read-only or too small: {view.nbytes} bytes")
+        self._pools[pool] = torch.frombuffer(view, dtype=self._word, count=elements)
 
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed."""
@@ -169,11 +184,15 @@ def _over_layers(
     heads, head_dim = (1, part.token) if opaque else (layout.heads, layout.head_dim)
     size = (layout.blocks, layout.block_tokens, heads, head_dim)
     stride = (part.block, part.token, part.head, part.dim)
-    bases = [tensor.storage_offset() * tensor.element_size() // word.itemsize for tensor in tensors]
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+    if any(start % word.itemsize for start in starts):
+        raise InputError(f"a tensor of layout {layout.name} starts inside an element of {word.itemsize} bytes")
+    bases = [start // word.itemsize for start in starts]
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     distances = {after - before for before, after in pairwise(bases)}
-    if len(storages) == 1 and len(distances) <= 1 and min(distances, default=0) >= 0:
-        runs = [(tensors[0], bases[0], len(tensors), min(distances, default=0))]
+    # Layers that share one tensor are at a distance of 0: right one by one, refused by torch as one view.
+    if len(storages) == 1 and len(distances) == 1 and min(distances) > 0:
+        runs = [(tensors[0], bases[0], len(tensors), min(distances))]
     else:
         runs = [(tensor, base, 1, 0) for tensor, base in zip(tensors, bases, strict=True)]
     views = []

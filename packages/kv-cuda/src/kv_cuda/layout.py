@@ -46,6 +46,8 @@ class PagedLayout:
         for axis in ("itemsize", "layers", "blocks", "block_tokens", "heads", "head_dim"):
             if getattr(self, axis) < 1:
                 raise InputError(f"layout {self.name}: {axis} is {getattr(self, axis)}; it must be at least 1")
+        if not self.parts:
+            raise InputError(f"layout {self.name} has no parts")
         for part in self.parts:
             for axis in ("offset", "block", "token", "head", "dim"):
                 if getattr(part, axis) < 0:

@@ -3,26 +3,42 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from kv_core.errors import InputError
 
 from kv_cuda.layout import PagedLayout, PartLayout
 
 
 def part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> torch.Tensor:
-    """[blocks, block_tokens, heads, head_dim] over one layer's memory, in the layout's dtype."""
+    """[blocks, block_tokens, heads, head_dim] over one layer's memory, in the layout's dtype.
+
+    Raises:
+        InputError: the layout is not one of this tensor.
+    """
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    scale = tensor.element_size() / dtype.itemsize
+    first, rest = divmod(int(tensor.storage_offset()) * tensor.element_size(), dtype.itemsize)
+    if rest:
+        raise InputError(f"a tensor of layout {layout.name} starts inside an element of {layout.dtype}")
     base = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return base.as_strided(
-        (layout.blocks, layout.block_tokens, layout.heads, layout.head_dim),
-        (part.block, part.token, part.head, part.dim),
-        int(tensor.storage_offset() * scale) + part.offset,
-    )
+    size = (layout.blocks, layout.block_tokens, layout.heads, layout.head_dim)
+    try:
+        return base.as_strided(size, (part.block, part.token, part.head, part.dim), first + part.offset)
+    except RuntimeError:
+        raise InputError(f"layout {layout.name} reaches beyond the tensor's storage") from None
 
 
 def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-    """[blocks, page bytes] uint8: each block of one layer as the bytes it is. The first axis of `tensor` is blocks."""
+    """[blocks, page bytes] uint8: each block of one layer as the bytes it is. The first axis of `tensor` is blocks.
+
+    Raises:
+        InputError: the first axis is not `blocks` long, or a block is not one run of bytes.
+    """
     if tensor.shape[0] != blocks:
-        raise ValueError(f"the tensor has {tensor.shape[0]} blocks, not {blocks}")
+        raise InputError(f"the tensor has {tensor.shape[0]} blocks, not {blocks}")
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if size > 1 and stride != expected:
+            raise InputError(f"a block of shape {tuple(tensor.shape[1:])} is not one run of bytes")
+        expected *= size
     page = tensor[0].numel() * tensor.element_size()
     base = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return base.as_strided(
@@ -42,8 +58,12 @@ def probe_rows(
 def read_rows(
     layout: PagedLayout, tensors: Sequence[torch.Tensor], layer: int, slots: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Rows at `slots` of one layer, [slots, heads, head_dim] for each part."""
-    blocks, offsets = slots // layout.block_tokens, slots % layout.block_tokens
+    """Rows at `slots` of one layer, [slots, heads, head_dim] for each part.
+
+    Raises:
+        InputError: a slot that does not exist.
+    """
+    blocks, offsets = _split(layout, slots)
     return {part.name: part_view(layout, part, tensors[layer])[blocks, offsets] for part in layout.parts}
 
 
@@ -55,6 +75,13 @@ def write_rows(
     rows: Mapping[str, torch.Tensor],
 ) -> None:
     """The inverse of `read_rows`."""
-    blocks, offsets = slots // layout.block_tokens, slots % layout.block_tokens
+    blocks, offsets = _split(layout, slots)
     for part in layout.parts:
         part_view(layout, part, tensors[layer])[blocks, offsets] = rows[part.name]
+
+
+def _split(layout: PagedLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Torch would take a negative block for one counted from the end.
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < layout.blocks * layout.block_tokens:
+        raise InputError(f"slots {int(slots.min())} to {int(slots.max())} of {layout.blocks * layout.block_tokens}")
+    return slots // layout.block_tokens, slots % layout.block_tokens
