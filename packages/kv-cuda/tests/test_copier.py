@@ -200,6 +200,7 @@ SLOTS = BLOCKS * TOKENS
         (Copy(HostExtent("pool", 0, GOOD.nbytes - 4), 0, 0, 1), "an extent of"),
         (Copy(HostExtent("pool", 4, GOOD.nbytes), 0, 0, 1), "an extent at 4 of a pool"),
         (Copy(HostExtent("pool", -4, GOOD.nbytes), 0, 0, 1), "an extent at -4"),
+        (Copy(HostExtent("pool", 2, GOOD.nbytes), 0, 0, 1), "an extent at 2 is not aligned"),
     ],
 )
 def test_a_plan_that_reaches_outside_is_refused_whole(copy: Copy, said: str) -> None:
@@ -209,7 +210,7 @@ def test_a_plan_that_reaches_outside_is_refused_whole(copy: Copy, said: str) -> 
     fill(tensors)
     before = [raw(tensor).clone() for tensor in tensors]
     copier = CpuCopier(cache.layout, tensors, format_of(cache.layout, "canonical"))
-    pool = bytearray(GOOD.nbytes)
+    pool = bytearray(GOOD.nbytes + 3)
     copier.attach("pool", memoryview(pool))
     plan = TransferPlan((Copy(GOOD, 0, 0, 4), copy), CHUNK)
     for move in (copier.load, copier.store):

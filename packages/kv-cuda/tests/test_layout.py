@@ -26,6 +26,7 @@ k, v = TRUE.parts
         ((k, replace(v, offset=-1)), "part v has a negative offset"),
         ((replace(k, head=-8), v), "part k has a negative head"),
         ((k, replace(v, offset=1000)), "not one run"),
+        ((replace(k, block=TRUE.page_elements - 1), v), "the blocks of part k lie on each other"),
         ((replace(k, block=8), replace(v, block=8)), "the blocks of part k lie on each other"),
         ((), "has no parts"),
     ],
