@@ -198,7 +198,7 @@ SLOTS = BLOCKS * TOKENS
         (Copy(GOOD, -1, 0, 2), "tokens -1"),
         (Copy(HostExtent("other", 0, GOOD.nbytes), 0, 0, 1), "'other' is not attached"),
         (Copy(HostExtent("pool", 0, GOOD.nbytes - 4), 0, 0, 1), "an extent of"),
-        (Copy(HostExtent("pool", 4, GOOD.nbytes), 0, 0, 1), "an extent at 4 of a pool"),
+        (Copy(HostExtent("pool", 8, GOOD.nbytes), 0, 0, 1), "an extent at 8 of a pool"),
         (Copy(HostExtent("pool", -4, GOOD.nbytes), 0, 0, 1), "an extent at -4"),
         (Copy(HostExtent("pool", 2, GOOD.nbytes), 0, 0, 1), "an extent at 2 is not aligned"),
     ],
@@ -210,7 +210,7 @@ def test_a_plan_that_reaches_outside_is_refused_whole(copy: Copy, said: str) -> 
     fill(tensors)
     before = [raw(tensor).clone() for tensor in tensors]
     copier = CpuCopier(cache.layout, tensors, format_of(cache.layout, "canonical"))
-    pool = bytearray(GOOD.nbytes + 3)
+    pool = bytearray(GOOD.nbytes + 4)
     copier.attach("pool", memoryview(pool))
     plan = TransferPlan((Copy(GOOD, 0, 0, 4), copy), CHUNK)
     for move in (copier.load, copier.store):
