@@ -1,0 +1,110 @@
+"""The header that goes with a chunk wherever it leaves the host pool for, and the check of what comes back.
+
+The bytes are described in docs/formats/chunk.md with a worked example. All of a chunk's identity is in its header
+(which key, whose bytes, how many, their checksum), so that a file, a reply or a disk slot vouches for itself and
+nothing else has to be believed.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+from kv_core.errors import InputError, MisuseError
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Damaged
+
+MAGIC: Final = b"kvchunk\n"
+VERSION: Final = 1
+"""The meaning of a version never changes. A reader refuses versions that it does not know."""
+
+HEADER_NBYTES: Final = 256
+MAX_KEY_NBYTES: Final = 72
+
+_FIELDS: Final = struct.Struct(f"<8sHHHHQ16s16s{MAX_KEY_NBYTES}s{MAX_KEY_NBYTES}s48x")
+_CHECKSUM: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a chunk says of itself.
+
+    parent: the chunk before it in the prompt; None for a prompt's first.
+    nbytes: of the chunk, without this header.
+    format_id: what its bytes mean (`format_id`).
+    checksum: xxh3_128 of its bytes.
+    """
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    nbytes: int
+    format_id: bytes
+    checksum: bytes
+
+
+def format_id(fingerprint: str) -> bytes:
+    """16 bytes that differ whenever the fingerprints of two chunk formats do."""
+    return hashlib.sha256(fingerprint.encode()).digest()[:16]
+
+
+def digest(chunk: memoryview) -> bytes:
+    """xxh3_128 of a chunk. `update` lets other threads run meanwhile; the one-shot function would not."""
+    running = xxhash.xxh3_128()
+    running.update(chunk)
+    return running.digest()
+
+
+def pack_header(key: ChunkKey, parent: ChunkKey | None, chunk: memoryview, format_id: bytes) -> bytes:
+    """The header of a chunk whose bytes are `chunk`. It reads all of them: call it without a lock.
+
+    Raises:
+        MisuseError: a key of more than `MAX_KEY_NBYTES`.
+    """
+    above = b"" if parent is None else parent
+    if max(len(key), len(above)) > MAX_KEY_NBYTES:
+        raise MisuseError(f"a chunk's header has room for keys of {MAX_KEY_NBYTES} bytes")
+    fields = _FIELDS.pack(
+        MAGIC, VERSION, HEADER_NBYTES, len(key), len(above), chunk.nbytes, format_id, digest(chunk), key, above
+    )
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
+    """What the header says, if it is one and whole. The chunk's bytes are not looked at."""
+    if len(data) != HEADER_NBYTES:
+        return Damaged(f"a header of {len(data)} bytes instead of {HEADER_NBYTES}")
+    if bytes(data[: len(MAGIC)]) != MAGIC:
+        return Damaged("no chunk's header")
+    magic_to_parent = data[: _FIELDS.size]
+    _, version, header_nbytes, key_nbytes, parent_nbytes, nbytes, format_id, checksum, key, parent = _FIELDS.unpack(
+        magic_to_parent
+    )
+    if _CHECKSUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(magic_to_parent):
+        return Damaged("the header's own checksum is wrong")
+    if version != VERSION or header_nbytes != HEADER_NBYTES:
+        return Damaged(f"a chunk of version {version}; this release reads version {VERSION}")
+    try:
+        named = ChunkKey.from_bytes(key[:key_nbytes])
+        above = ChunkKey.from_bytes(parent[:parent_nbytes]) if parent_nbytes else None
+    except InputError as error:
+        return Damaged(str(error))
+    return Header(named, above, nbytes, format_id, checksum)
+
+
+def check(
+    header: bytes | bytearray | memoryview, chunk: memoryview, *, key: ChunkKey, format_id: bytes
+) -> Damaged | None:
+    """None if `chunk` is, byte for byte, what was stored under `key` in this format. As slow as `pack_header`."""
+    read = read_header(header)
+    if isinstance(read, Damaged):
+        return read
+    if read.key != key:
+        return Damaged(f"the header names chunk {read.key.hex()}")
+    if read.format_id != format_id:
+        return Damaged("the bytes are of another chunk format")
+    if read.nbytes != chunk.nbytes:
+        return Damaged(f"a chunk of {read.nbytes} bytes instead of {chunk.nbytes}")
+    if digest(chunk) != read.checksum:
+        return Damaged("the checksum of the bytes is wrong")
+    return None

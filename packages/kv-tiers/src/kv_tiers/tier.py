@@ -1,0 +1,130 @@
+"""The contract of a tier: one place below the host pool that keeps whole chunks. Start here to write one.
+
+A tier is called by its lane's threads, several at once, and may take its time: it blocks, it has no queue and no thread
+of its own unless its medium needs one. It owns no chunk's memory: it is lent pages of the host pool, aligned to the
+machine's pages and locked in place for the length of the call, and may keep nothing of them afterwards.
+
+It keeps a header with every chunk, as opaque to it as the chunk. The lane makes headers and checks chunks against them
+(`kv_tiers.codec`), so a tier need not detect damage; where it does notice (a short file), it says `Damaged`.
+
+What became of a chunk is a value. What is wrong with the medium as a whole (unreachable, full of errors, gone) is
+raised as `TierDown`: the lane then rests the tier for a while. Anything else that is raised is a bug, and treated as
+`TierDown` with a traceback in the log.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import LoadOutcome, StoreOutcome
+
+from kv_tiers.codec import format_id
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One chunk to keep: `header`, and the first `nbytes` of `pages`.
+
+    header: `codec.HEADER_NBYTES` bytes.
+    pages: whole pages (multiples of 4096 bytes at an address that is one), for tiers that write past the page cache.
+        What lies beyond `nbytes` means nothing.
+    parent: the chunk before it in the prompt: worthless without it, so it should leave later.
+    """
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    header: bytes
+    pages: memoryview
+    nbytes: int
+
+    @property
+    def chunk(self) -> memoryview:
+        return self.pages[: self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One chunk to bring: its header into `header`, its bytes into the first `nbytes` of `pages`, both writable.
+
+    What the rest of `pages`, and all of it unless the answer is `Loaded`, holds afterwards means nothing.
+    """
+
+    key: ChunkKey
+    header: bytearray
+    pages: memoryview
+    nbytes: int
+
+    @property
+    def chunk(self) -> memoryview:
+        return self.pages[: self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Present values. None: the medium does not say."""
+
+    chunks: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What every chunk of this cache has in common. A tier may serve caches of several formats at one address, and
+    must keep what it stores for one from being found by another: `namespace` is different for each.
+
+    chunk_nbytes: bytes of a chunk; slot_bytes: of the pages that hold one.
+    """
+
+    chunk_nbytes: int
+    slot_bytes: int
+    fingerprint: str
+
+    @property
+    def namespace(self) -> str:
+        """32 hex digits for a directory or a key's prefix."""
+        return format_id(f"{self.chunk_nbytes} {self.fingerprint}").hex()
+
+
+class Tier(Protocol):
+    """One place that keeps chunks. Answers are parallel to what was asked, and every call may raise `TierDown`."""
+
+    name: str
+    """What it is called in answers, logs and metrics."""
+
+    answers_from_memory: bool
+    """`holds` never waits: a dictionary and no round trip. Such a tier is asked on the engine's thread."""
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these a load would find. It may be wrong by the time of the load, which is then `Absent`."""
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Bring chunks. A fault of one chunk's own is `Damaged` and does not spoil its neighbours."""
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        """Keep chunks. `Stored` is an acknowledgement: as durable as this tier ever makes anything.
+
+        A chunk that is kept already is `Stored` too; which of the two copies stays is the tier's choice. In the
+        prompt's order, so when room is short the first are worth most.
+        """
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        """No `holds` or `load` that begins after this returns finds these."""
+
+    def clear(self) -> None:
+        """Discard everything of this namespace."""
+
+    def probe(self) -> None:
+        """Touch the medium: return if it works, raise `TierDown` if not. Asked now and then of a tier that rests."""
+
+    def usage(self) -> TierUsage:
+        """Cheap; from memory."""
+
+    def close(self) -> None:
+        """Let go of everything. No other call comes during or after it, but a second close."""
+
+
+TierFactory = Callable[[Mapping[str, object], TierContext], Tier]
+"""What an entry point of the group `kv_tiers.tiers` names: the options that the user wrote (without `type`), and what
+the chunks are. It raises `ConfigError` for options that cannot be honoured, naming the nearest valid one."""

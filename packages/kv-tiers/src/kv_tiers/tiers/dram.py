@@ -1,0 +1,85 @@
+"""Plain host memory below the pool: unpinned, on another NUMA node, or on a memory expander."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.pool import HostPool
+from kv_tiers.tier import Read, TierUsage, Write
+from kv_tiers.tiers.index import SlotIndex
+
+
+class DramTier:
+    """A pool of its own, with bytes copied between the two."""
+
+    answers_from_memory = True
+
+    def __init__(self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram") -> None:
+        """pool: anonymous, its slots of the size that the host pool's have. The tier closes it."""
+        self.name = name
+        self._pool = pool
+        self._index = SlotIndex(pool.slots, policy)
+        self._headers: list[bytes] = [b""] * pool.slots
+        self._closing = threading.Lock()
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._index.holds(keys)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        slots = self._index.begin_load([read.key for read in reads])
+        outcomes: list[LoadOutcome] = []
+        for read, slot in zip(reads, slots, strict=True):
+            if slot is None:
+                outcomes.append(Absent())
+                continue
+            with self._pool.chunk(slot) as chunk:
+                _copy(read.chunk, chunk)
+            read.header[:] = self._headers[slot]
+            outcomes.append(Loaded(read.nbytes))
+        self._index.end_load(slots)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        if not writes:
+            return []
+        places = self._index.reserve([write.key for write in writes], writes[0].parent)
+        outcomes: list[StoreOutcome] = []
+        for write, place in zip(writes, places, strict=True):
+            if place is not None:
+                with self._pool.chunk(place.slot) as chunk:
+                    _copy(chunk, write.chunk)
+                self._headers[place.slot] = write.header
+                outcomes.append(Stored())
+            elif self._index.holds_or_writes(write.key):
+                outcomes.append(Stored())
+            else:
+                outcomes.append(Refused("every slot is being read or written, or holds an earlier chunk of the prompt"))
+        written = [(place, write.parent) for place, write in zip(places, writes, strict=True) if place is not None]
+        self._index.commit([place for place, _ in written], [parent for _, parent in written])
+        return outcomes
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        self._index.discard(keys)
+
+    def clear(self) -> None:
+        self._index.discard(self._index.all_keys())
+
+    def probe(self) -> None:
+        return
+
+    def usage(self) -> TierUsage:
+        slot_bytes = self._pool.slot_bytes
+        return TierUsage(self._index.chunks, self._index.chunks * slot_bytes, self._pool.slots * slot_bytes)
+
+    def close(self) -> None:
+        with self._closing:
+            self._pool.close()
+
+
+def _copy(to: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock, which assigning a memoryview would hold."""
+    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,164 @@
+"""Which chunk is in which slot of a tier that keeps its chunks in equal slots, and which leaves for another.
+
+The life table, leases and policies are the host tier's own (`kv_tiers.residency`). This adds what a tier has to
+itself: a lock, free slots, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
+lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up, or heads would leave before their
+tails.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot that is reserved for a chunk. used: its last chunk was evicted for this one, or left since the start."""
+
+    key: ChunkKey
+    slot: int
+    used: bool
+
+
+class SlotIndex:
+    """Safe to call from any thread. Nothing waits under its lock and no byte of a chunk is touched."""
+
+    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
+        self.slots = slots
+        self._lock = threading.Lock()
+        self._residency = Residency(slots, policy)
+        self._parents: list[ChunkKey | None] = [None] * slots
+        self._free: list[int] = []
+        self._untouched_from = 0
+
+    @property
+    def chunks(self) -> int:
+        return self._residency.chunks_resident
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._lock:
+            find = self._residency.find
+            return [find(key) is not None for key in keys]
+
+    def adopt(self, chunks: Sequence[tuple[ChunkKey, ChunkKey | None, int]]) -> None:
+        """Take over (key, parent, slot) that were there before, those worth least first. Once, at the start."""
+        taken = {slot for _, _, slot in chunks}
+        with self._lock:
+            for key, parent, slot in chunks:
+                self._residency.adopt(key, slot)
+                self._parents[slot] = parent
+            self._untouched_from = max(taken, default=-1) + 1
+            self._free = [slot for slot in range(self._untouched_from) if slot not in taken]
+
+    def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """The slots of those that are here, each leased until `end_load`."""
+        with self._lock:
+            slots = [self._residency.find(key) for key in keys]
+            here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            self._residency.lease([slot for _, slot in here])
+            if here:
+                self._touch_prompt(here[0][0], [key for key, _ in here], [slot for _, slot in here])
+            return slots
+
+    def end_load(self, slots: Sequence[int | None]) -> None:
+        with self._lock:
+            self._free += self._residency.unlease([slot for slot in slots if slot is not None])
+
+    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> list[Place | None]:
+        """Room for those of `keys` that are neither here nor arriving; None for the others, and for all after the
+        first that finds no room (`holds_or_writes` tells them apart). In the prompt's order; `parent` is the first's.
+
+        A chunk never makes room for its own descendants.
+        """
+        places: list[Place | None] = []
+        with self._lock:
+            spared = set(self._slots_above(parent))
+            spared.update(slot for key in keys if (slot := self._residency.find(key)) is not None)
+            met: set[int] = set()
+            short = False
+            for key in keys:
+                if short or self._residency.is_held(key):
+                    places.append(None)
+                    continue
+                place = self._room(key, spared, met)
+                short = place is None
+                if place is not None:
+                    self._residency.reserve(key, place.slot)
+                places.append(place)
+            if met:
+                self._residency.put_back(sorted(met))
+        return places
+
+    def holds_or_writes(self, key: ChunkKey) -> bool:
+        with self._lock:
+            return self._residency.is_held(key)
+
+    def commit(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> list[Place]:
+        """The bytes are there. Those of them that were discarded meanwhile: nobody finds them, their slots are free."""
+        if not places:
+            return []
+        with self._lock:
+            freed = self._residency.commit([place.key for place in places], [place.slot for place in places])
+            self._free += freed
+            gone = set(freed)
+            kept = []
+            for place, parent in zip(places, parents, strict=True):
+                if place.slot not in gone:
+                    self._parents[place.slot] = parent
+                    kept.append(place)
+            if kept:
+                self._touch_prompt(kept[0].key, [place.key for place in kept], [place.slot for place in kept])
+        return [place for place in places if place.slot in gone]
+
+    def abort(self, places: Sequence[Place]) -> None:
+        with self._lock:
+            self._residency.abort([place.key for place in places], [place.slot for place in places])
+            self._free += [place.slot for place in places]
+
+    def discard(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """No load finds these from now. The slots of those that were here; they may be being read still."""
+        slots = []
+        with self._lock:
+            for key in keys:
+                slot = self._residency.forget(key)
+                if slot is not None:
+                    slots.append(slot)
+                    if self._residency.is_free(slot):
+                        self._free.append(slot)
+        return slots
+
+    def all_keys(self) -> list[ChunkKey]:
+        """Of every chunk that is here or arriving."""
+        with self._lock:
+            return self._residency.keys() + self._residency.writing()
+
+    # Under the lock.
+
+    def _room(self, key: ChunkKey, spared: set[int], met: set[int]) -> Place | None:
+        if self._free:
+            return Place(key, self._free.pop(), True)
+        if self._untouched_from < self.slots:
+            self._untouched_from += 1
+            return Place(key, self._untouched_from - 1, False)
+        slot = self._residency.evict(spared, met)
+        return None if slot is None else Place(key, slot, True)
+
+    def _slots_above(self, key: ChunkKey | None) -> list[int]:
+        """The slots of this chunk and its ancestors as far as they are here, from the prompt's first."""
+        above: list[int] = []
+        while key is not None and (slot := self._residency.find(key)) is not None and len(above) < self.slots:
+            above.append(slot)
+            key = self._parents[slot]
+        return above[::-1]
+
+    def _touch_prompt(self, first: ChunkKey, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Tell the policy that these were used, and all that they build on."""
+        slot = self._residency.find(first)
+        above = [] if slot is None else self._slots_above(self._parents[slot])
+        above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
+        self._residency.touch([*above_keys, *keys], [*above, *slots])
