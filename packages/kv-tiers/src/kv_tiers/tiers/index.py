@@ -2,8 +2,8 @@
 
 The life table, leases and policies are the host tier's own (`kv_tiers.residency`). This adds what a tier has to
 itself: a lock, free slots, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
-lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up, or heads would leave before their
-tails.
+lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
+before their tails.
 """
 
 import threading
