@@ -1,0 +1,67 @@
+"""Options as a user wrote them, into the settings of one tier: strict, and with errors that say what to write.
+
+An option that counts bytes is named `…_bytes`; it may be a whole number or text such as "4MiB".
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeVar
+
+import msgspec
+from kv_core.errors import ConfigError
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
+}
+_BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+def read_options(settings: type[Settings], options: Mapping[str, object], where: str) -> Settings:
+    """The settings that `options` say. where: what the user calls this place, for the errors.
+
+    Raises:
+        ConfigError: an unknown option, naming the nearest known one; a value of the wrong type or out of range.
+    """
+    known = [field.encode_name for field in msgspec.structs.fields(settings)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, known)}")
+    values = {
+        name: byte_count(value, f"{where}: {name}") if name.endswith("_bytes") and isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    try:
+        return msgspec.convert(values, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
+
+
+def byte_count(value: int | str, where: str) -> int:
+    """A number of bytes from a whole number or text: "4096", "4MiB", "1.5 GiB", "2GB" (units of 1000).
+
+    Raises:
+        ConfigError: anything else, or a part of a byte.
+    """
+    if isinstance(value, int):
+        return value
+    found = _BYTES.fullmatch(value.strip())
+    if found is None or found[3] not in _UNITS:
+        raise ConfigError(f'{where} is {value!r}; write a whole number of bytes, or text such as "4MiB" or "2GB"')
+    unit, fraction = _UNITS[found[3]], found[2] or ""
+    tenths = int(found[1] + fraction) * unit
+    if tenths % 10 ** len(fraction):
+        raise ConfigError(f"{where} is {value!r}, which is no whole number of bytes")
+    return tenths // 10 ** len(fraction)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The half of an error message that helps: what was probably meant, or all there is."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
