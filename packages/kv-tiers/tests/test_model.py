@@ -21,13 +21,13 @@ class LocalMachine(ServiceMachine):
         return self.cache, self.cache.pool.view
 
     def resident(self) -> list[ChunkKey]:
-        residency = self.cache._residency
+        residency = self.cache._host.residency
         assert min(residency._leases) >= 0
         return self.cache.resident_keys()
 
     def close(self) -> None:
         assert not self.cache._holdings
-        assert not any(self.cache._residency._leases)
+        assert not any(self.cache._host.residency._leases)
         self.cache.close()
 
 

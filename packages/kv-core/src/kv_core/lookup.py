@@ -14,6 +14,7 @@ class Ended(Enum):
     ABSENT = "the next chunk is not held"
     INCOMPLETE = "the next chunk is held by some shards or groups and not by all"
     REFUSED = "the cache takes no new leases at present"
+    PENDING = "more is on its way up from a slower tier, or being asked for there: ask again"
 
 
 @dataclass(frozen=True, slots=True)

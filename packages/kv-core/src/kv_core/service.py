@@ -92,12 +92,18 @@ class CacheCounts:
 class CacheService(Protocol):
     """Everything an engine may ask of a cache. Every call returns at once."""
 
-    def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
+    def lookup(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+    ) -> LookupPlan:
         """Lease the leading run of held chunks to `holder` and say how long it is.
 
         keys: chunk-major from the first chunk of the prompt; `keys_per_chunk` keys (shards × groups) name one chunk,
         which counts only when all of them are held. Asking again replaces what the holder was promised before and
         starts its time anew, so the call may be repeated without counting: one holder has one promise.
+
+        patient: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is `PENDING`,
+        with what can be promised already: ask again soon, with the same keys. The cache bounds that time, from the
+        holder's first question to its end. Not patient: what can be promised now, and nothing is brought up.
         """
 
     def renew(self, holder: Holder) -> bool:

@@ -24,6 +24,7 @@ MAX_KEY_NBYTES: Final = 72
 
 _FIELDS: Final = struct.Struct(f"<8sHHHHQ16s16s{MAX_KEY_NBYTES}s{MAX_KEY_NBYTES}s48x")
 _CHECKSUM: Final = struct.Struct("<Q")
+_CHECKSUM_AT: Final = slice(40, 56)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     except InputError as error:
         return Damaged(str(error))
     return Header(named, above, nbytes, format_id, checksum)
+
+
+def checksum_in(header: bytes | bytearray) -> bytes:
+    """The checksum of the bytes that a header vouches for. Only of one that was checked."""
+    return bytes(header[_CHECKSUM_AT])
 
 
 def check(

@@ -16,3 +16,18 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
     policy: Literal["lru"] = "lru"
     """What leaves when room is needed."""
+
+
+class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the tiers below the host pool are used."""
+
+    wait_s: float = 1.0
+    """How long a request may wait for chunks on their way up before it gets what has arrived. 0: never waits."""
+    prefetch_share: float = 0.5
+    """The part of the pool that may be waiting for bytes from below."""
+    spill_share: float = 0.25
+    """The part of the pool that may be held in place while it is stored below."""
+    batch_bytes: int = 32 << 20
+    """How much one call to a tier carries. At least one chunk."""
+    drain_s: float = 5.0
+    """How long closing waits for what is still to be stored below."""

@@ -1,26 +1,25 @@
-"""The cache: `CacheService` over one host pool. Who may read or write what, until when, and what leaves to make room.
+"""The cache: `CacheService` over a host tier and the tiers below it. Who may read or write what, and until when.
 
 One lock guards the index, the policy and the leases; under it nothing waits and no chunk's bytes are read. The two
 things that take longer, making a chunk's checksum when a named pool commits it and checking it when an adopted chunk is
 first asked for, happen outside, on slots that a lease of their own keeps in place.
+
+Only what is in the pool is ever promised. What the tiers below hold is brought there first (`kv_tiers.promote`), and
+what is committed here goes down by itself (`kv_tiers.spill`).
 
 A holder's leases are found by the holder and, for those that expire, in one order by deadline: every lease lives
 equally long from when it was given or renewed, so the order of giving is the order of expiring, and looking for expired
 ones costs nothing while there are none.
 """
 
-import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-import xxhash
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.outcome import Damaged
 from kv_core.service import (
     CacheCounts,
     Completion,
@@ -33,16 +32,15 @@ from kv_core.service import (
     WriteLease,
 )
 
+from kv_tiers.below import Below
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
+from kv_tiers.config import ColdConfig
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.host import TIER, HostTier
+from kv_tiers.lane import Lane
 from kv_tiers.pool import HostPool
-from kv_tiers.residency import Residency
-
-_log = logging.getLogger(__name__)
-
-TIER = "host"
+from kv_tiers.spill import WriteMode
 
 
 @dataclass(slots=True)
@@ -80,19 +78,11 @@ class _Holding:
 
 @dataclass(slots=True)
 class _Totals:
-    """What only grows; each is described by its namesake in `CacheCounts`."""
+    """What only grows, but for the host tier's; each is described by its namesake in `CacheCounts`."""
 
     lookups: int = 0
     chunks_asked: int = 0
     chunks_hit: int = 0
-    chunks_reserved_ever: int = 0
-    chunks_committed: int = 0
-    chunks_aborted: int = 0
-    chunks_evicted: int = 0
-    chunks_forgotten: int = 0
-    chunks_adopted: int = 0
-    chunks_refused: int = 0
-    chunks_damaged: int = 0
     leases_expired: int = 0
 
 
@@ -106,24 +96,31 @@ class LocalCache:
         policy: EvictionPolicy | None = None,
         lease_s: float = 300.0,
         clock: Clock | None = None,
+        lanes: Sequence[tuple[Lane, WriteMode]] = (),
+        cold: ColdConfig | None = None,
     ) -> None:
+        """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them."""
         if not lease_s > 0:
             raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
         self.pool = pool
         self._lease_s = lease_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
-        self._lock = threading.Lock()
-        self._residency = Residency(pool.slots, LruPolicy() if policy is None else policy)
+        self._host = HostTier(pool, LruPolicy() if policy is None else policy)
+        self._lock = self._host.lock
+        self._cold = ColdConfig() if cold is None else cold
+        self.below = Below(self._host, lanes, self._cold)
+        self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._reads: OrderedDict[int, _Read] = OrderedDict()  # by deadline
+        self._pins: dict[str, list[int]] = {}
         self._writes: dict[int, _Write] = {}
         self._holdings: dict[Holder, _Holding] = {}
-        self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
         self._totals = _Totals()
         self._last_number = 0
         self._closed = False
-        self._adopt()
 
-    def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
+    def lookup(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+    ) -> LookupPlan:
         asked = list(keys)
         if keys_per_chunk < 1 or len(asked) % keys_per_chunk:
             raise MisuseError(
@@ -133,10 +130,17 @@ class LocalCache:
             now_s = self._clock.now_s()
             with self._lock:
                 self._begin(now_s)
-                slots = self._residency.leading(asked)
-                if not (doubtful := self._lease_doubtful(slots)):
-                    return self._promise(asked, slots, holder, keys_per_chunk, now_s)
-            self._verify(doubtful)
+                slots = self._host.residency.leading(asked)
+                have = len(slots)
+                if not (doubtful := self._host.lease_doubtful(slots)):
+                    plan = self._promise(asked, slots, holder, keys_per_chunk, now_s)
+                    break
+            self._host.verify(doubtful)
+        if not patient or have == len(asked) or not self.below:
+            return plan
+        # What is promised already stays put meanwhile, so what comes up joins it.
+        pending = self.below.promotions.is_pending(asked, have, holder, now_s)
+        return replace(plan, ended=Ended.PENDING) if pending else plan
 
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
@@ -155,20 +159,19 @@ class LocalCache:
             now_s = self._clock.now_s()
             with self._lock:
                 self._begin(now_s)
-                slots = self._residency.leading(asked)
-                if not (doubtful := self._lease_doubtful(slots)):
+                slots = self._host.residency.leading(asked)
+                if not (doubtful := self._host.lease_doubtful(slots)):
                     return self._answer_load(asked, slots, holder, now_s)
-            self._verify(doubtful)
+            self._host.verify(doubtful)
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         chain = list(keys)
+        self._host.check_keys(chain)
         now_s = self._clock.now_s()
         with self._lock:
             self._begin(now_s)
-            residency = self._residency
-            if self.pool.directory is not None and any(len(key) > MAX_KEY_NBYTES for key in chain):
-                raise MisuseError(f"a named pool's keys have at most {MAX_KEY_NBYTES} bytes")
-            own_slots = self._touch(chain)
+            residency = self._host.residency
+            own_slots = self._host.touch(chain)
             missing = [key for key in chain if not residency.is_held(key)] if len(own_slots) < len(chain) else []
             slots: list[int] = []
             reserved: list[ChunkKey] = []
@@ -178,19 +181,15 @@ class LocalCache:
             for place, key in enumerate(missing):
                 if residency.is_held(key):  # named twice in the chain
                     continue
-                slot = self.pool.allocate()
-                if slot is None:
-                    slot = self._make_room(own, set_aside)
+                slot = self._host.reserve(key, own, set_aside)
                 if slot is None:
                     refused = len(set(missing[place:]) - set(reserved))
                     break
-                residency.reserve(key, slot)
                 reserved.append(key)
                 slots.append(slot)
             if set_aside:
                 residency.put_back([slot for slot in dict.fromkeys(own_slots) if slot in set_aside])
-            self._totals.chunks_reserved_ever += len(slots)
-            self._totals.chunks_refused += refused
+            self._host.totals.chunks_refused += refused
             number = self._next_number()
             write = self._writes[number] = _Write(holder, reserved, slots, chain)
             self._holding(holder).writes.add(number)
@@ -215,18 +214,12 @@ class LocalCache:
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
             self._let_go(write.holder, write=lease.id)
-        directory = self.pool.directory
-        digests = [] if directory is None else [self._digest(slot) for slot in write.slots]
+        checksums = self._host.checksums(write.slots)
         with self._lock:
-            freed = self._residency.commit(write.keys, write.slots)
-            for slot in freed:
-                self.pool.free(slot)
-            self._totals.chunks_aborted += len(freed)
-            self._totals.chunks_committed += len(write.slots) - len(freed)
-            if directory is not None:
-                self._record(write, digests, freed)
+            self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than what was added just now, and must not leave before it.
-            self._touch(write.chain)
+            self._host.touch(write.chain)
+            self.below.spills.committed(write.keys, write.slots, write.chain)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
         now_s = self._clock.now_s()
@@ -246,13 +239,17 @@ class LocalCache:
             return True
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
+        gone = list(keys)
         with self._lock:
             self._check_open()
-            for key in keys:
-                self._totals.chunks_forgotten += self._forget(key)
+            for key in gone:
+                self._host.totals.chunks_forgotten += self._host.forget(key)
+            # Under the lock, so that a chunk committed again after this is stored below after it was discarded there.
+            self.below.discard(gone)
 
     def end(self, holder: Holder) -> None:
         with self._lock:
+            self.below.promotions.end(holder)
             holding = self._holdings.pop(holder, None)
             if holding is None:
                 return
@@ -278,32 +275,33 @@ class LocalCache:
         """Forget every chunk that is held. What is being written now will not be found either."""
         with self._lock:
             self._check_open()
-            for key in self._residency.keys() + self._residency.writing():
-                self._totals.chunks_forgotten += self._forget(key)
+            for key in self._host.residency.keys() + self._host.residency.writing():
+                self._host.totals.chunks_forgotten += self._host.forget(key)
+            self.below.clear()
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
         with self._lock:
             self._begin(now_s)
-            totals = self._totals
+            totals, host = self._totals, self._host.totals
             return CacheCounts(
                 slots_total=self.pool.slots,
                 slots_used=self.pool.slots_used,
-                chunks_resident=self._residency.chunks_resident,
-                chunks_reserved=self._residency.chunks_reserved,
+                chunks_resident=self._host.residency.chunks_resident,
+                chunks_reserved=self._host.residency.chunks_reserved,
                 read_leases=len(self._reads),
                 write_leases=len(self._writes),
                 lookups=totals.lookups,
                 chunks_asked=totals.chunks_asked,
                 chunks_hit=totals.chunks_hit,
-                chunks_reserved_ever=totals.chunks_reserved_ever,
-                chunks_committed=totals.chunks_committed,
-                chunks_aborted=totals.chunks_aborted,
-                chunks_evicted=totals.chunks_evicted,
-                chunks_forgotten=totals.chunks_forgotten,
-                chunks_adopted=totals.chunks_adopted,
-                chunks_refused=totals.chunks_refused,
-                chunks_damaged=totals.chunks_damaged,
+                chunks_reserved_ever=host.chunks_reserved_ever,
+                chunks_committed=host.chunks_committed,
+                chunks_aborted=host.chunks_aborted,
+                chunks_evicted=host.chunks_evicted,
+                chunks_forgotten=host.chunks_forgotten,
+                chunks_adopted=host.chunks_adopted,
+                chunks_refused=host.chunks_refused,
+                chunks_damaged=host.chunks_damaged,
                 leases_expired=totals.leases_expired,
             )
 
@@ -311,10 +309,12 @@ class LocalCache:
         """What a lookup could find now. For tools and tests: it copies the index."""
         with self._lock:
             self._check_open()
-            return self._residency.keys()
+            return self._host.residency.keys()
 
     def close(self) -> None:
-        """Give up every lease and unmap the pool. A named pool's chunks are there for the next process.
+        """Give up every lease, have stored below what is to be stored there, and unmap the pool.
+
+        A named pool's chunks are there for the next process. It takes at most some seconds (`ColdConfig.drain_s`).
 
         Raises:
             BufferError: somebody still has the pool's memory; the cache is closed, the pool is not: close again later.
@@ -326,6 +326,9 @@ class LocalCache:
                     self._abort(number)
             self._holdings.clear()
             self._reads.clear()
+            self._pins.clear()
+        if not self.below.close(self._cold.drain_s):
+            raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not come back from a call")
         self.pool.close()
 
     # What follows is called under the lock, but where it says otherwise.
@@ -367,7 +370,7 @@ class LocalCache:
         return number
 
     def _end_read(self, number: int) -> None:
-        self._free(self._residency.unlease(self._reads.pop(number).slots))
+        self._host.unlease(self._reads.pop(number).slots)
 
     def _expire(self, now_s: float) -> None:
         while self._reads:
@@ -396,8 +399,8 @@ class LocalCache:
         before = None if holding is None else holding.promise
         if slots:
             # The new lease before the old one ends, so that what is in both is never without.
-            self._residency.lease(slots)
-            self._residency.touch(asked, slots)
+            self._host.residency.lease(slots)
+            self._host.residency.touch(asked, slots)
             if holding is None:
                 holding = self._holdings[holder] = _Holding()
             holding.promise = self._open_read(holder, slots, now_s)
@@ -405,136 +408,37 @@ class LocalCache:
             if not slots:
                 self._let_go(holder, read=before)
             self._end_read(before)
-        return LookupPlan(holder, chunks, ended, (TIER,) * chunks)
+        sources = self.below.promotions.sources(slots)
+        if keys_per_chunk > 1:
+            groups = (sources[at : at + keys_per_chunk] for at in range(0, len(sources), keys_per_chunk))
+            sources = [max(group, key=self._order.__getitem__) for group in groups]
+        return LookupPlan(holder, chunks, ended, tuple(sources))
 
     def _answer_load(self, asked: list[ChunkKey], slots: list[int], holder: Holder, now_s: float) -> Ticket:
         ticket = Ticket(self._next_number())
         holding = self._holding(holder)
         if len(slots) < len(asked):
-            missing = tuple(key for key in asked[len(slots) :] if self._residency.find(key) is None)
+            missing = tuple(key for key in asked[len(slots) :] if self._host.residency.find(key) is None)
             holding.done.append(LoadFailed(ticket, missing, f"{len(missing)} of {len(asked)} chunks are not held"))
             return ticket
-        self._residency.lease(slots)
+        self._host.residency.lease(slots)
+        self.below.promotions.used(slots)
         number = self._open_read(holder, slots, now_s)
         holding.reads.add(number)
         lease = ReadLease(LeaseId(number), tuple(asked), tuple(map(self.pool.extent, slots)))
         holding.done.append(LoadReady(ticket, lease))
         return ticket
 
-    def _touch(self, chain: list[ChunkKey]) -> list[int]:
-        """Tell the policy that this chain's resident chunks were used; their slots."""
-        slots = self._residency.leading(chain)
-        keys = chain
-        if len(slots) < len(chain):
-            there = [(key, slot) for key in chain if (slot := self._residency.find(key)) is not None]
-            keys, slots = [key for key, _ in there], [slot for _, slot in there]
-        if slots:
-            self._residency.touch(keys, slots)
-        return slots
-
-    def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
-        """Evict one chunk; its slot, taken for a new one."""
-        slot = self._residency.evict(spared, set_aside)
-        if slot is None:
-            return None
-        self._totals.chunks_evicted += 1
-        self._disown(slot)
-        return slot
-
-    def _free(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.pool.free(slot)
-
-    def _disown(self, slot: int) -> None:
-        """Nobody may find this slot's bytes, after a restart either."""
-        self._doubtful.pop(slot, None)
-        if self.pool.directory is not None:
-            self.pool.directory.wipe(slot)
-
-    def _forget(self, key: ChunkKey) -> bool:
-        """True if a resident chunk was forgotten."""
-        slot = self._residency.forget(key)
-        if slot is None:
-            return False
-        self._disown(slot)
-        if self._residency.is_free(slot):
-            self.pool.free(slot)
-        return True
-
     def _abort(self, number: int) -> None:
         write = self._writes.pop(number)
-        self._residency.abort(write.keys, write.slots)
-        self._free(write.slots)
-        self._totals.chunks_aborted += len(write.slots)
+        self._host.abort(write.keys, write.slots)
 
     def _give_up_from(self, number: int, write: _Write, first: int) -> int:
         """Abort what a new write lease has from its chunk `first` on; how many those are. Takes the lock itself."""
         with self._lock:
             keys, slots = write.keys[first:], write.slots[first:]
             if number in self._writes:  # else its holder has ended meanwhile, and everything is aborted already
-                self._residency.abort(keys, slots)
-                self._free(slots)
-                self._totals.chunks_aborted += len(slots)
-                self._totals.chunks_refused += len(slots)
+                self._host.abort(keys, slots)
+                self._host.totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
-
-    def _record(self, write: _Write, digests: list[bytes], orphaned: Collection[int]) -> None:
-        directory = self.pool.directory
-        assert directory is not None
-        parents: dict[ChunkKey, int] = {}
-        parent = NO_PARENT
-        for key in write.chain:
-            parents[key] = parent
-            slot = self._residency.find(key)
-            parent = NO_PARENT if slot is None else slot
-        for key, slot, digest in zip(write.keys, write.slots, digests, strict=True):
-            if slot not in orphaned:
-                directory.write(slot, key, parents[key], digest)
-
-    def _adopt(self) -> None:
-        """Take over what an earlier process left in a named pool."""
-        directory = self.pool.directory
-        if directory is None:
-            return
-        adopted: dict[ChunkKey, int] = {}
-        for record in least_worth_first(directory.records()):
-            if (
-                record.key in adopted
-            ):  # no process of ours writes two; whichever is right, the checksum would tell too late
-                directory.wipe(record.slot)
-                continue
-            adopted[record.key] = record.slot
-            self._residency.adopt(record.key, record.slot)
-            self._doubtful[record.slot] = record.digest
-        self.pool.take(adopted.values())
-        self._totals.chunks_adopted = len(adopted)
-        if adopted:
-            _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
-
-    def _lease_doubtful(self, slots: list[int]) -> dict[int, bytes]:
-        """Those of the slots that nobody has verified, leased until `_verify` is done with them."""
-        if not self._doubtful:
-            return {}
-        doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
-        self._residency.lease(list(doubtful))
-        return doubtful
-
-    def _verify(self, doubtful: dict[int, bytes]) -> None:
-        """Believe or discard each. Without the lock while the bytes are read."""
-        wrong = [slot for slot, digest in doubtful.items() if self._digest(slot) != digest]
-        with self._lock:
-            for slot in doubtful:
-                key = self._residency.key_at(slot)
-                if slot in wrong and key is not None and slot in self._doubtful:
-                    damaged = Damaged(f"the checksum of {key!r} in pool {self.pool.name} is wrong")
-                    _log.warning("%s; it is discarded", damaged.reason)
-                    self._forget(key)
-                    self._totals.chunks_damaged += 1
-                self._doubtful.pop(slot, None)
-            self._free(self._residency.unlease(list(doubtful)))
-
-    def _digest(self, slot: int) -> bytes:
-        """xxh3_128 of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
-        with self.pool.chunk(slot) as chunk:
-            return xxhash.xxh3_128_digest(chunk)

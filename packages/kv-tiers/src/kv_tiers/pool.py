@@ -193,6 +193,11 @@ class HostPool:
         start = slot * self.slot_bytes
         return self._view[start : start + self.chunk_nbytes]
 
+    def pages(self, slot: int) -> memoryview:
+        """The whole slot, from a page's boundary. Release it."""
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
+
     def close(self) -> None:
         """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
 

@@ -153,7 +153,14 @@ class Residency:
         self._policy.added([key], [slot])
 
     def evict(self, spared: Container[int], met: set[int]) -> int | None:
-        """Empty the best victim's slot. None: all that is resident is leased or in `spared`.
+        """Empty the best victim's slot. None: all that is resident is leased or in `spared`."""
+        slot = self.victim(spared, met)
+        if slot is not None:
+            self.empty(slot)
+        return slot
+
+    def victim(self, spared: Container[int], met: set[int]) -> int | None:
+        """The slot that an eviction would empty. The same again until it is emptied, leased or touched.
 
         met: gets the spared chunks that had to be set aside; give them back (`put_back`) when the sparing ends.
         """
@@ -165,10 +172,16 @@ class Residency:
                 self._policy.set_aside(slot)
                 met.add(slot)
             else:
-                self._move(slot, Event.EVICT)
-                self._hide(slot)
                 return slot
         return None
+
+    def empty(self, slot: int) -> None:
+        """Evict the chunk in this slot, which nobody leases."""
+        self._move(slot, Event.EVICT)
+        self._hide(slot)
+
+    def is_leased(self, slot: int) -> bool:
+        return self._leases[slot] > 0
 
     def put_back(self, slots: Sequence[int]) -> None:
         self._policy.put_back(slots)

@@ -1,0 +1,219 @@
+"""The host tier: a pool, the index of what is in it, and the record that a named pool keeps, as one thing.
+
+It moves chunks through their lives and knows nothing of who asked. `lock` is the one lock of the cache: every method is
+called under it unless it says otherwise, and nothing under it waits or reads a chunk's bytes.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kv_core.errors import MisuseError
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Damaged
+
+from kv_tiers import codec
+from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.pool import HostPool
+from kv_tiers.residency import Residency
+
+_log = logging.getLogger(__name__)
+
+TIER = "host"
+
+
+@dataclass(slots=True)
+class HostTotals:
+    """What only grows; each is described by its namesake in `CacheCounts`."""
+
+    chunks_reserved_ever: int = 0
+    chunks_committed: int = 0
+    chunks_aborted: int = 0
+    chunks_evicted: int = 0
+    chunks_forgotten: int = 0
+    chunks_adopted: int = 0
+    chunks_refused: int = 0
+    chunks_damaged: int = 0
+
+
+class HostTier:
+    """Owns the pool and closes it."""
+
+    def __init__(self, pool: HostPool, policy: EvictionPolicy) -> None:
+        self.pool = pool
+        self.lock = threading.Lock()
+        self.residency = Residency(pool.slots, policy)
+        self.totals = HostTotals()
+        self.spill_first: Callable[[int], bool] = _no
+        """Asked of each chunk that an eviction would lose: True if it is leased now, to be stored below first."""
+        self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
+        self._adopt()
+
+    def check_keys(self, keys: Sequence[ChunkKey]) -> None:
+        """Without the lock.
+
+        Raises:
+            MisuseError: keys too long to be recorded in a named pool.
+        """
+        if self.pool.directory is not None and any(len(key) > MAX_KEY_NBYTES for key in keys):
+            raise MisuseError(f"a named pool's keys have at most {MAX_KEY_NBYTES} bytes")
+
+    def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
+        """Tell the policy that this chain's resident chunks were used; their slots."""
+        slots = self.residency.leading(chain)
+        keys = chain
+        if len(slots) < len(chain):
+            there = [(key, slot) for key in chain if (slot := self.residency.find(key)) is not None]
+            keys, slots = [key for key, _ in there], [slot for _, slot in there]
+        if slots:
+            self.residency.touch(keys, slots)
+        return slots
+
+    def reserve(self, key: ChunkKey, spared: Collection[int], set_aside: set[int]) -> int | None:
+        """A slot for a chunk whose bytes are still to come, emptied if it must be. None: there is no room.
+
+        set_aside: as `met` of `Residency.victim`.
+        """
+        slot = self.pool.allocate()
+        if slot is None:
+            slot = self._make_room(spared, set_aside)
+        if slot is not None:
+            self.residency.reserve(key, slot)
+            self.totals.chunks_reserved_ever += 1
+        return slot
+
+    def commit(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        chain: Sequence[ChunkKey],
+        checksums: Sequence[bytes],
+    ) -> None:
+        """Their bytes are in place. What was forgotten while it was written is found by nobody, and its slot is free.
+
+        chain: the prompt up to there. checksums: of each chunk, for a named pool; else none.
+        """
+        freed = self.residency.commit(keys, slots)
+        self.free(freed)
+        self.totals.chunks_aborted += len(freed)
+        self.totals.chunks_committed += len(slots) - len(freed)
+        if self.pool.directory is not None:
+            self._record(keys, slots, chain, checksums, freed)
+
+    def checksums(self, slots: Sequence[int]) -> list[bytes]:
+        """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""
+        return [] if self.pool.directory is None else [self._checksum(slot) for slot in slots]
+
+    def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Give reserved places back."""
+        self.residency.abort(keys, slots)
+        self.free(slots)
+        self.totals.chunks_aborted += len(slots)
+
+    def evict(self, slot: int) -> None:
+        """Empty a slot that nobody leases, and keep it taken for whoever asked."""
+        self.residency.empty(slot)
+        self.totals.chunks_evicted += 1
+        self._disown(slot)
+
+    def forget(self, key: ChunkKey) -> bool:
+        """True if a resident chunk was forgotten."""
+        slot = self.residency.forget(key)
+        if slot is None:
+            return False
+        self._disown(slot)
+        if self.residency.is_free(slot):
+            self.pool.free(slot)
+        return True
+
+    def unlease(self, slots: Sequence[int]) -> None:
+        self.free(self.residency.unlease(slots))
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pool.free(slot)
+
+    def lease_doubtful(self, slots: Sequence[int]) -> dict[int, bytes]:
+        """Those of the slots that nobody has verified, leased until `verify` is done with them."""
+        if not self._doubtful:
+            return {}
+        doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
+        self.residency.lease(list(doubtful))
+        return doubtful
+
+    def verify(self, doubtful: Mapping[int, bytes]) -> None:
+        """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself."""
+        wrong = [slot for slot, checksum in doubtful.items() if self._checksum(slot) != checksum]
+        with self.lock:
+            for slot in doubtful:
+                key = self.residency.key_at(slot)
+                if slot in wrong and key is not None and slot in self._doubtful:
+                    damaged = Damaged(f"the checksum of {key!r} in pool {self.pool.name} is wrong")
+                    _log.warning("%s; it is discarded", damaged.reason)
+                    self.forget(key)
+                    self.totals.chunks_damaged += 1
+                self._doubtful.pop(slot, None)
+            self.unlease(list(doubtful))
+
+    def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
+        while (slot := self.residency.victim(spared, set_aside)) is not None:
+            if not self.spill_first(slot):
+                self.evict(slot)
+                return slot
+        return None
+
+    def _disown(self, slot: int) -> None:
+        """Nobody may find this slot's bytes, after a restart either."""
+        self._doubtful.pop(slot, None)
+        if self.pool.directory is not None:
+            self.pool.directory.wipe(slot)
+
+    def _record(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        chain: Sequence[ChunkKey],
+        checksums: Sequence[bytes],
+        gone: Collection[int],
+    ) -> None:
+        directory = self.pool.directory
+        assert directory is not None
+        parents: dict[ChunkKey, int] = {}
+        parent = NO_PARENT
+        for key in chain:
+            parents[key] = parent
+            slot = self.residency.find(key)
+            parent = NO_PARENT if slot is None else slot
+        for key, slot, checksum in zip(keys, slots, checksums, strict=True):
+            if slot not in gone:
+                directory.write(slot, key, parents[key], checksum)
+
+    def _adopt(self) -> None:
+        """Take over what an earlier process left in a named pool."""
+        directory = self.pool.directory
+        if directory is None:
+            return
+        adopted: dict[ChunkKey, int] = {}
+        for record in least_worth_first(directory.records()):
+            if record.key in adopted:
+                # No process of ours writes two. Whichever is right, the checksum would tell too late.
+                directory.wipe(record.slot)
+                continue
+            adopted[record.key] = record.slot
+            self.residency.adopt(record.key, record.slot)
+            self._doubtful[record.slot] = record.digest
+        self.pool.take(adopted.values())
+        self.totals.chunks_adopted = len(adopted)
+        if adopted:
+            _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
+
+    def _checksum(self, slot: int) -> bytes:
+        """Of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
+        with self.pool.chunk(slot) as chunk:
+            return codec.digest(chunk)
+
+
+def _no(slot: int) -> bool:
+    return False

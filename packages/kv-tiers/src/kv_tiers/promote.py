@@ -1,0 +1,253 @@
+"""The way up: chunks that only a tier below holds are brought into the pool before anything is promised.
+
+A lookup that ends in the host tier asks the tiers below, hottest first; each takes a leading run of what is left. What
+they hold is loaded into slots that are reserved under one lock for as much of the run as there is room, so two
+prefetches never wait for each other, and the lookup's answer is "pending" for at most `wait_s`: then the engine gets
+what has arrived. What arrives later is there for the next request. A chunk that does not come breaks the run: what lies
+behind it is worthless and given up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Loaded
+from kv_core.service import Holder
+
+from kv_tiers import codec
+from kv_tiers.host import TIER, HostTier
+from kv_tiers.lane import Arrival, Lane
+from kv_tiers.spill import Spills
+from kv_tiers.tier import Read
+
+
+@dataclass(slots=True)
+class PromoteCounts:
+    """Chunks that were asked of tiers below, of those that arrived, and that a break in their run made worthless."""
+
+    asked: int = 0
+    arrived: int = 0
+    given_up: int = 0
+    waits_over: int = 0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One holder's patience. answers: (tier, place in the prompt) → leading chunks held there, None while asked."""
+
+    until_s: float
+    over: bool = False
+    answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Promotion:
+    """A leading run on its way up. `broken_at`: the first of its places that did not come."""
+
+    holder: Holder
+    chain: list[ChunkKey]
+    broken_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tier: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Places `start`… of the prompt, in these slots."""
+
+    tier: int
+    start: int
+    keys: list[ChunkKey]
+    slots: list[int]
+
+
+class Promotions:
+    """All prefetches into one host tier. Every method takes the host's lock itself where it needs it."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        lanes: Sequence[Lane],
+        spills: Spills,
+        *,
+        wait_s: float,
+        max_slots: int,
+        batch_chunks: int,
+    ) -> None:
+        """max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
+        self._host = host
+        self._lanes = list(lanes)
+        self._spills = spills
+        self._wait_s = wait_s
+        self._max_slots = max_slots
+        self._batch_chunks = batch_chunks
+        self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
+        self._arriving: set[ChunkKey] = set()
+        self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
+        self.counts = PromoteCounts()
+
+    def is_pending(self, asked: Sequence[ChunkKey], have: int, holder: Holder, now_s: float) -> bool:
+        """Whether waiting will make the first `have` chunks of `asked` more. Starts what is to be waited for.
+
+        Without the lock. Asking again is how a holder learns that its wait is over.
+        """
+        with self._host.lock:
+            wait = self._wait_of(holder, now_s)
+            if not wait.over and now_s >= wait.until_s:
+                wait.over = True
+                self.counts.waits_over += 1
+            if wait.over:
+                return False
+            if asked[have] in self._arriving or self._host.residency.find(asked[have]) is not None:
+                return True  # the latter arrived since the lookup
+            if self._host.residency.is_held(asked[have]):
+                return False  # an engine is storing it: it will be there for the next request
+        runs = self._where(wait, asked, have)
+        if runs is None:
+            return True
+        if not runs:
+            wait.over = True
+            return False
+        return self._start(_Promotion(holder, list(asked), len(asked)), runs, wait)
+
+    def end(self, holder: Holder) -> None:
+        """The holder waits no more. What is on its way arrives all the same. Under the lock."""
+        self._waits.pop(holder, None)
+
+    def sources(self, slots: Sequence[int]) -> list[str]:
+        """The tier that each slot's chunk came from, if it was not used since; else the host tier. Under the lock."""
+        if not self._source:
+            return [TIER] * len(slots)
+        key_at = self._host.residency.key_at
+        known = (self._source.get(slot, (None, TIER)) for slot in slots)
+        return [name if key == key_at(slot) else TIER for slot, (key, name) in zip(slots, known, strict=True)]
+
+    def used(self, slots: Sequence[int]) -> None:
+        """From now these are chunks of the host tier like any other. Under the lock."""
+        if self._source:
+            for slot in slots:
+                self._source.pop(slot, None)
+
+    def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
+        wait = self._waits.get(holder)
+        if wait is None:
+            while self._waits:  # holders that never ended
+                oldest, old = next(iter(self._waits.items()))
+                if now_s < old.until_s + 600 and len(self._waits) < 100_000:
+                    break
+                del self._waits[oldest]
+            wait = self._waits[holder] = _Wait(now_s + self._wait_s)
+        return wait
+
+    def _where(self, wait: _Wait, asked: Sequence[ChunkKey], have: int) -> list[_Run] | None:
+        """Which tier has which part of what is missing. None: one that must be asked has not answered yet."""
+        runs: list[_Run] = []
+        at = have
+        while at < len(asked):
+            for tier, lane in enumerate(self._lanes):
+                if lane.answers_from_memory:
+                    chunks = lane.leading(asked[at:])
+                else:
+                    answer = self._asked(wait, tier, lane, asked, at)
+                    if answer is None:
+                        return runs or None  # what is known already need not wait for the rest
+                    chunks = answer
+                if chunks:
+                    runs.append(_Run(tier, at, at + chunks))
+                    at += chunks
+                    break
+            else:
+                break
+        return runs
+
+    def _asked(self, wait: _Wait, tier: int, lane: Lane, asked: Sequence[ChunkKey], at: int) -> int | None:
+        place = (tier, at)
+        if place not in wait.answers:
+            wait.answers[place] = None
+
+            def answered(leading: int) -> None:
+                wait.answers[place] = leading
+
+            if not lane.ask(asked[at:], answered):
+                wait.answers[place] = 0
+        return wait.answers[place]
+
+    def _start(self, promotion: _Promotion, runs: Sequence[_Run], wait: _Wait) -> bool:
+        """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
+        chain = promotion.chain
+        jobs: list[_Job] = []
+        with self._host.lock:
+            set_aside: set[int] = set()
+            room = self._max_slots - len(self._arriving)
+            for run in runs:
+                for start in range(run.start, run.stop, self._batch_chunks):
+                    job = _Job(run.tier, start, [], [])
+                    for key in chain[start : min(start + self._batch_chunks, run.stop)]:
+                        if room <= 0 or self._host.residency.is_held(key):
+                            break
+                        slot = self._host.reserve(key, (), set_aside)
+                        if slot is None:
+                            break
+                        job.keys.append(key)
+                        job.slots.append(slot)
+                        room -= 1
+                    if job.keys:
+                        jobs.append(job)
+                        self._arriving.update(job.keys)
+                    if len(job.keys) < min(self._batch_chunks, run.stop - start):
+                        break
+                else:
+                    continue
+                break
+            self.counts.asked += sum(len(job.keys) for job in jobs)
+            if not jobs:
+                return bool(self._arriving)  # others' are on their way; then there will be room
+        short = self._host.pool.back([slot for job in jobs for slot in job.slots])
+        submitted = False
+        for job in jobs:
+            refused = bool(short.intersection(job.slots)) or not self._submit(promotion, job)
+            if refused:
+                self._arrived(promotion, job, [])
+            submitted = submitted or not refused
+        return submitted
+
+    def _submit(self, promotion: _Promotion, job: _Job) -> bool:
+        pool = self._host.pool
+        reads = [
+            Read(key, bytearray(codec.HEADER_NBYTES), pool.pages(slot), pool.chunk_nbytes)
+            for key, slot in zip(job.keys, job.slots, strict=True)
+        ]
+        return self._lanes[job.tier].load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
+
+    def _arrived(self, promotion: _Promotion, job: _Job, arrivals: Sequence[Arrival]) -> None:
+        """On the lane's thread. arrivals: none if the job was refused."""
+        with self._host.lock:
+            whole = 0
+            while (
+                whole < len(arrivals)
+                and isinstance(arrivals[whole].outcome, Loaded)
+                and job.start + whole < promotion.broken_at
+            ):
+                whole += 1
+            keys, slots = job.keys[:whole], job.slots[:whole]
+            self._arriving.difference_update(job.keys)
+            if whole < len(job.keys):
+                promotion.broken_at = min(promotion.broken_at, job.start + whole)
+                self._host.abort(job.keys[whole:], job.slots[whole:])
+                self.counts.given_up += len(job.keys) - whole
+                if (wait := self._waits.get(promotion.holder)) is not None:
+                    wait.over = True
+            if whole:
+                chain = promotion.chain[: job.start + whole]
+                self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals[:whole]])
+                self._host.touch(chain)
+                self.counts.arrived += whole
+                for key, slot in zip(keys, slots, strict=True):
+                    self._source[slot] = key, self._lanes[job.tier].name
+                self._spills.committed(keys, slots, chain, above=job.tier)

@@ -1,0 +1,203 @@
+"""The way down: chunks of the host tier that a tier below does not have yet.
+
+`through`: as soon as its lane has room, oldest first. `back`: when the chunk is about to be evicted (and at the end).
+Until a chunk is handed to a lane it is not leased, so a backlog keeps nobody from anything: what is evicted from it is
+lost to the tier below and counted. While it is being stored it is leased, so it is found in the host tier until it can
+be found below. At most a part of the pool is leased so: the engine's own stores always find room.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Stored, StoreOutcome
+
+from kv_tiers.host import HostTier
+from kv_tiers.lane import Health, Lane, Outgoing
+
+WriteMode = Literal["through", "back", "never"]
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Of one tier. waiting, under_way: present values; the others only grow. In chunks."""
+
+    waiting: int = 0
+    under_way: int = 0
+    stored: int = 0
+    refused: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    key: ChunkKey
+    parent: ChunkKey | None
+
+
+@dataclass(slots=True)
+class _Below:
+    """One tier and what it does not have yet, by slot, oldest first."""
+
+    lane: Lane
+    mode: WriteMode
+    waiting: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
+    counts: SpillCounts = field(default_factory=SpillCounts)
+
+
+@dataclass(slots=True)
+class _Batch:
+    below: _Below
+    slots: list[int]
+    chunks: list[_Waiting]
+    then_evict: bool
+
+
+class Spills:
+    """All tiers' below one host tier. Called under the host's lock unless it says otherwise."""
+
+    def __init__(
+        self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], *, max_slots: int, batch_chunks: int
+    ) -> None:
+        """max_slots: how many of the pool's slots may be leased for spilling at a time."""
+        self._host = host
+        self._below = [_Below(lane, mode) for lane, mode in lanes]
+        self._max_slots = max_slots
+        self._batch_chunks = batch_chunks
+        self._leased = 0
+        self._stopped = False
+        host.spill_first = self.spill_first
+
+    def committed(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
+    ) -> None:
+        """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
+        parents = dict(zip(chain, (None, *chain), strict=False))
+        for below in self._below[:above]:
+            if below.mode == "never":
+                continue
+            for key, slot in zip(keys, slots, strict=True):
+                if self._host.residency.key_at(slot) == key:  # else it was forgotten while it was written
+                    below.waiting.pop(slot, None)
+                    below.waiting[slot] = _Waiting(key, parents.get(key))
+        self.pump()
+
+    def pump(self) -> None:
+        """Hand over what the lanes have room for."""
+        for below in self._below:
+            if below.mode == "through":
+                while below.waiting and self._hand_over(below):
+                    pass
+
+    def spill_first(self, slot: int) -> bool:
+        """An eviction is about to lose this chunk. True: it is leased now and will be evicted once it is stored."""
+        key = self._host.residency.key_at(slot)
+        for below in self._below:
+            waiting = below.waiting.pop(slot, None)
+            if waiting is None or waiting.key != key:
+                continue
+            if below.mode == "back" and self._submit(_Batch(below, [slot], [waiting], then_evict=True)):
+                return True
+            below.counts.lost += 1
+        return False
+
+    def drain(self, timeout_s: float) -> None:
+        """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
+        for below in self._below:
+            until_stored = True
+            while until_stored:
+                with self._host.lock:
+                    self._drop_stale(below)
+                    until_stored = below.mode != "never" and bool(below.waiting) and self._hand_over(below)
+                if not until_stored and below.waiting and below.lane.health()[0] is Health.UP:
+                    until_stored = below.lane.drain(timeout_s)
+            below.lane.drain(timeout_s)
+
+    def stop(self) -> None:
+        """Hand nothing over any more."""
+        self._stopped = True
+        for below in self._below:
+            below.waiting.clear()
+
+    def counts(self) -> list[SpillCounts]:
+        """By tier, in their order."""
+        for below in self._below:
+            below.counts.waiting = len(below.waiting)
+        return [
+            SpillCounts(**{name: getattr(below.counts, name) for name in SpillCounts.__slots__})
+            for below in self._below
+        ]
+
+    def _hand_over(self, below: _Below) -> bool:
+        """The next few of one prompt. False: there is no room, or nothing to hand over."""
+        room = min(self._batch_chunks, self._max_slots - self._leased, below.lane.room_for_stores())
+        batch = _Batch(below, [], [], then_evict=False)
+        while below.waiting and len(batch.slots) < room:
+            slot, waiting = next(iter(below.waiting.items()))
+            if batch.chunks and waiting.parent != batch.chunks[-1].key:
+                break
+            del below.waiting[slot]
+            if self._host.residency.key_at(slot) == waiting.key:
+                batch.slots.append(slot)
+                batch.chunks.append(waiting)
+            else:
+                below.counts.lost += 1
+        return bool(batch.slots) and self._submit(batch)
+
+    def _submit(self, batch: _Batch) -> bool:
+        if self._stopped or self._leased + len(batch.slots) > self._max_slots:
+            return False
+        pool = self._host.pool
+        outgoing = [
+            Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.chunk_nbytes)
+            for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
+        ]
+        self._host.residency.lease(batch.slots)
+        self._leased += len(batch.slots)
+        batch.below.counts.under_way += len(batch.slots)
+        if batch.below.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
+            return True
+        self._settle(batch)
+        self._put_back(batch)
+        return False
+
+    def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
+        """On the lane's thread, without the lock."""
+        stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
+        down = stored < len(outcomes) and batch.below.lane.health()[0] is not Health.UP
+        with self._host.lock:
+            self._settle(batch)
+            counts = batch.below.counts
+            counts.stored += stored
+            if down and not stored:
+                self._put_back(batch)
+            else:
+                counts.refused += len(outcomes) - stored
+            if batch.then_evict and stored:
+                self._evict(batch)
+            self.pump()
+
+    def _settle(self, batch: _Batch) -> None:
+        self._host.unlease(batch.slots)
+        self._leased -= len(batch.slots)
+        batch.below.counts.under_way -= len(batch.slots)
+
+    def _put_back(self, batch: _Batch) -> None:
+        """It waits again, where it was."""
+        for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
+            if self._host.residency.key_at(slot) == chunk.key and not self._stopped:
+                batch.below.waiting[slot] = chunk
+                batch.below.waiting.move_to_end(slot, last=False)
+
+    def _evict(self, batch: _Batch) -> None:
+        for slot, chunk in zip(batch.slots, batch.chunks, strict=True):
+            if self._host.residency.key_at(slot) == chunk.key and not self._host.residency.is_leased(slot):
+                self._host.evict(slot)
+                self._host.free([slot])
+
+    def _drop_stale(self, below: _Below) -> None:
+        for slot, waiting in list(below.waiting.items()):
+            if self._host.residency.key_at(slot) != waiting.key:
+                del below.waiting[slot]
