@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import msgspec
 from kv_core.errors import ConfigError
 
-_UNITS: Final = {
+_UNITS: Final[Mapping[str, int]] = {
     "": 1,
     "B": 1,
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)},
@@ -54,10 +54,10 @@ def byte_count(value: int | str, where: str) -> int:
     if found is None or found[3] not in _UNITS:
         raise ConfigError(f'{where} is {value!r}; write a whole number of bytes, or text such as "4MiB" or "2GB"')
     unit, fraction = _UNITS[found[3]], found[2] or ""
-    tenths = int(found[1] + fraction) * unit
-    if tenths % 10 ** len(fraction):
+    nbytes, rest = divmod(int(found[1] + fraction) * unit, int("1" + "0" * len(fraction)))
+    if rest:
         raise ConfigError(f"{where} is {value!r}, which is no whole number of bytes")
-    return tenths // 10 ** len(fraction)
+    return nbytes
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,336 @@
+"""Chunks in Redis or Valkey: one server, a cluster, or a master that sentinels watch.
+
+A chunk is cut into pieces, each one value:
+
+    <prefix>:<namespace>:<piece_bytes>:{<key in base64>}        the header, then the chunk's first piece
+    <prefix>:<namespace>:<piece_bytes>:{<key in base64>}:1      the second piece, and so on
+
+The braces put all pieces of a chunk on the same server of a cluster and spread chunks over all of them. Base64 keeps
+braces and the signs of patterns out of names. The size of a piece is part of the name because it says how many values
+make a chunk: `holds` counts them (EXISTS of all names at once), so a chunk that lost a piece to the server's own
+eviction or to its time is not there.
+
+The first piece is written last. Two writers of one chunk may mix pieces when their bytes differ; the header's checksum
+finds that out, as it does all other damage. A chunk found incomplete is discarded.
+"""
+
+import threading
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers.options import read_options
+from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers, refused_for_now
+from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, OtherLength, command, set_command
+
+_COMMANDS_AT_ONCE: Final = 1000
+"""Small commands in one round trip."""
+
+_AHEAD_NBYTES: Final = 16 << 20
+"""Values are asked for so far ahead of the one that arrives; a server keeps that much in its memory for us."""
+
+_ASKING: Final = command(b"ASKING")
+
+T = TypeVar("T")
+Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
+"""Of a conversation about those of a call's chunks that one server keeps, as their numbers. The flag: the server is
+about to take them over and must be told before every command that we know."""
+
+
+def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier types `redis` and `valkey`; `RedisConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured, or redis-py is not installed.
+    """
+    return RedisTier(read_options(RedisConfig, options, "redis"), context)
+
+
+class RedisTier:
+    """Safe to call from any thread; each call that meets another takes a connection of its own."""
+
+    answers_from_memory = False
+
+    def __init__(self, config: RedisConfig, context: TierContext, *, name: str = "redis") -> None:
+        """No server is asked for anything yet. Raises `ConfigError`."""
+        self.name = name
+        self._config = config
+        self._nbytes = context.chunk_nbytes
+        self._cuts = list(range(0, context.chunk_nbytes, config.piece_bytes))
+        self._prefix = f"{config.prefix}:{context.namespace}:{config.piece_bytes}:".encode()
+        self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
+        self._refresh = self._expiry if config.refresh_ttl else ()
+        self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_NBYTES // min(config.piece_bytes, context.chunk_nbytes)))
+        self._servers = Servers(config, name)
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[bool | ErrorReply]:
+            counts = self._count(connection, [keys[number] for number in mine], asking)
+            return [self._whole(count) if isinstance(count, int) else count for count in counts]
+
+        return self._spread(keys, work)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[LoadOutcome | ErrorReply]:
+            outcomes = self._fetch(connection, [reads[number] for number in mine], asking)
+            wrong = [
+                reads[number].key
+                for number, outcome in zip(mine, outcomes, strict=True)
+                if isinstance(outcome, Damaged | _Incomplete)
+            ]
+            if wrong and not asking:  # a user who may only read is answered with an error, and that is all right
+                self._unlink(connection, wrong, asking)
+            return [Absent() if isinstance(outcome, _Incomplete) else outcome for outcome in outcomes]
+
+        return self._spread([read.key for read in reads], work)
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[StoreOutcome | ErrorReply]:
+            return self._keep(connection, [writes[number] for number in mine], asking)
+
+        return self._spread([write.key for write in writes], work)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[int | ErrorReply]:
+            return self._unlink(connection, [keys[number] for number in mine], asking)
+
+        self._spread(keys, work)
+
+    def clear(self) -> None:
+        for address in self._servers.masters():
+            names = self._servers.keys(address, self._prefix + b"*")
+
+            def work(connection: Connection, names: list[bytes] = names) -> list[int | ErrorReply]:
+                return _numbers(connection, [command(b"UNLINK", name) for name in names], False)
+
+            for answer in self._servers.talk(address, work):
+                if isinstance(answer, ErrorReply):
+                    raise TierDown(f"{address}: {answer.text}")
+
+    def probe(self) -> None:
+        # Who serves what may be old knowledge by now.
+        self._servers.forget()
+        for address in self._servers.masters():
+            refusal = self._servers.talk(address, _ping)
+            if refusal is not None:
+                raise TierDown(f"{address}: {refusal.text}")
+
+    def usage(self) -> TierUsage:
+        return TierUsage()
+
+    def close(self) -> None:
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+        self._servers.close()
+
+    # Names.
+
+    def _head(self, key: ChunkKey) -> bytes:
+        return b"%b{%b}" % (self._prefix, urlsafe_b64encode(key))
+
+    def _names(self, key: ChunkKey) -> list[bytes]:
+        head = self._head(key)
+        return [head, *(b"%b:%d" % (head, piece) for piece in range(1, len(self._cuts)))]
+
+    def _whole(self, count: int) -> bool:
+        return count == len(self._cuts)
+
+    # Who is asked.
+
+    def _spread(self, keys: Sequence[ChunkKey], work: Work[T]) -> list[T]:
+        """The answer for every key, from the server that keeps it; one redirection is followed.
+
+        Raises:
+            TierDown: a server cannot be reached or answers with an error that is not about a chunk.
+        """
+        answers: dict[int, T] = {}
+        groups: dict[tuple[Address, bool], list[int]] = {}
+        for number, address in enumerate(self._servers.addresses_of([self._head(key) for key in keys])):
+            groups.setdefault((address, False), []).append(number)
+        for may_redirect in (True, False):
+            sent_on: dict[tuple[Address, bool], list[int]] = {}
+            moved = []
+            for (address, _), mine, replies in self._converse(groups, work):
+                for number, reply in zip(mine, replies, strict=True):
+                    if not isinstance(reply, ErrorReply):
+                        answers[number] = reply
+                    elif not may_redirect or self._config.mode == "single":
+                        raise TierDown(f"{address}: {reply.text}{self._hint(reply)}")
+                    elif reply.code == "ASK":
+                        sent_on.setdefault((_address_in(reply, address), True), []).append(number)
+                    elif reply.code in ("MOVED", "READONLY", "TRYAGAIN"):
+                        moved.append(number)
+                    else:
+                        raise TierDown(f"{address}: {reply.text}")
+            if moved:
+                self._servers.forget()
+                now_at = self._servers.addresses_of([self._head(keys[number]) for number in moved])
+                for number, address in zip(moved, now_at, strict=True):
+                    sent_on.setdefault((address, False), []).append(number)
+            if not sent_on:
+                break
+            groups = sent_on
+        return [answers[number] for number in range(len(keys))]
+
+    def _converse(
+        self, groups: Mapping[tuple[Address, bool], list[int]], work: Work[T]
+    ) -> list[tuple[tuple[Address, bool], list[int], list[T | ErrorReply]]]:
+        """All servers at once when there are several."""
+
+        def talk(whom: tuple[Address, bool], mine: list[int]) -> list[T | ErrorReply]:
+            return self._servers.talk(whom[0], lambda connection: work(connection, mine, whom[1]))
+
+        if len(groups) <= 1:
+            return [(whom, mine, talk(whom, mine)) for whom, mine in groups.items()]
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
+            futures = {whom: self._threads.submit(talk, whom, mine) for whom, mine in groups.items()}
+        # All must have ended before this returns, for the memory is lent for the length of the call.
+        errors = [future.exception() for future in futures.values()]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [(whom, mine, futures[whom].result()) for whom, mine in groups.items()]
+
+    def _hint(self, reply: ErrorReply) -> str:
+        if reply.code in ("MOVED", "ASK") and self._config.mode != "cluster":
+            return ' (this is a cluster; write mode = "cluster")'
+        return ""
+
+    # Conversations with one server.
+
+    def _count(self, connection: Connection, keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
+        """How many pieces of each chunk there are."""
+        answers = _numbers(connection, [command(b"EXISTS", *self._names(key)) for key in keys], asking)
+        # The pieces are on their way to another server: some here, some there.
+        return [0 if isinstance(answer, ErrorReply) and answer.code == "TRYAGAIN" else answer for answer in answers]
+
+    def _unlink(self, connection: Connection, keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
+        return _numbers(connection, [command(b"UNLINK", *self._names(key)) for key in keys], asking)
+
+    def _fetch(
+        self, connection: Connection, reads: Sequence[Read], asking: bool
+    ) -> "list[LoadOutcome | _Incomplete | ErrorReply]":
+        verb = (b"GETEX",) if self._refresh else (b"GET",)
+        commands = [command(*verb, name, *self._refresh) for read in reads for name in self._names(read.key)]
+        asked = 0
+        outcomes: list[LoadOutcome | _Incomplete | ErrorReply] = []
+        for number, read in enumerate(reads):
+            found: list[int | OtherLength | ErrorReply | None] = []
+            for piece, start in enumerate(self._cuts):
+                arriving = number * len(self._cuts) + piece
+                if asked - arriving <= self._ahead // 2:
+                    upto = min(arriving + self._ahead, len(commands))
+                    connection.send([(_ASKING if asking else b"") + one for one in commands[asked:upto]])
+                    asked = upto
+                if asking:
+                    connection.read_ok()
+                part = read.chunk[start : start + self._config.piece_bytes]
+                found.append(connection.read_value([memoryview(read.header), part] if piece == 0 else [part]))
+            outcomes.append(self._outcome(found))
+        return outcomes
+
+    def _outcome(
+        self, found: "Sequence[int | OtherLength | ErrorReply | None]"
+    ) -> "LoadOutcome | _Incomplete | ErrorReply":
+        for answer in found:
+            if isinstance(answer, ErrorReply):
+                return Damaged("the name is taken by no text value") if answer.code == "WRONGTYPE" else answer
+            if isinstance(answer, OtherLength):
+                return Damaged(f"a piece of {answer.nbytes} bytes")
+        missing = found.count(None)
+        if missing:
+            return Absent() if missing == len(found) else _Incomplete()
+        return Loaded(self._nbytes)
+
+    def _keep(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
+        counts = self._count(connection, [write.key for write in writes], asking)
+        remains = [
+            write.key
+            for write, count in zip(writes, counts, strict=True)
+            if isinstance(count, int) and 0 < count < len(self._cuts)
+        ]
+        if remains:  # else a reader might meet old and new pieces of one chunk
+            self._unlink(connection, remains, asking)
+        outcomes: list[StoreOutcome | ErrorReply] = []
+        sent: list[int] = []  # not yet answered
+
+        def settle() -> None:
+            number = sent.pop()
+            refusals = [self._answer(connection, asking) for _ in self._cuts]
+            first = next((refusal for refusal in refusals if refusal is not None), None)
+            if first is not None:
+                outcomes[number] = Refused(first.text) if refused_for_now(first) else first
+
+        for write, count in zip(writes, counts, strict=True):
+            if not isinstance(count, int):
+                outcomes.append(count)
+            elif self._whole(count):
+                outcomes.append(Stored())
+            elif any(isinstance(outcome, Refused) for outcome in outcomes[-2:]):
+                # What comes later in the prompt is worth less than what there is no room for.
+                outcomes.append(Refused("the server took no earlier chunk"))
+            else:
+                self._send_pieces(connection, write, asking)
+                outcomes.append(Stored())
+                if sent:  # while the server is busy with this one
+                    settle()
+                sent.append(len(outcomes) - 1)
+        if sent:
+            settle()
+        refused = [write.key for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Refused)]
+        if refused:
+            self._unlink(connection, refused, asking)
+        return outcomes
+
+    def _send_pieces(self, connection: Connection, write: Write, asking: bool) -> None:
+        for piece, name in reversed(list(enumerate(self._names(write.key)))):
+            start = self._cuts[piece]
+            part = write.chunk[start : start + self._config.piece_bytes]
+            value: list[Buffer] = [write.header, part] if piece == 0 else [part]
+            connection.send([_ASKING if asking else b"", *set_command(name, value, self._expiry)])
+
+    def _answer(self, connection: Connection, asking: bool) -> ErrorReply | None:
+        if asking:
+            connection.read_ok()
+        return connection.read_ok()
+
+
+class _Incomplete:
+    """Some pieces are gone."""
+
+
+def _numbers(connection: Connection, commands: Sequence[bytes], asking: bool) -> list[int | ErrorReply]:
+    answers: list[int | ErrorReply] = []
+    for start in range(0, len(commands), _COMMANDS_AT_ONCE):
+        some = commands[start : start + _COMMANDS_AT_ONCE]
+        connection.send([(_ASKING + _ASKING.join(some)) if asking else b"".join(some)])
+        for _ in some:
+            if asking:
+                connection.read_ok()
+            answers.append(connection.read_number())
+    return answers
+
+
+def _ping(connection: Connection) -> ErrorReply | None:
+    connection.send([command(b"PING")])
+    return connection.read_ok()
+
+
+def _address_in(reply: ErrorReply, asked: Address) -> Address:
+    """Of ASK 3999 127.0.0.1:6381; an empty host is the one that was asked."""
+    host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
+    if not port.isascii() or not port.isdigit():
+        raise TierDown(f"{asked}: {reply.text}")
+    return Address(host or asked.host, int(port))

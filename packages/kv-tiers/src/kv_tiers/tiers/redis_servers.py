@@ -1,0 +1,395 @@
+"""Which servers a Redis or Valkey tier talks to, and its connections to them.
+
+Bulk values travel over connections of our own (`resp`). What happens rarely is left to redis-py: asking a cluster for
+its slots, a sentinel for the master, a server for its keys. No address is asked for before it is needed, so that a
+tier can be made while its servers are down.
+"""
+
+import os
+import re
+import socket
+import ssl
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+from kv_core.errors import ConfigError, TierDown
+
+from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, command
+
+T = TypeVar("T")
+
+_SCHEMES: Final = {
+    **dict.fromkeys(("redis", "valkey"), "tcp"),
+    **dict.fromkeys(("rediss", "valkeys"), "tls"),
+    "unix": "unix",
+}
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
+
+
+class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the servers are, and how values are kept there. Caches that share chunks need one `prefix` and one
+    `piece_bytes`."""
+
+    url: str
+    """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
+    Several hosts, separated by commas, for a cluster or its sentinels. No user and no password in here."""
+    mode: Literal["single", "cluster", "sentinel"] = "single"
+    sentinel_master: str = ""
+    """What the sentinels call the master."""
+    username: str = ""
+    password_file: str = ""
+    """Read at every connection, so that a password may be changed while we run."""
+    password_env: str = ""
+    """Or the name of an environment variable."""
+    tls_ca_file: str = ""
+    """Empty: the system's authorities. Servers must prove their names in any case."""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    prefix: str = "kv"
+    """Every key's beginning: letters, digits and . _ -"""
+    piece_bytes: int = 4 << 20
+    """A chunk travels in values of this size at most: one reply does not hold up others for long."""
+    ttl_s: int = 0
+    """A chunk is forgotten so long after it was stored; 0: when the server needs room."""
+    refresh_ttl: bool = False
+    """Every load begins the time anew."""
+    connections: int = 8
+    """Kept open to each server between calls."""
+    connect_timeout_s: float = 1.0
+    timeout_s: float = 5.0
+    """For one value or reply as a whole."""
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ValueError(f"prefix is {self.prefix!r}; write 1 to 64 letters, digits and . _ -")
+        if not 4096 <= self.piece_bytes <= 64 << 20:
+            raise ValueError(f"piece_bytes is {self.piece_bytes}; write 4KiB to 64MiB")
+        if min(self.connect_timeout_s, self.timeout_s) < 0.001 or self.ttl_s < 0 or self.connections < 1:
+            raise ValueError("time-outs and connections are positive, ttl_s is not negative")
+        if self.refresh_ttl and not self.ttl_s:
+            raise ValueError("refresh_ttl needs a ttl_s")
+        if (self.mode == "sentinel") != bool(self.sentinel_master):
+            raise ValueError('mode = "sentinel" and sentinel_master go together')
+        if self.password_file and self.password_env:
+            raise ValueError("write password_file or password_env, not both")
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file go together")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens. port 0: `host` is the path of a unix socket."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """What `RedisConfig.url` says. kind: tcp, tls or unix."""
+
+    kind: str
+    addresses: tuple[Address, ...]
+    database: int
+
+
+class Servers:
+    """The servers of one tier. Safe to call from any thread."""
+
+    def __init__(self, config: RedisConfig, where: str) -> None:
+        """Raises:
+        ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
+        """
+        try:
+            import redis
+            import redis.backoff
+            import redis.crc
+            import redis.retry
+            import redis.sentinel
+        except ImportError as error:
+            raise ConfigError(f"{where}: a Redis tier needs redis-py; pip install 'kv-tiers[redis]'") from error
+        self._redis: Any = redis  # half of it has no types
+        self._config = config
+        self._url = read_url(config, where)
+        self._tls = _tls_context(config, where) if self._url.kind == "tls" else None
+        if config.password_file and not os.access(config.password_file, os.R_OK):
+            raise ConfigError(f"{where}: password_file: {config.password_file} cannot be read")
+        if config.password_env and config.password_env not in os.environ:
+            raise ConfigError(f"{where}: password_env: there is no environment variable {config.password_env}")
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[Connection]] = defaultdict(list)
+        self._closed = False
+        # Under a lock of its own: finding the servers waits for them.
+        self._finding = threading.Lock()
+        self._masters: list[Address] = []
+        self._slots: list[Address | None] = []
+
+    def addresses_of(self, names: Sequence[bytes]) -> list[Address]:
+        """For each of these values, the server that keeps it.
+
+        Raises:
+            TierDown: it cannot be found out.
+        """
+        masters, slots = self._found()
+        if not slots:
+            return masters[:1] * len(names)
+        addresses = []
+        for name in names:
+            slot = self._redis.crc.key_slot(name)
+            address = slots[slot]
+            if address is None:
+                raise TierDown(f"no server of the cluster serves slot {slot}")
+            addresses.append(address)
+        return addresses
+
+    def masters(self) -> list[Address]:
+        """Every server that takes writes. Raises `TierDown`."""
+        return self._found()[0]
+
+    def forget(self) -> None:
+        """Ask anew who serves what, before the next use: something has changed."""
+        with self._finding:
+            self._masters = []
+
+    def talk(self, address: Address, work: Callable[[Connection], T]) -> T:
+        """The result of a conversation with this server. `work` is begun again on a new connection if one that was
+        kept from before turns out to be dead: the server may have been started anew meanwhile.
+
+        Raises:
+            TierDown: it cannot be reached, is too slow, or does not speak the protocol.
+        """
+        with self._lock:
+            kept = self._idle[address].pop() if self._idle[address] else None
+        if kept is not None:
+            try:
+                return self._talk(address, kept, work)
+            except TimeoutError as error:
+                raise self._down(address, error) from error
+            except OSError:
+                self._drop(address)
+            except ProtocolError as error:
+                raise self._down(address, error) from error
+        try:
+            return self._talk(address, self._connect(address), work)
+        except (OSError, ProtocolError) as error:
+            raise self._down(address, error) from error
+
+    def keys(self, address: Address, pattern: bytes) -> list[bytes]:
+        """The names of all values of this server that match. Raises `TierDown`."""
+        return self._ask(address, lambda client: list(client.scan_iter(match=pattern, count=1000)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle = [connection for connections in self._idle.values() for connection in connections]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    def _talk(self, address: Address, connection: Connection, work: Callable[[Connection], T]) -> T:
+        try:
+            result = work(connection)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            keep = not self._closed and len(self._idle[address]) < self._config.connections
+            if keep:
+                self._idle[address].append(connection)
+        if not keep:
+            connection.close()
+        return result
+
+    def _drop(self, address: Address) -> None:
+        with self._lock:
+            idle = self._idle.pop(address, [])
+        for connection in idle:
+            connection.close()
+
+    def _down(self, address: Address, error: Exception) -> TierDown:
+        self._drop(address)
+        self.forget()
+        return TierDown(f"{address}: {str(error) or type(error).__name__}")
+
+    def _connect(self, address: Address) -> Connection:
+        limit_s = self._config.connect_timeout_s
+        if address.port:
+            sock = socket.create_connection((address.host, address.port), limit_s)
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+        try:
+            if address.port:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            else:
+                sock.settimeout(limit_s)
+                sock.connect(address.host)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=address.host)
+            connection = Connection(sock, self._config.timeout_s)
+            self._log_in(address, connection)
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    def _log_in(self, address: Address, connection: Connection) -> None:
+        words = [b"AUTH"] + [word.encode() for word in (self._config.username, self._password()) if word]
+        if len(words) > 1:
+            connection.send([command(*words)])
+            refusal = connection.read_ok()
+            if refusal is not None:  # its text may repeat what was sent
+                raise TierDown(f"{address} does not let us log in: {refusal.code}")
+        if self._url.database:
+            connection.send([command(b"SELECT", b"%d" % self._url.database)])
+            refusal = connection.read_ok()
+            if refusal is not None:
+                raise TierDown(f"{address} has no database {self._url.database} for us: {refusal.text}")
+
+    def _password(self) -> str:
+        if self._config.password_env:
+            return os.environ.get(self._config.password_env, "")
+        if self._config.password_file:
+            return Path(self._config.password_file).read_text().rstrip("\r\n")
+        return ""
+
+    def _found(self) -> tuple[list[Address], list[Address | None]]:
+        with self._finding:
+            if not self._masters:
+                if self._config.mode == "cluster":
+                    self._masters, self._slots = self._cluster_slots()
+                elif self._config.mode == "sentinel":
+                    self._masters = [self._sentinels_master()]
+                else:
+                    self._masters = [self._url.addresses[0]]
+            return self._masters, self._slots
+
+    def _cluster_slots(self) -> tuple[list[Address], list[Address | None]]:
+        known = dict.fromkeys([*self._url.addresses, *(address for address in self._slots if address is not None)])
+        reasons = []
+        for asked in known:
+            try:
+                ranges = self._ask(asked, lambda client: client.execute_command("CLUSTER SLOTS"))
+            except TierDown as error:
+                reasons.append(str(error))
+                continue
+            slots: list[Address | None] = [None] * 16384
+            for (first, last), nodes in ranges.items():
+                host, port = nodes["primary"][:2]
+                address = Address(host or asked.host, int(port))
+                slots[first : last + 1] = [address] * (last + 1 - first)
+            masters = list(dict.fromkeys(address for address in slots if address is not None))
+            if len(slots) == 16384 and masters:
+                return masters, slots
+            reasons.append(f"{asked} knows of no slots")
+        raise TierDown("; ".join(reasons))
+
+    def _sentinels_master(self) -> Address:
+        options = self._client_options()
+        for unknown_to_sentinels in ("db", "username", "password"):
+            options.pop(unknown_to_sentinels)
+        hosts = [(address.host, address.port) for address in self._url.addresses]
+        sentinel = self._redis.sentinel.Sentinel(hosts, sentinel_kwargs=options)
+        try:
+            host, port = sentinel.discover_master(self._config.sentinel_master)
+        except (self._redis.RedisError, OSError) as error:
+            raise TierDown(f"the sentinels name no master: {self._reason(error)}") from error
+        finally:
+            for client in sentinel.sentinels:
+                client.close()
+        return Address(host, int(port))
+
+    def _ask(self, address: Address, work: Callable[[Any], T]) -> T:
+        options = self._client_options()
+        if address.port:
+            options |= {"host": address.host, "port": address.port}
+        else:
+            options["unix_socket_path"] = address.host
+        try:
+            with closing(self._redis.Redis(**options)) as client:
+                return work(client)
+        except (self._redis.RedisError, OSError) as error:
+            raise TierDown(f"{address}: {self._reason(error)}") from error
+
+    def _client_options(self) -> dict[str, Any]:
+        config = self._config
+        options: dict[str, Any] = {
+            "db": self._url.database,
+            "username": config.username or None,
+            "password": self._password() or None,
+            "socket_connect_timeout": config.connect_timeout_s,
+            "socket_timeout": config.timeout_s,
+            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),
+            "protocol": 2,
+        }
+        if self._tls is not None:
+            options |= {
+                "ssl": True,
+                "ssl_ca_certs": config.tls_ca_file or None,
+                "ssl_certfile": config.tls_cert_file or None,
+                "ssl_keyfile": config.tls_key_file or None,
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+            }
+        return options
+
+    def _reason(self, error: Exception) -> str:
+        text, password = str(error), self._password()
+        return text.replace(password, "…") if password else text
+
+
+def refused_for_now(reply: ErrorReply) -> bool:
+    """The server keeps what it has and takes nothing more."""
+    return reply.code in ("OOM", "NOPERM", "MISCONF", "NOREPLICAS")
+
+
+def read_url(config: RedisConfig, where: str) -> Url:
+    """Raises `ConfigError`."""
+    parts = urlsplit(config.url)
+    kind = _SCHEMES.get(parts.scheme)
+    if kind is None:
+        raise ConfigError(f"{where}: url: {parts.scheme}:// is none of {', '.join(f'{name}://' for name in _SCHEMES)}")
+    if "@" in parts.netloc:
+        raise ConfigError(f"{where}: url holds a user or password; write username, and password_file or password_env")
+    number = parts.query.removeprefix("db=") if kind == "unix" else parts.path.removeprefix("/")
+    if number and not (number.isascii() and number.isdigit()):
+        raise ConfigError(f"{where}: url names the database {number!r}; write a number")
+    if kind == "unix":
+        if config.mode != "single" or not parts.path:
+            raise ConfigError(f'{where}: a unix:// url names one socket\'s path and goes with mode = "single"')
+        return Url(kind, (Address(unquote(parts.path), 0),), int(number or 0))
+    addresses = []
+    for text in parts.netloc.split(","):
+        one = urlsplit(f"//{text}")
+        try:
+            host, port = one.hostname, one.port or _DEFAULT_PORT[config.mode]
+        except ValueError as error:
+            raise ConfigError(f"{where}: url: {error}") from None
+        if not host:
+            raise ConfigError(f"{where}: url names no host")
+        addresses.append(Address(host, port))
+    if config.mode == "single" and len(addresses) > 1:
+        raise ConfigError(f'{where}: url names several hosts; that needs mode = "cluster" or "sentinel"')
+    if config.mode == "cluster" and int(number or 0):
+        raise ConfigError(f"{where}: url: a cluster has database 0 only")
+    return Url(kind, tuple(addresses), int(number or 0))
+
+
+def _tls_context(config: RedisConfig, where: str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca_file or None)
+        if config.tls_cert_file:
+            context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+    except OSError as error:
+        raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
+    return context
