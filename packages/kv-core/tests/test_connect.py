@@ -130,6 +130,32 @@ def test_asking_again_while_it_waits_costs_no_lookup_and_gives_the_same() -> Non
     assert scheduler.match(asked, 0) == 0
 
 
+def test_while_slower_tiers_bring_up_more_the_engine_is_told_to_ask_again() -> None:
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    asked = request("b", [*range(13)])
+    service.pending = 3
+    assert [scheduler.match(asked, 0) for _ in range(5)] == [None, None, None, 8, 8]
+    scheduler.allocated("b", 0, ())  # declined
+    assert service.promised == {}
+    service.pending = 1  # preempted: another wait, and it may end while waiting
+    assert scheduler.match(asked, 0) is None
+    assert service.promised == {"e/b": 2}
+    scheduler.finished("b")
+    assert service.promised == {}
+    assert scheduler.tracked_phases() == {}
+
+
+def test_a_wait_is_had_once() -> None:
+    service, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    asked = request("b", [*range(13)])
+    assert scheduler.match(asked, 0) == 8
+    service.promised.clear()  # the lease expired in the queue
+    service.pending = 1
+    assert scheduler.match(asked, 0) == 8
+
+
 def test_an_allocation_that_does_not_add_up_is_refused_and_reported() -> None:
     for external, table in ((8, ()), (7, (1, 2, 3, 4)), (8, (1, 2, 3))):
         service, copier, scheduler, worker = halves()
@@ -232,14 +258,17 @@ class ToyEngine(RuleBasedStateMachine):
         ]
         return data.draw(st.sampled_from(names)) if names else None
 
-    @rule(data=st.data(), gives_up=st.booleans())
-    def schedule_waiting(self, data: st.DataObject, gives_up: bool) -> None:
-        """Match; then either no blocks are free and it stays queued, or it is allocated."""
+    @rule(data=st.data(), gives_up=st.booleans(), pending=st.booleans())
+    def schedule_waiting(self, data: st.DataObject, gives_up: bool, pending: bool) -> None:
+        """Match; then it must wait for slower tiers, or no blocks are free and it stays queued, or it is allocated."""
         name = self.pick(data, waiting=True, loading=False, finished=False)
         if name is None:
             return
         live = self.live[name]
+        self.service.pending = pending
         external = self.scheduler.match(self.tokens_of(name), 0)
+        if external is None:
+            return
         assert 0 <= external < len(live.tokens)
         needed = -(-len(live.tokens) // BLOCK)
         if gives_up or len(self.free) < needed:

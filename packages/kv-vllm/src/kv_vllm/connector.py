@@ -134,12 +134,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Scheduler half.
 
     @_guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._known(request)
         if self._scheduler is None or tokens is None:
             return 0, False
         matched = self._scheduler.match(tokens, num_computed_tokens)
-        return matched, matched > 0
+        return matched, bool(matched)  # None: vLLM leaves the request waiting, and asks again in the next step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:

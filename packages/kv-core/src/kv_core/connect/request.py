@@ -2,7 +2,7 @@
 
 An engine tells us little: it asks for a match, it allocates, it says that a load ended, it finishes. A request that is
 asked about again after it ran was preempted; nobody says so. What is promised (leased by a lookup) lasts exactly while
-the request is `PROMISED`, `LOADING` or `DRAINING`, so leaving those three is the one place where it is given back.
+the request is `PENDING`, `PROMISED`, `LOADING` or `DRAINING`, so leaving those is the one place where it is given back.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from kv_core.errors import MisuseError
 
 class Phase(Enum):
     WAITING = "nothing is promised"
+    PENDING = "slower tiers bring up more than could be promised; the engine asks again"
     PROMISED = "chunks are leased for it, and the engine knows how many"
     LOADING = "the engine has given blocks and waits for us to fill them"
     RUNNING = "the engine computes it"
@@ -24,6 +25,7 @@ class Phase(Enum):
 class Event(Enum):
     PROMISE = "a lookup found something to load"
     MISS = "a lookup found nothing to load"
+    PEND = "a lookup found that more is on its way up"
     LOAD = "blocks were allocated for what was promised"
     ADMIT = "blocks were allocated with nothing to load"
     LOADED = "the load ended, well or badly"
@@ -33,8 +35,14 @@ class Event(Enum):
 NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.WAITING, Event.PROMISE): Phase.PROMISED,
     (Phase.WAITING, Event.MISS): Phase.WAITING,
+    (Phase.WAITING, Event.PEND): Phase.PENDING,
     (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
     (Phase.WAITING, Event.FINISH): Phase.GONE,
+    (Phase.PENDING, Event.PEND): Phase.PENDING,
+    (Phase.PENDING, Event.PROMISE): Phase.PROMISED,
+    (Phase.PENDING, Event.MISS): Phase.WAITING,  # what was hoped for did not come
+    (Phase.PENDING, Event.ADMIT): Phase.RUNNING,  # the engine did not wait for the answer
+    (Phase.PENDING, Event.FINISH): Phase.GONE,
     (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # asked again while it waits for blocks
     (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine found as much by itself meanwhile
     (Phase.PROMISED, Event.LOAD): Phase.LOADING,
@@ -45,11 +53,12 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.RUNNING, Event.ADMIT): Phase.RUNNING,
     (Phase.RUNNING, Event.PROMISE): Phase.PROMISED,  # preempted, and what it had computed is still held
     (Phase.RUNNING, Event.MISS): Phase.WAITING,  # preempted
+    (Phase.RUNNING, Event.PEND): Phase.PENDING,  # preempted
     (Phase.RUNNING, Event.FINISH): Phase.GONE,
     (Phase.DRAINING, Event.LOADED): Phase.GONE,
 }
 
-HOLDING: Final = frozenset({Phase.PROMISED, Phase.LOADING, Phase.DRAINING})
+HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.DRAINING})
 """The phases in which a lookup's lease is open."""
 
 

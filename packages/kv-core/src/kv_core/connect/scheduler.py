@@ -13,6 +13,7 @@ from kv_core.connect.step import LoadStep, StepPlan, StoreStep
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace
+from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import Item, KeySequence
 from kv_core.service import CacheService
 
@@ -94,6 +95,7 @@ class _Tracked:
     offered_tokens: int = 0
     attempt: int = 0
     stored_chunks: int = 0
+    patient: bool = True  # until slower tiers have had their chance
 
 
 class SchedulerHalf:
@@ -110,21 +112,31 @@ class SchedulerHalf:
         self._generation = 0
         self.counts = SchedulerCounts()
 
-    def match(self, request: RequestTokens, computed_tokens: int) -> int:
+    def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
         """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
+
+        None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
+        within a bounded time, and once for a request, unless it is preempted.
 
         At least one token is always left to compute: the engine needs a logit. Cheap to ask again: while the promise
         stands, nothing is hashed or looked up.
         """
         tracked = self._track(request)
-        if tracked.phase not in (Phase.WAITING, Phase.PROMISED, Phase.RUNNING):
+        if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
         chunk_tokens = self._shape.chunk_tokens
         usable = len(request.tokens) - 1
         offered = 0
         if usable > computed_tokens and not any(computed_tokens % block for block in self._shape.block_tokens):
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
-                tracked.promised_chunks = self._look_up(request, tracked)
+                if tracked.phase is Phase.RUNNING:
+                    tracked.patient = True
+                plan = self._look_up(request, tracked)
+                tracked.promised_chunks = plan.chunks
+                if plan.ended is Ended.PENDING:
+                    self._move(request.request_id, tracked, Event.PEND)
+                    return None
+                tracked.patient = False
             offered = max(0, min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens)
         if offered == 0:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
@@ -220,7 +232,7 @@ class SchedulerHalf:
         self._service.clear()
         for request_id, tracked in self._tracked.items():
             tracked.stored_chunks = 0
-            if tracked.phase is Phase.PROMISED:
+            if tracked.phase in (Phase.PENDING, Phase.PROMISED):
                 # The next question finds no promise to renew and looks up anew.
                 self._service.end(self._holder(request_id))
 
@@ -255,11 +267,15 @@ class SchedulerHalf:
             shape = self._shape
             tracked.chunk_keys += shape.space.keys(new, groups=len(shape.block_tokens), shards=shape.shards)
 
-    def _look_up(self, request: RequestTokens, tracked: _Tracked) -> int:
+    def _look_up(self, request: RequestTokens, tracked: _Tracked) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
         keys_per_chunk = len(self._shape.block_tokens) * self._shape.shards
-        plan = self._service.lookup(tracked.chunk_keys, self._holder(request.request_id), keys_per_chunk=keys_per_chunk)
-        return plan.chunks
+        return self._service.lookup(
+            tracked.chunk_keys,
+            self._holder(request.request_id),
+            keys_per_chunk=keys_per_chunk,
+            patient=tracked.patient,
+        )
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         # Tokens beyond those that are known are guesses (speculation, or a step scheduled ahead), and not kept.

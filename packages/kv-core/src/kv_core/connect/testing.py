@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import LookupPlan, leading_run
+from kv_core.lookup import Ended, LookupPlan, leading_run
 from kv_core.service import (
     CacheCounts,
     Completion,
@@ -33,12 +33,14 @@ class DictService:
     """A `CacheService` in which chunk i lies at offset i of an endless pool, so nothing is ever evicted.
 
     fail_loads: how many of the next loads find their last chunk gone. expire_leases: how many of the next releases of
-    read leases say that the lease had expired. refuse_stores: how many of the next stores get no room.
+    read leases say that the lease had expired. refuse_stores: how many of the next stores get no room. pending: how
+    many of the next patient lookups that miss say that more is on its way.
     """
 
     fail_loads: int = 0
     expire_leases: int = 0
     refuse_stores: int = 0
+    pending: int = 0
     held: dict[ChunkKey, int] = field(default_factory=dict)
     promised: dict[Holder, int] = field(default_factory=dict)
     open_leases: dict[LeaseId, ReadLease | WriteLease] = field(default_factory=dict)
@@ -46,11 +48,16 @@ class DictService:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _done: dict[Holder, list[Completion]] = field(default_factory=dict)
 
-    def lookup(self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1) -> LookupPlan:
+    def lookup(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+    ) -> LookupPlan:
         chunks, ended = leading_run((key in self.held for key in keys), keys_per_chunk)
         self.promised.pop(holder, None)
         if chunks:
             self.promised[holder] = chunks
+        if patient and self.pending and ended is not Ended.ALL_HELD:
+            self.pending -= 1
+            ended = Ended.PENDING
         return LookupPlan(holder, chunks, ended, ("dict",) * chunks)
 
     def renew(self, holder: Holder) -> bool:
