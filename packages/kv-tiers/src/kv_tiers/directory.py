@@ -18,7 +18,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import xxhash
 from kv_core.errors import InputError
@@ -57,7 +57,21 @@ def nbytes_for(slots: int) -> int:
     return HEADER_NBYTES + -(-slots * RECORD_NBYTES // 4096) * 4096
 
 
-def least_worth_first(records: Sequence[Record]) -> list[Record]:
+class Commit(Protocol):
+    """What the order needs to know of a chunk; see `Record`."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def parent(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+
+
+Committed = TypeVar("Committed", bound=Commit)
+
+
+def least_worth_first(records: Sequence[Committed]) -> list[Committed]:
     """Ordered by the last commit to anything that builds on the chunk, and tails before their heads."""
     last_commit = {record.slot: record.number for record in records}
     for record in sorted(records, key=lambda record: record.number, reverse=True):

@@ -31,10 +31,14 @@ class SlotIndex:
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self.slots = slots
         self._lock = threading.Lock()
+        self._let_go = threading.Condition(self._lock)
         self._residency = Residency(slots, policy)
         self._parents: list[ChunkKey | None] = [None] * slots
         self._free: list[int] = []
         self._untouched_from = 0
+        self._reading = 0
+        self._releases = 0
+        self._withheld: list[int] | None = None
 
     @property
     def chunks(self) -> int:
@@ -46,7 +50,7 @@ class SlotIndex:
             return [find(key) is not None for key in keys]
 
     def adopt(self, chunks: Sequence[tuple[ChunkKey, ChunkKey | None, int]]) -> None:
-        """Take over (key, parent, slot) that were there before, those worth least first. Once, at the start."""
+        """Take over (key, parent, slot) that were there before, those worth least first. Of an idle index."""
         taken = {slot for _, _, slot in chunks}
         with self._lock:
             for key, parent, slot in chunks:
@@ -54,6 +58,7 @@ class SlotIndex:
                 self._parents[slot] = parent
             self._untouched_from = max(taken, default=-1) + 1
             self._free = [slot for slot in range(self._untouched_from) if slot not in taken]
+            self._withheld = None
 
     def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
         """The slots of those that are here, each leased until `end_load`."""
@@ -61,13 +66,17 @@ class SlotIndex:
             slots = [self._residency.find(key) for key in keys]
             here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
             self._residency.lease([slot for _, slot in here])
+            self._reading += len(here)
             if here:
                 self._touch_prompt(here[0][0], [key for key, _ in here], [slot for _, slot in here])
             return slots
 
     def end_load(self, slots: Sequence[int | None]) -> None:
+        here = [slot for slot in slots if slot is not None]
         with self._lock:
-            self._free += self._residency.unlease([slot for slot in slots if slot is not None])
+            self._free += self._residency.unlease(here)
+            self._reading -= len(here)
+            self._notify()
 
     def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> list[Place | None]:
         """Room for those of `keys` that are neither here nor arriving; None for the others, and for all after the
@@ -105,6 +114,7 @@ class SlotIndex:
         with self._lock:
             freed = self._residency.commit([place.key for place in places], [place.slot for place in places])
             self._free += freed
+            self._notify()
             gone = set(freed)
             kept = []
             for place, parent in zip(places, parents, strict=True):
@@ -119,6 +129,33 @@ class SlotIndex:
         with self._lock:
             self._residency.abort([place.key for place in places], [place.slot for place in places])
             self._free += [place.slot for place in places]
+            self._notify()
+
+    def withhold(self, places: Sequence[Place]) -> None:
+        """Abort these for want of space on the medium: neither they nor slots never used are given until `resume`."""
+        with self._lock:
+            self._residency.abort([place.key for place in places], [place.slot for place in places])
+            self._withheld = (self._withheld or []) + [place.slot for place in places]
+            self._notify()
+
+    def resume(self) -> None:
+        """There may be space again."""
+        with self._lock:
+            self._free += self._withheld or []
+            self._withheld = None
+
+    @property
+    def releases(self) -> int:
+        """Counts what may have made room. Read it before `reserve`, for `wait_for_room`."""
+        return self._releases
+
+    def wait_for_room(self, releases: int, timeout_s: float) -> bool:
+        """Wait until something was released since `releases` was read. False: nothing was in time, or nobody holds
+        anything that could be."""
+        with self._lock:
+            if self._releases != releases:
+                return True
+            return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._let_go.wait(timeout_s)
 
     def discard(self, keys: Sequence[ChunkKey]) -> list[int]:
         """No load finds these from now. The slots of those that were here; they may be being read still."""
@@ -130,7 +167,13 @@ class SlotIndex:
                     slots.append(slot)
                     if self._residency.is_free(slot):
                         self._free.append(slot)
+            self._notify()
         return slots
+
+    def is_idle(self) -> bool:
+        """Nothing is here, arriving or being read."""
+        with self._lock:
+            return not (self._residency.chunks_resident or self._residency.chunks_reserved or self._reading)
 
     def all_keys(self) -> list[ChunkKey]:
         """Of every chunk that is here or arriving."""
@@ -139,10 +182,14 @@ class SlotIndex:
 
     # Under the lock.
 
+    def _notify(self) -> None:
+        self._releases += 1
+        self._let_go.notify_all()
+
     def _room(self, key: ChunkKey, spared: set[int], met: set[int]) -> Place | None:
         if self._free:
             return Place(key, self._free.pop(), True)
-        if self._untouched_from < self.slots:
+        if self._untouched_from < self.slots and self._withheld is None:
             self._untouched_from += 1
             return Place(key, self._untouched_from - 1, False)
         slot = self._residency.evict(spared, met)

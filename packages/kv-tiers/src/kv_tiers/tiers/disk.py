@@ -1,0 +1,507 @@
+"""Chunks on local disks: a few large files of equal slots, and an index file that a restart reads instead of them.
+
+The promise: after the process or the power is gone at any instant, the next start finds every chunk whose store was
+answered `Stored`, unless it was evicted or discarded since, and nothing else. It is kept by an order of writes, done
+once a store and not once a chunk:
+
+    1. the record of what a slot held is wiped, and that made durable, unless it was so long ago
+    2. the chunk's header and bytes go into the slot, and are made durable
+    3. the slot's new record is written and made durable
+    4. the chunk can be found, and `Stored` is answered
+
+One lock makes what the index in memory decides and what the records in the files say change together: without it, a
+chunk could be discarded between the eviction that emptied its slot and the wipe, and come back after a crash. It is
+held for small writes into the system's cache, never while anything is made durable or a chunk's bytes move.
+
+docs/adr/0007 says why slots, and docs/formats/disk.md what the bytes are.
+"""
+
+import errno
+import logging
+import mmap
+import threading
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers import codec
+from kv_tiers.clock import MonotonicClock
+from kv_tiers.directory import NO_PARENT, least_worth_first
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.machine import spelled
+from kv_tiers.pool import PAGE_NBYTES
+from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tiers.disk_files import BLANK_RECORD, NO_ROOM, RECORD_NBYTES, DiskDirectory, File, Record, pack_record
+from kv_tiers.tiers.index import Place, SlotIndex
+
+_log = logging.getLogger(__name__)
+
+_RECORDED: Final = -1
+_FULL_DISK_REST_S: Final = 60.0
+
+
+class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where, how much, and what is feared."""
+
+    path: str | list[str]
+    """A directory, or several on different devices that chunks are spread over. Made if its parent is there."""
+    capacity_bytes: int
+    """Of all directories together, for this model's chunks; taken from the disk as it is used, a GiB or so at a time."""
+    direct: Literal["auto", "always", "never"] = "auto"
+    """Past the system's page cache (O_DIRECT). auto: where the file system can."""
+    durability: Literal["power", "process"] = "power"
+    """What stored chunks survive: the machine's end, or only the process's, which saves waiting for the medium."""
+    wait_s: float = 1.0
+    """How long a store waits for room when every chunk is being read or written."""
+    policy: str = "lru"
+    """What leaves when room is needed."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
+    """The smallest capacity that has room for so many chunks."""
+    return chunks * (PAGE_NBYTES + context.slot_bytes + RECORD_NBYTES) + directories * PAGE_NBYTES
+
+
+def slots_for(config: DiskConfig, context: TierContext) -> int:
+    """Chunks that the capacity has room for.
+
+    Raises:
+        ConfigError: not one for every directory, or a setting that makes no sense.
+    """
+    paths = config.paths
+    if not paths or len(set(map(Path, paths))) < len(paths):
+        raise ConfigError(f"the disk tier's `path` must be one directory or several different ones, not {paths}")
+    if config.wait_s < 0:
+        raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 or more")
+    slots = (config.capacity_bytes - bytes_for(context, 0, len(paths))) // bytes_for(context, 1, 0)
+    if slots < len(paths):
+        least = bytes_for(context, len(paths), len(paths))
+        raise ConfigError(
+            f"the disk tier's `capacity_bytes` of {config.capacity_bytes} has no room for a chunk of this model in "
+            f"every directory; write at least {least} ({spelled(least)}), and for use a thousand times that"
+        )
+    return slots
+
+
+class _Found(NamedTuple):
+    """A record as the whole tier sees it: slots are the tier's, a parent is its slot."""
+
+    slot: int
+    parent: int
+    number: int
+    record: Record
+
+
+class DiskTier:
+    """Slot i is in directory i % n. Made by `open`; safe to call from any thread."""
+
+    answers_from_memory = True
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        context: TierContext,
+        policy: EvictionPolicy,
+        *,
+        name: str = "disk",
+        clock: Clock | None = None,
+    ) -> None:
+        """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
+
+        policy: for `slots_for(config, context)` chunks.
+
+        Raises:
+            ConfigError: a setting or a directory cannot be used.
+        """
+        self.name = name
+        self._config = config
+        self._context = context
+        self._clock: Clock = clock or MonotonicClock()
+        self._index = SlotIndex(slots_for(config, context), policy)
+        self._pages: deque[memoryview] = deque()
+        self._records = threading.Lock()
+        # All below change under that lock.
+        self._arriving: dict[int, ChunkKey] = {}  # not the chunks that were discarded meanwhile
+        self._stale: set[int] = set()  # slots whose record should have been wiped and may still be read
+        self._next_number = 0
+        self._wipes = 0
+        self._full_until_s: float | None = None
+        self._told_full = False
+        self._closed = False
+        self._open_directories()
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._index.holds(keys)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        slots = self._index.begin_load([read.key for read in reads])
+        try:
+            outcomes = [self._load(read, slot) for read, slot in zip(reads, slots, strict=True)]
+        finally:
+            self._index.end_load(slots)
+        damaged = [read.key for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Damaged)]
+        if damaged:
+            with self._records:
+                self._discard(damaged)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        stored: set[ChunkKey] = set()
+        why = "every slot is being read or written, or holds an earlier chunk of the prompt"
+        until_s = self._clock.now_s() + self._config.wait_s
+        left = list(writes)
+        while left:
+            releases = self._index.releases
+            taken = self._reserve(left)
+            written = self._write(taken)
+            stored.update(write.key for write, _ in written)
+            held = self._index.holds([write.key for write in left])
+            stored.update(write.key for write, is_held in zip(left, held, strict=True) if is_held)
+            left = [write for write in left if write.key not in stored]
+            if taken and not written:
+                why = "the disk is full"
+                break
+            if left and not taken and not self._index.wait_for_room(releases, until_s - self._clock.now_s()):
+                break
+        return [Stored() if write.key in stored else Refused(why) for write in writes]
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        with self._records:
+            whole = self._discard(keys)
+            wipes = self._wipes
+        if not whole:
+            raise TierDown(f"disk tier {self.name}: what was discarded may come back after a restart")
+        try:
+            self._sync_wipes(dict.fromkeys(range(len(self._directories)), wipes))
+        except OSError as error:
+            raise self._down(error) from error
+
+    def clear(self) -> None:
+        self.discard(self._index.all_keys())
+
+    def probe(self) -> None:
+        """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped."""
+        with self._records:
+            if any(directory.has_vanished() for directory in self._directories):
+                self._start_over()
+            try:
+                self._mend()
+            except OSError as error:
+                raise self._down(error) from error
+
+    def usage(self) -> TierUsage:
+        chunk = bytes_for(self._context, 1, 0)
+        return TierUsage(self._index.chunks, self._index.chunks * chunk, self._index.slots * chunk)
+
+    def close(self) -> None:
+        with self._records:
+            if not self._closed:
+                self._closed = True
+                self._close_directories()
+
+    # A chunk's way in.
+
+    def _reserve(self, writes: Sequence[Write]) -> list[tuple[Write, Place]]:
+        """Places for those that get one, their slots' old records wiped."""
+        with self._records:
+            if self._full_until_s is not None and self._clock.now_s() >= self._full_until_s:
+                self._full_until_s = None
+                self._index.resume()
+            places = self._index.reserve([write.key for write in writes], writes[0].parent)
+            taken = [(write, place) for write, place in zip(writes, places, strict=True) if place is not None]
+            slots = [place.slot for _, place in taken]
+            self._arriving.update((place.slot, place.key) for _, place in taken)
+            try:
+                self._wipe(slots)
+            except OSError as error:
+                self._abort([place for _, place in taken])
+                raise self._down(error) from error
+        return taken
+
+    def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
+        """Make durable and findable; those of them for which there was room on the medium.
+
+        Raises:
+            TierDown: none was kept.
+        """
+        kept = list(taken)
+        try:
+            if any(directory.has_vanished() for directory in {self._directory(place.slot) for _, place in taken}):
+                raise OSError(errno.ENOENT, "the directory was removed or replaced")
+            self._sync_wipes_of([place.slot for _, place in taken])
+            kept = self._write_chunks(taken)
+            self._write_records(kept)
+            self._sync({self._directory(place.slot).index for _, place in kept})
+        except BaseException as error:
+            with self._records:
+                self._abort([place for _, place in kept])
+            if isinstance(error, OSError):
+                raise self._down(error) from error
+            raise
+        with self._records:
+            for _, place in kept:
+                self._arriving.pop(place.slot, None)
+            gone = self._index.commit([place for _, place in kept], [write.parent for write, _ in kept])
+            self._wipe_if_possible([place.slot for place in gone])
+        return kept
+
+    def _write_chunks(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
+        """Durable in their slots. Those for which the medium has no room are given up, unless another fault comes."""
+        kept, short = [], []
+        spans: list[tuple[File, int]] = []
+        for write, place in taken:
+            page = self._page()
+            page[: codec.HEADER_NBYTES] = write.header
+            try:
+                file, offset = self._place(place.slot)
+                file.write([page, write.pages[: self._context.slot_bytes]], offset)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                short.append(place)
+                continue
+            finally:
+                self._pages.append(page)
+            spans.append((file, offset))
+            kept.append((write, place))
+        self._sync({file for file, _ in spans})
+        self._drop_cached(spans)
+        if short:
+            self._withhold(short)
+        return kept
+
+    def _write_records(self, kept: Sequence[tuple[Write, Place]]) -> None:
+        with self._records:
+            records: dict[int, list[tuple[int, bytes]]] = {}
+            for write, place in kept:
+                if place.slot in self._arriving:
+                    at, local = place.slot % len(self._directories), place.slot // len(self._directories)
+                    records.setdefault(at, []).append((local, pack_record(local, self._next_number, write.header)))
+                    self._next_number += 1
+                    self._wiped[place.slot] = _RECORDED
+                    self._stale.discard(place.slot)
+            for at, those in records.items():
+                self._directories[at].write_records(those)
+
+    def _withhold(self, short: Sequence[Place]) -> None:
+        with self._records:
+            for place in short:
+                self._arriving.pop(place.slot, None)
+            self._index.withhold(short)
+            self._full_until_s = self._clock.now_s() + _FULL_DISK_REST_S
+            if not self._told_full:
+                self._told_full = True
+                _log.warning(
+                    "disk tier %s: %s has no room for more; it goes on with the %d chunks that it has, and tries "
+                    "now and then to grow",
+                    self.name,
+                    self._directory(short[0].slot).path,
+                    self._index.chunks,
+                )
+
+    # A chunk's way out.
+
+    def _load(self, read: Read, slot: int | None) -> LoadOutcome:
+        if slot is None:
+            return Absent()
+        page = self._page()
+        try:
+            file, offset = self._place(slot)
+            got = file.read([page, read.pages[: self._context.slot_bytes]], offset)
+            read.header[:] = page[: codec.HEADER_NBYTES]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise self._down(error) from error
+            _log.warning("disk tier %s: a chunk cannot be read from %s: %s", self.name, file.path, error.strerror)
+            return Damaged(f"reading it failed: {error.strerror}")
+        finally:
+            self._pages.append(page)
+        if got < PAGE_NBYTES + self._context.slot_bytes:
+            return Damaged(f"{file.path} ends within it")
+        self._drop_cached([(file, offset)])
+        return Loaded(read.nbytes)
+
+    # Records. Called with the lock held, but for those that make durable.
+
+    def _discard(self, keys: Sequence[ChunkKey]) -> bool:
+        slots = self._index.discard(keys)
+        asked = set(keys)
+        arriving = [slot for slot, key in self._arriving.items() if key in asked]
+        for slot in arriving:
+            del self._arriving[slot]
+        return self._wipe_if_possible([*slots, *arriving, *self._stale])
+
+    def _abort(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self._arriving.pop(place.slot, None)
+        self._wipe_if_possible([place.slot for place in places])
+        self._index.abort(places)
+
+    def _wipe(self, slots: Iterable[int]) -> None:
+        """Records that a crash of this process cannot bring back; `_sync_wipes` is for crashes of the machine."""
+        recorded = {slot for slot in slots if self._wiped[slot] == _RECORDED}
+        if not recorded:
+            return
+        self._stale |= recorded
+        count = len(self._directories)
+        for at in {slot % count for slot in recorded}:
+            mine = [(slot // count, BLANK_RECORD) for slot in recorded if slot % count == at]
+            self._directories[at].write_records(mine)
+        self._stale -= recorded
+        self._wipes += 1
+        for slot in recorded:
+            self._wiped[slot] = self._wipes
+
+    def _wipe_if_possible(self, slots: Iterable[int]) -> bool:
+        try:
+            self._wipe(slots)
+        except OSError as error:
+            _log.warning("disk tier %s: records could not be wiped yet: %s", self.name, error.strerror)
+            return False
+        return True
+
+    def _sync_wipes_of(self, slots: Iterable[int]) -> None:
+        needed: dict[int, int] = {}
+        for slot in slots:
+            at = slot % len(self._directories)
+            needed[at] = max(needed.get(at, 0), self._wiped[slot])
+        self._sync_wipes(needed)
+
+    def _sync_wipes(self, needed: dict[int, int]) -> None:
+        """Make the wipes of each directory durable, up to the number that is needed of it."""
+        wipes = self._wipes
+        for at, number in needed.items():
+            if number > self._synced[at]:
+                self._sync([self._directories[at].index])
+                self._synced[at] = max(self._synced[at], wipes)
+
+    def _sync(self, files: Iterable[File]) -> None:
+        if self._config.durability == "power":
+            for file in files:
+                file.sync()
+
+    # Directories.
+
+    def _open_directories(self) -> None:
+        paths, slots = self._config.paths, self._index.slots
+        self._directories: list[DiskDirectory] = []
+        self._synced = [0] * len(paths)
+        self._wiped = array("q", bytes(8 * slots))
+        """By slot: `_RECORDED`, or the number of the wipe since which it has no record; 0: so it was found, durably."""
+        self._stale.clear()
+        try:
+            for at, path in enumerate(paths):
+                directory = DiskDirectory(
+                    path,
+                    self._context.namespace,
+                    slots=-(-(slots - at) // len(paths)),
+                    slot_bytes=self._context.slot_bytes,
+                    direct=self._config.direct,
+                )
+                self._directories.append(directory)
+            self._adopt()
+        except OSError as error:
+            self._close_directories()
+            raise ConfigError(f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; see to it") from None
+        except BaseException:
+            self._close_directories()
+            raise
+        for directory in self._directories:
+            _log.info(
+                "disk tier %s: %s, %s, %d chunks found in all",
+                self.name,
+                directory.path,
+                "direct I/O" if directory.direct else "through the page cache",
+                self._index.chunks,
+            )
+            for note in directory.notes:
+                _log.warning("disk tier %s: %s", self.name, note)
+
+    def _adopt(self) -> None:
+        """Take over what is recorded. Of two records of a chunk the newer counts: the other's wipe was not durable."""
+        newest: dict[ChunkKey, tuple[int, Record]] = {}
+        count, superseded = len(self._directories), []
+        for at, directory in enumerate(self._directories):
+            for record in directory.records():
+                slot = record.slot * count + at
+                self._wiped[slot] = _RECORDED
+                self._next_number = max(self._next_number, record.number + 1)
+                other = newest.get(record.key)
+                if other is None or other[1].number < record.number:
+                    newest[record.key] = slot, record
+                    superseded += [] if other is None else [other[0]]
+                else:
+                    superseded.append(slot)
+        self._wipe(superseded)
+        found = []
+        for slot, record in newest.values():
+            above = None if record.parent is None else newest.get(record.parent)
+            found.append(_Found(slot, NO_PARENT if above is None else above[0], record.number, record))
+        ordered = least_worth_first(found)
+        self._index.adopt([(chunk.record.key, chunk.record.parent, chunk.slot) for chunk in ordered])
+
+    def _start_over(self) -> None:
+        self._index.discard(self._index.all_keys())
+        if not self._index.is_idle():
+            raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
+        self._close_directories()
+        try:
+            self._open_directories()
+        except ConfigError as error:
+            raise TierDown(str(error)) from None
+
+    def _mend(self) -> None:
+        doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
+        if doubted:
+            # Any wipe since the start may be among what did not reach the medium.
+            for slot, wiped in enumerate(self._wiped):
+                if wiped > 0:
+                    self._wiped[slot] = _RECORDED
+                    self._stale.add(slot)
+        for file in doubted:
+            file.trust_again()
+        self._wipe(list(self._stale))
+        for directory in self._directories:
+            directory.write_header()
+        self._sync(directory.index for directory in self._directories)
+        self._full_until_s = None
+        self._index.resume()
+
+    def _close_directories(self) -> None:
+        for directory in self._directories:
+            directory.close()
+
+    # Small things.
+
+    def _directory(self, slot: int) -> DiskDirectory:
+        return self._directories[slot % len(self._directories)]
+
+    def _place(self, slot: int) -> tuple[File, int]:
+        return self._directory(slot).place(slot // len(self._directories))
+
+    def _page(self) -> memoryview:
+        """For a header, aligned for direct I/O. Give it back to `_pages`."""
+        try:
+            return self._pages.pop()
+        except IndexError:
+            return memoryview(mmap.mmap(-1, PAGE_NBYTES))
+
+    def _drop_cached(self, spans: Iterable[tuple[File, int]]) -> None:
+        for file, offset in spans:
+            if not file.direct:
+                file.drop_cached(offset, PAGE_NBYTES + self._context.slot_bytes)
+
+    def _down(self, error: OSError) -> TierDown:
+        return TierDown(f"disk tier {self.name} at {', '.join(self._config.paths)}: {error.strerror or error}")

@@ -1,0 +1,435 @@
+"""The files of one directory of the disk tier: who may use them, what is in them, and how it gets there whole.
+
+    lock        locked (flock) by the one process that uses the directory
+    index       a header page, then a record of 512 bytes a slot: all that a restart reads
+    slab-0000…  slots: the chunk's header in a page of its own, then the chunk's pages
+
+    header  magic 8 | version u32 | record's bytes u32 | slot's bytes u64 | slab's slots u64 | namespace 16
+            | xxh3_64 of the above
+    record  magic 8 | number u64 | slot u64 | the chunk's header 256 | zeros 224 | xxh3_64 of the above
+
+Everything is little-endian; docs/formats/disk.md has a worked example. A record vouches for its slot as it was when the
+record was written, so it must be wiped (with zeros) before the slot's bytes are replaced. Slots are this directory's
+own, from 0, so directories can be striped, moved and left out in any combination.
+
+Nothing here knows what is resident, and nothing is decided: `OSError` is what the system said. Only the constructor
+turns it into a `ConfigError`.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import xxhash
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Damaged
+
+from kv_tiers import codec
+from kv_tiers.pool import PAGE_NBYTES
+
+VERSION: Final = 1
+RECORD_NBYTES: Final = 512
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_MAGIC: Final = b"kvdisk\r\n"
+_HEADER: Final = struct.Struct("<8sIIQQ16s")
+_RECORD_MAGIC: Final = b"kvslot\r\n"
+_RECORD: Final = struct.Struct(f"<8sQQ{codec.HEADER_NBYTES}s224x")
+_U64: Final = struct.Struct("<Q")
+_SLAB_NBYTES: Final = 1 << 30
+_MOST_SLABS: Final = 64
+"""Larger slabs for larger directories: every slab is an open file."""
+_RECORDS_AT_ONCE: Final = 16384
+_SLAB_NAME: Final = re.compile(r"slab-[0-9]{4}|slab-[1-9][0-9]{4,8}")
+_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Record(NamedTuple):
+    """One slot's committed chunk. number: counts commits, so what was committed later has the larger one."""
+
+    slot: int
+    number: int
+    key: ChunkKey
+    parent: ChunkKey | None
+
+
+class File:
+    """One private file, read and written in whole: what the system does in part is finished here."""
+
+    def __init__(self, directory: int, path: Path, *, direct: bool = False) -> None:
+        """directory: open, the one that `path` is in. The file is made if it is not there.
+
+        Raises:
+            ConfigError: it is a link, somebody else's, or open to others.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        self.path = path
+        self.direct = direct
+        self.in_doubt = False
+        """A sync failed: nobody knows what of the last writes has reached the medium."""
+        self._syncing = threading.Lock()
+        try:
+            self.fd = os.open(path.name, flags | (os.O_DIRECT if direct else 0), 0o600, dir_fd=directory)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{path} is a symbolic link; remove it or choose another directory") from None
+        found = os.fstat(self.fd)
+        private = stat.S_ISREG(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o177
+        if not private or found.st_uid != os.geteuid() or found.st_nlink > 1:
+            os.close(self.fd)
+            raise ConfigError(
+                f"{path} is not a plain file of this user alone (0600), so its content cannot be trusted; "
+                "remove it or choose another directory"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+        left = sum(map(len, buffers))
+        while (done := os.pwritev(self.fd, buffers, offset)) < left:
+            if not done:
+                raise OSError(errno.EIO, "nothing of a write was taken")
+            buffers, offset, left = _after(buffers, done), offset + done, left - done
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes read: fewer than asked for where the file ends."""
+        left, start = sum(map(len, buffers)), offset
+        while left and (done := os.preadv(self.fd, buffers, offset)):
+            offset, left = offset + done, left - done
+            if done % PAGE_NBYTES:  # only the file's end has such a length, and past the cache none may start there
+                break
+            buffers = _after(buffers, done)
+        return offset - start
+
+    def sync(self) -> None:
+        """Return when what was written lasts.
+
+        After a failure the system may forget what it could not write and call the next sync a success, to whoever asks
+        (https://lwn.net/Articles/752063/), so all of them fail until `trust_again`.
+        """
+        with self._syncing:
+            if self.in_doubt:
+                raise OSError(errno.EIO, "an earlier write did not reach the medium")
+            self.in_doubt = True
+            os.fdatasync(self.fd)
+            self.in_doubt = False
+
+    def trust_again(self) -> None:
+        """What was in doubt has been written anew, or nobody relies on it."""
+        self.in_doubt = False
+
+    def allocate(self, start: int, end: int) -> None:
+        """Have room on the medium from `start` to `end`; of a failed attempt nothing remains."""
+        nbytes = self.nbytes
+        try:
+            os.posix_fallocate(self.fd, start, end - start)
+        except OSError:
+            os.ftruncate(self.fd, nbytes)
+            raise
+
+    def truncate(self, nbytes: int) -> None:
+        os.ftruncate(self.fd, nbytes)
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        """The host pool is the cache of these bytes; the system's would be a second one."""
+        os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closing again does nothing."""
+        opened, self.fd = self.fd, -1
+        if opened >= 0:
+            os.close(opened)
+
+
+class DiskDirectory:
+    """The slots of one directory, each a page and `slot_bytes`. Safe to call from any thread; close it last."""
+
+    def __init__(self, root: str, namespace: str, *, slots: int, slot_bytes: int, direct: str) -> None:
+        """Take possession of the directory, made if its parent is there.
+
+        Raises:
+            ConfigError: it cannot be used, is in use, or what lies there is not ours.
+        """
+        self.path = Path(root) / namespace
+        self.slots = slots
+        self.stride = PAGE_NBYTES + slot_bytes
+        self.notes: list[str] = []
+        """What the user should read of what was found; for the log."""
+        self._growing = threading.Lock()
+        self._slabs: dict[int, File] = {}
+        self._backed: dict[int, int] = {}  # bytes that have room on the medium, by slab
+        self._open_files: list[File] = []
+        self._namespace = bytes.fromhex(namespace)
+        self._fd = -1
+        try:
+            _make(Path(root))
+            _make(self.path)
+            self._fd = _open_private(self.path)
+            self._lock = self._open("lock")
+            self._take_possession()
+            self.direct = direct != "never" and self._takes_direct()
+            if direct == "always" and not self.direct:
+                raise ConfigError(
+                    f"{self.path} has no direct I/O (O_DIRECT); write `direct: auto` or another directory"
+                )
+            self.index = self._open("index")
+            self._slab_slots = -(-max(_SLAB_NBYTES, slots * self.stride // _MOST_SLABS) // self.stride)
+            self._begin_or_continue()
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{self.path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def has_vanished(self) -> bool:
+        """What is at our path is not what we opened: removed, replaced, or no longer mounted."""
+        try:
+            return not os.path.samestat(os.stat(self._lock.path), os.fstat(self._lock.fd))
+        except OSError:
+            return True
+
+    def records(self) -> Iterator[Record]:
+        """Every record that reads well and whose slot is there. What does not is nobody's chunk."""
+        piece = memoryview(bytearray(_RECORDS_AT_ONCE * RECORD_NBYTES))
+        for start in range(0, self.slots, _RECORDS_AT_ONCE):
+            got = self.index.read([piece], PAGE_NBYTES + start * RECORD_NBYTES) // RECORD_NBYTES
+            magics = np.frombuffer(piece, "S8").reshape(-1, RECORD_NBYTES // 8)[: min(got, self.slots - start), 0]
+            for at in np.flatnonzero(magics == _RECORD_MAGIC).tolist():
+                record = _read_record(bytes(piece[at * RECORD_NBYTES : (at + 1) * RECORD_NBYTES]), start + at)
+                if record is not None and self._is_backed(record.slot):
+                    yield record
+
+    def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
+        """By slot; neighbours in one call."""
+        runs: list[tuple[int, list[bytes]]] = []
+        for slot, record in sorted(records):
+            if runs and slot == runs[-1][0] + len(runs[-1][1]):
+                runs[-1][1].append(record)
+            else:
+                runs.append((slot, [record]))
+        for first, run in runs:
+            self.index.write([b"".join(run)], PAGE_NBYTES + first * RECORD_NBYTES)
+
+    def place(self, slot: int) -> tuple[File, int]:
+        """The file that a slot of ours is in, and where there, with room on the medium made if need be."""
+        number, at = divmod(slot, self._slab_slots)
+        offset = at * self.stride
+        if self._backed.get(number, 0) < offset + self.stride:
+            with self._growing:
+                self._grow(number, offset + self.stride)
+        return self._slabs[number], offset
+
+    def write_header(self) -> None:
+        """Again, with the bytes that it has: to see whether the medium takes them."""
+        self.index.write([self._header()], 0)
+
+    def files(self) -> list[File]:
+        """Those that chunks depend on."""
+        return [self.index, *self._slabs.values()]
+
+    def close(self) -> None:
+        """Closing again does nothing."""
+        for file in self._open_files:
+            file.close()
+        opened, self._fd = self._fd, -1
+        if opened >= 0:
+            os.close(opened)
+
+    def _open(self, name: str, *, direct: bool = False) -> File:
+        file = File(self._fd, self.path / name, direct=direct)
+        self._open_files.append(file)
+        return file
+
+    def _take_possession(self) -> None:
+        try:
+            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path} is in use by another disk tier, in this process or another, and has one owner: "
+                "end that one or choose another directory"
+            ) from None
+        if self.has_vanished():
+            raise ConfigError(f"{self.path} was removed while it was opened; start again")
+
+    def _takes_direct(self) -> bool:
+        """Try it: file systems refuse at the open or at the first write."""
+        try:
+            file = File(self._fd, self.path / "direct", direct=True)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return False
+            raise
+        try:
+            with mmap.mmap(-1, PAGE_NBYTES) as page, memoryview(page) as view:
+                file.write([view], 0)
+        except OSError as error:
+            if error.errno not in NO_ROOM:  # a full disk still has what it has
+                if error.errno in _NO_DIRECT:
+                    return False
+                raise
+        finally:
+            file.close()
+            os.unlink("direct", dir_fd=self._fd)
+        return True
+
+    def _header(self) -> bytes:
+        fields = _HEADER.pack(_MAGIC, VERSION, RECORD_NBYTES, self.stride, self._slab_slots, self._namespace)
+        return (fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_NBYTES, b"\0")
+
+    def _begin_or_continue(self) -> None:
+        found = bytearray(PAGE_NBYTES)
+        got = self.index.read([memoryview(found)], 0)
+        if any(found) and found[: len(_MAGIC)] != _MAGIC:
+            raise ConfigError(
+                f"{self.index.path} is not the index of a disk tier; move it away or choose another directory"
+            )
+        fields, checksum = found[: _HEADER.size], found[_HEADER.size : _HEADER.size + _U64.size]
+        _, version, record_nbytes, stride, slab_slots, namespace = _HEADER.unpack(fields)
+        if (
+            got == PAGE_NBYTES
+            and _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields)
+            and (version, record_nbytes, stride, namespace) == (VERSION, RECORD_NBYTES, self.stride, self._namespace)
+            and slab_slots > 0
+        ):
+            self._slab_slots = slab_slots
+            self._continue()
+            return
+        if any(found):
+            self.notes.append(f"starts empty: {self.index.path} is damaged or of another version")
+        self.index.truncate(0)
+        self.index.sync()
+        for number in self._slabs_found():
+            os.unlink(_slab_name(number), dir_fd=self._fd)
+        self.index.write([self._header()], 0)
+        self.index.sync()
+        os.fsync(self._fd)
+
+    def _continue(self) -> None:
+        # A smaller capacity than last time: forgotten for good, lest what was discarded meanwhile comes back later.
+        end = PAGE_NBYTES + self.slots * RECORD_NBYTES
+        if self.index.nbytes > end:
+            self.index.truncate(end)
+        # The last process may have died before its wipes were durable, and we are about to rely on them.
+        self.index.sync()
+        for number in self._slabs_found():
+            slots = self._slots_in(number)
+            if slots <= 0:
+                os.unlink(_slab_name(number), dir_fd=self._fd)
+                continue
+            slab = self._slabs[number] = self._open(_slab_name(number), direct=self.direct)
+            if slab.nbytes > slots * self.stride:
+                slab.truncate(slots * self.stride)
+            self._backed[number] = slab.nbytes
+
+    def _slabs_found(self) -> list[int]:
+        return [int(name[5:]) for name in os.listdir(self._fd) if _SLAB_NAME.fullmatch(name)]
+
+    def _slots_in(self, number: int) -> int:
+        return min(self._slab_slots, self.slots - number * self._slab_slots)
+
+    def _is_backed(self, slot: int) -> bool:
+        number, at = divmod(slot, self._slab_slots)
+        return self._backed.get(number, 0) >= (at + 1) * self.stride
+
+    def _grow(self, number: int, least: int) -> None:
+        """Give the slab all of its room, or as much as there is, but `least` bytes."""
+        have, first = self._backed.get(number, 0), number * self._slab_slots
+        if have >= least:
+            return
+        records_end = PAGE_NBYTES + (first + self._slots_in(number)) * RECORD_NBYTES
+        if self.index.nbytes < records_end:
+            self.index.allocate(PAGE_NBYTES + first * RECORD_NBYTES, records_end)
+        slab = self._slabs.get(number)
+        if slab is None:
+            slab = self._open(_slab_name(number), direct=self.direct)
+            os.fsync(self._fd)
+        end = self._slots_in(number) * self.stride
+        while True:
+            try:
+                slab.allocate(have, end)
+                break
+            except OSError as error:
+                if error.errno not in NO_ROOM or end == least:
+                    if slab is not self._slabs.get(number):
+                        self._open_files.remove(slab)
+                        slab.close()
+                    raise
+                end = least + (end - least) // self.stride // 2 * self.stride
+        self._slabs[number] = slab
+        self._backed[number] = end
+
+
+def pack_record(slot: int, number: int, header: bytes) -> bytes:
+    """header: the chunk's own (`kv_tiers.codec`)."""
+    fields = _RECORD.pack(_RECORD_MAGIC, number, slot, header)
+    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+BLANK_RECORD: Final = bytes(RECORD_NBYTES)
+
+
+def _slab_name(number: int) -> str:
+    return f"slab-{number:04}"
+
+
+def _read_record(data: bytes, slot: int) -> Record | None:
+    fields = data[: _RECORD.size]
+    if _U64.unpack_from(data, _RECORD.size)[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    _, number, named, described = _RECORD.unpack(fields)
+    header = codec.read_header(described)
+    if named != slot or isinstance(header, Damaged):
+        return None
+    return Record(slot, number, header.key, header.parent)
+
+
+def _after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of the buffers after their first `nbytes`."""
+    left = []
+    for buffer in buffers:
+        if nbytes < len(buffer):
+            left.append(memoryview(buffer)[nbytes:])
+        nbytes = max(0, nbytes - len(buffer))
+    return left
+
+
+def _make(path: Path) -> None:
+    """The directory, if it is not there; its parent must be."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _open_private(path: Path) -> int:
+    """The directory, open. Refused where others can reach into it."""
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(opened)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(opened)
+        raise ConfigError(
+            f"{path} is not a directory of this user closed to others (0700), so what lies there cannot be trusted; "
+            "remove it or choose another directory"
+        )
+    return opened
