@@ -69,6 +69,10 @@ def _guarded(
     return decorate
 
 
+def _nothing_matched() -> tuple[int | None, bool]:
+    return 0, False
+
+
 class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector to the tiers. One object in the scheduler, one in each worker."""
 
@@ -133,7 +137,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler half.
 
-    @_guarded(lambda: (0, False))
+    @_guarded(_nothing_matched)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._known(request)
         if self._scheduler is None or tokens is None:

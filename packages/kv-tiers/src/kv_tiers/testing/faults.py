@@ -1,0 +1,97 @@
+"""A tier that goes wrong on request, around one that does not."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, StoreOutcome
+
+from kv_tiers.tier import Read, Tier, TierUsage, Write
+
+Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug"]
+"""refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
+wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. bug: it raises
+what no tier should."""
+
+FAULTS: tuple[Fault, ...] = ("", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug")
+
+
+class FaultyTier:
+    """Set `fault`, and every call from then on has it. The wrapped tier stays right."""
+
+    def __init__(self, tier: Tier, *, answers_from_memory: bool | None = None, delay_s: float = 0.02) -> None:
+        self.name = tier.name
+        self.answers_from_memory = tier.answers_from_memory if answers_from_memory is None else answers_from_memory
+        self.fault: Fault = ""
+        self.calls: list[str] = []
+        self._tier = tier
+        self._delay_s = delay_s
+        self._let_go = threading.Event()
+
+    def let_go(self) -> None:
+        """End the hanging, for calls under way too."""
+        self.fault = ""
+        self._let_go.set()
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._fail("holds")
+        return [True] * len(keys) if self.fault == "lie" else self._tier.holds(keys)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        self._fail("load")
+        if self.fault == "refuse":
+            return [Absent() for _ in reads]
+        outcomes = self._tier.load(reads)
+        loaded = [read for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Loaded)]
+        for read in loaded:
+            if self.fault == "truncate":
+                read.chunk[read.nbytes // 2 :] = bytes(read.nbytes - read.nbytes // 2)
+            elif self.fault == "flip":
+                read.chunk[read.nbytes // 3] ^= 4
+        if self.fault == "swap" and len(loaded) > 1:
+            first, second = loaded[:2]
+            first.header[:], second.header[:] = bytes(second.header), bytes(first.header)
+            first.chunk[:], second.chunk[:] = bytes(second.chunk), bytes(first.chunk)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        self._fail("store")
+        if self.fault == "refuse":
+            return [Refused("told to") for _ in writes]
+        return self._tier.store(writes)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        self._fail("discard")
+        self._tier.discard(keys)
+
+    def clear(self) -> None:
+        self._fail("clear")
+        self._tier.clear()
+
+    def probe(self) -> None:
+        self._fail("probe")
+        self._tier.probe()
+
+    def usage(self) -> TierUsage:
+        return self._tier.usage()
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def _fail(self, call: str) -> None:
+        self.calls.append(call)
+        match self.fault:
+            case "delay":
+                time.sleep(self._delay_s)
+            case "hang":
+                self._let_go.clear()
+                self._let_go.wait()
+            case "down":
+                raise TierDown("told to be down")
+            case "bug":
+                raise RuntimeError("told to have a bug")
+            case _:
+                pass

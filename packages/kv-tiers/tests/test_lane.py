@@ -1,0 +1,279 @@
+"""A lane never blocks who submits, keeps its order, checks what comes back, and rests a tier that fails."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
+from kv_core.testing import key_chain
+from kv_tiers import codec, lane
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lane import Arrival, Health, Lane, Outgoing
+from kv_tiers.pool import HostPool, slot_bytes_for
+from kv_tiers.testing.contract import content
+from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.tier import Read
+from kv_tiers.tiers.dram import DramTier
+
+NBYTES = 500
+FORM = codec.format_id("lanes")
+
+
+class Bench:
+    """A lane over a tier that can be told to fail. threads=0: `lane.step` does the jobs, in its order."""
+
+    def __init__(self, threads: int = 0, **options: float) -> None:
+        self.tier = FaultyTier(DramTier(HostPool.anonymous("below", NBYTES, 64), LruPolicy()))
+        self.lane = Lane(self.tier, FORM, threads=threads, **{"rest_s": 0.01, "max_rest_s": 0.02, **options})
+        self.stored: dict[ChunkKey, StoreOutcome] = {}
+        self.arrived: dict[ChunkKey, Arrival] = {}
+        self.reads: dict[ChunkKey, Read] = {}
+
+    def store(self, keys: list[ChunkKey]) -> bool:
+        chunks = []
+        for key, parent in zip(keys, [None, *keys], strict=False):
+            pages = aligned_pages(slot_bytes_for(NBYTES))
+            pages[:NBYTES] = content(key, NBYTES)
+            chunks.append(Outgoing(key, parent, pages, NBYTES))
+        return self.lane.store(chunks, lambda outcomes: self.stored.update(zip(keys, outcomes, strict=True)))
+
+    def load(self, keys: list[ChunkKey]) -> bool:
+        reads = [Read(key, bytearray(256), aligned_pages(slot_bytes_for(NBYTES)), NBYTES) for key in keys]
+        self.reads.update({read.key: read for read in reads})
+
+        def done(arrivals: list[Arrival]) -> None:
+            self.arrived.update({arrival.key: arrival for arrival in arrivals})
+
+        return self.lane.load(reads, done)
+
+    def run(self) -> int:
+        steps = 0
+        while self.lane.step():
+            steps += 1
+        return steps
+
+    def outcomes(self) -> list[type]:
+        return [type(arrival.outcome) for arrival in self.arrived.values()]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.tier.let_go()
+    made.lane.close()
+
+
+def test_what_goes_down_comes_back_checked(bench: Bench) -> None:
+    keys = key_chain(3)
+    assert bench.store(keys)
+    assert bench.lane.leading(keys) == 0
+    bench.run()
+    assert list(bench.stored.values()) == [Stored()] * 3
+    assert bench.lane.leading([*keys, *key_chain(1, branch="other")]) == 3
+    bench.load(keys)
+    bench.run()
+    for key in keys:
+        assert bench.arrived[key].outcome == Loaded(NBYTES)
+        assert bytes(bench.reads[key].chunk) == content(key, NBYTES)
+        assert bench.arrived[key].checksum == codec.digest(bench.reads[key].chunk)
+    counts = bench.lane.counts()
+    assert (counts.stored, counts.loaded, counts.queued) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate", "swap"])
+def test_wrong_bytes_are_damage_and_never_come_again(bench: Bench, fault: str) -> None:
+    keys = key_chain(2)
+    bench.store(keys)
+    bench.run()
+    bench.tier.fault = fault  # type: ignore[assignment]
+    bench.load(keys)
+    assert bench.lane.step()
+    assert bench.outcomes() == [Damaged, Damaged]
+    bench.tier.fault = ""
+    assert bench.lane.leading(keys) == 0  # at once, before the tier was told
+    bench.run()
+    assert bench.tier.holds(keys) == [False, False]
+    assert bench.lane.counts().damaged == 2
+
+
+def test_loads_go_before_discards_and_discards_before_stores(bench: Bench) -> None:
+    old, new = key_chain(1), key_chain(1, branch="new")
+    bench.store(old)
+    bench.run()
+    bench.tier.calls.clear()
+    bench.store(new)
+    bench.lane.discard(old)
+    bench.load(new)
+    bench.run()
+    assert bench.tier.calls == ["load", "discard", "store"]
+
+
+def test_a_full_lane_refuses_at_once(bench: Bench) -> None:
+    small = Bench(max_load_chunks=2, max_store_chunks=3)
+    assert small.store(key_chain(3))
+    assert not small.store(key_chain(1, branch="more"))
+    assert small.lane.room_for_stores() == 0
+    assert small.load(key_chain(2))
+    assert not small.load(key_chain(1))
+    assert not small.lane.ask(key_chain(1), lambda leading: None)
+    small.run()
+    assert small.store(key_chain(1, branch="more"))
+    assert small.lane.room_for_stores() == 2
+    assert small.lane.close()
+    assert isinstance(small.stored[key_chain(1, branch="more")[0]], Refused)
+
+
+def test_presence_is_asked_on_the_lanes_own_thread(bench: Bench) -> None:
+    keys = key_chain(4)
+    bench.store(keys[:3])
+    bench.run()
+    answers: list[int] = []
+    bench.lane.ask(keys, answers.append)
+    assert answers == []
+    bench.run()
+    bench.lane.discard(keys[1:2])
+    bench.lane.ask(keys, answers.append)
+    bench.lane.step()
+    assert answers == [3, 1]
+
+
+@pytest.mark.parametrize("fault", ["down", "bug"])
+def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, fault: str) -> None:
+    keys = key_chain(2)
+    bench.store(keys)
+    bench.run()
+    bench.tier.fault = fault  # type: ignore[assignment]
+    bench.load(keys)
+    bench.store(key_chain(1, branch="waits"))
+    bench.lane.step()
+    assert bench.outcomes() == [Absent, Absent]
+    assert isinstance(bench.stored[key_chain(1, branch="waits")[0]], Refused)  # what waited is not kept waiting
+    assert bench.lane.health()[0] is Health.RESTING
+    assert "told to" in bench.lane.health()[1]
+    assert not bench.load(keys)
+    assert not bench.store(keys)
+    assert bench.lane.leading(keys) == 0
+    calls = len(bench.tier.calls)
+    for _ in range(5):
+        time.sleep(0.03)
+        bench.lane.step()
+    assert bench.tier.calls[calls:] == ["probe"] * 5  # nothing else is sent to it
+    bench.tier.fault = ""
+    time.sleep(0.03)
+    bench.run()
+    assert bench.lane.health()[0] is Health.UP
+    assert bench.lane.leading(keys) == 2
+    assert bench.lane.counts().downs == 1
+
+
+def test_what_was_discarded_while_the_tier_was_down_is_gone_when_it_is_back(bench: Bench) -> None:
+    keys = key_chain(3)
+    bench.store(keys)
+    bench.run()
+    bench.tier.fault = "down"
+    bench.lane.discard(keys[1:])
+    bench.lane.step()
+    bench.tier.fault = ""
+    time.sleep(0.03)
+    bench.run()
+    assert bench.tier.holds(keys) == [True, False, False]
+
+
+def test_a_chunk_discarded_while_it_is_stored_is_not_found_afterwards() -> None:
+    bench = Bench(threads=2)
+    keys = key_chain(2)
+    bench.tier.fault = "delay"
+    bench.store(keys)
+    while "store" not in bench.tier.calls:
+        time.sleep(0.001)
+    bench.lane.discard(keys[:1])
+    assert bench.lane.drain(5)
+    assert bench.tier.holds(keys) == [False, True]
+    assert bench.lane.close()
+
+
+def test_a_chunk_discarded_while_it_waits_is_not_stored(bench: Bench) -> None:
+    keys = key_chain(2)
+    bench.store(keys)
+    bench.lane.discard(keys[:1])
+    bench.run()
+    assert isinstance(bench.stored[keys[0]], Refused)
+    assert bench.tier.holds(keys) == [False, True]
+    bench.store(keys)  # and after that it is a chunk like any other
+    bench.run()
+    assert bench.tier.holds(keys) == [True, True]
+
+
+def test_cleared_hides_everything_at_once_and_what_is_on_its_way(bench: Bench) -> None:
+    keys, waiting = key_chain(3), key_chain(2, branch="waiting")
+    bench.store(keys)
+    bench.run()
+    bench.store(waiting)
+    bench.lane.clear()
+    assert bench.lane.leading(keys) == 0
+    assert not bench.load(keys)
+    bench.run()
+    assert bench.tier.holds([*keys, *waiting]) == [False] * 5
+    bench.store(keys)
+    bench.run()
+    assert bench.lane.leading(keys) == 3
+
+
+def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "MAX_DISCARDS", 3)
+    keys = key_chain(6)
+    bench.store(keys)
+    bench.run()
+    bench.lane.discard(keys[2:])
+    assert bench.lane.leading(keys) == 0
+    bench.run()
+    assert bench.tier.holds(keys) == [False] * 6
+
+
+def test_a_frozen_tier_is_left_alone(bench: Bench) -> None:
+    keys = key_chain(2)
+    bench.store(keys)
+    bench.run()
+    bench.lane.freeze(True)
+    assert bench.lane.health()[0] is Health.FROZEN
+    assert not bench.load(keys)
+    assert bench.lane.leading(keys) == 0
+    assert not bench.lane.step()
+    bench.lane.freeze(False)
+    assert bench.lane.leading(keys) == 2
+
+
+def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
+    bench = Bench(threads=2, stuck_s=0.05)
+    keys = key_chain(2)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    bench.tier.fault = "hang"
+    bench.load(keys)
+    time.sleep(0.15)
+    assert bench.lane.health()[0] is Health.STUCK
+    assert bench.lane.leading(keys) == 0
+    assert not bench.load(keys)
+    assert not bench.lane.close(timeout_s=0.1)  # its memory is lent still
+    assert bench.arrived == {}
+    bench.tier.let_go()
+    assert bench.lane.close()
+    assert bench.outcomes() == [Loaded, Loaded]
+
+
+def test_closing_refuses_what_waits_and_ends_the_threads() -> None:
+    bench = Bench(threads=2)
+    bench.tier.fault = "delay"
+    for number in range(8):
+        assert bench.store(key_chain(2, branch=str(number)))
+    before = threading.active_count()
+    assert bench.lane.close()
+    assert threading.active_count() == before - 2
+    assert len(bench.stored) == 16
+    assert any(isinstance(outcome, Refused) for outcome in bench.stored.values())
+    assert not bench.store(key_chain(1))
+    assert bench.lane.close()
