@@ -1,4 +1,4 @@
-"""The disk tier keeps the promises of every tier that is bounded and outlives its process, and what it says of disks."""
+"""The disk tier keeps the promises of every tier that is bounded and outlives its process, and what it says itself."""
 
 from pathlib import Path
 

@@ -24,7 +24,10 @@ MAX_KEY_NBYTES: Final = 72
 
 _FIELDS: Final = struct.Struct(f"<8sHHHHQ16s16s{MAX_KEY_NBYTES}s{MAX_KEY_NBYTES}s48x")
 _CHECKSUM: Final = struct.Struct("<Q")
+_NAMES: Final = struct.Struct("<HH")
+_NAMES_NBYTES_AT: Final = 12
 _CHECKSUM_AT: Final = slice(40, 56)
+_KEY_AT: Final = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,14 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     except InputError as error:
         return Damaged(str(error))
     return Header(named, above, nbytes, format_id, checksum)
+
+
+def names_in(header: bytes) -> tuple[ChunkKey, ChunkKey | None]:
+    """The key and the parent that a header states. Only of one that something vouches for, as a checksum over it."""
+    key_nbytes, parent_nbytes = _NAMES.unpack_from(header, _NAMES_NBYTES_AT)
+    parent_at = _KEY_AT + MAX_KEY_NBYTES
+    parent = ChunkKey(header[parent_at : parent_at + parent_nbytes]) if parent_nbytes else None
+    return ChunkKey(header[_KEY_AT : _KEY_AT + key_nbytes]), parent
 
 
 def checksum_in(header: bytes | bytearray) -> bytes:

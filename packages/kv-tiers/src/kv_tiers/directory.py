@@ -16,9 +16,9 @@ Everything is little-endian.
 import hashlib
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import xxhash
 from kv_core.errors import InputError
@@ -57,27 +57,24 @@ def nbytes_for(slots: int) -> int:
     return HEADER_NBYTES + -(-slots * RECORD_NBYTES // 4096) * 4096
 
 
-class Commit(Protocol):
-    """What the order needs to know of a chunk; see `Record`."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def parent(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-
-
-Committed = TypeVar("Committed", bound=Commit)
-
-
-def least_worth_first(records: Sequence[Committed]) -> list[Committed]:
+def least_worth_first(records: Sequence[Record]) -> list[Record]:
     """Ordered by the last commit to anything that builds on the chunk, and tails before their heads."""
-    last_commit = {record.slot: record.number for record in records}
-    for record in sorted(records, key=lambda record: record.number, reverse=True):
-        if record.parent in last_commit:
-            last_commit[record.parent] = max(last_commit[record.parent], last_commit[record.slot])
-    return sorted(records, key=lambda record: (last_commit[record.slot], -record.number))
+    by_slot = {record.slot: record for record in records}
+    ordered = slots_least_worth_first(
+        {slot: record.number for slot, record in by_slot.items()},
+        {slot: record.parent for slot, record in by_slot.items()},
+    )
+    return [by_slot[slot] for slot in ordered]
+
+
+def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int, int]) -> list[int]:
+    """The same of chunks by slot: the number of each one's commit, and its parent's slot or one that is none."""
+    last_commit = dict(number_of)
+    for slot in sorted(number_of, key=number_of.__getitem__, reverse=True):
+        parent = parent_of[slot]
+        if parent in last_commit:
+            last_commit[parent] = max(last_commit[parent], last_commit[slot])
+    return sorted(number_of, key=lambda slot: (last_commit[slot], -number_of[slot]))
 
 
 class Directory:

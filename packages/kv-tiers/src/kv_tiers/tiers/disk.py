@@ -24,7 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 from kv_core.clock import Clock
@@ -34,12 +34,12 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.directory import NO_PARENT, least_worth_first
+from kv_tiers.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.machine import spelled
 from kv_tiers.pool import PAGE_NBYTES
 from kv_tiers.tier import Read, TierContext, TierUsage, Write
-from kv_tiers.tiers.disk_files import BLANK_RECORD, NO_ROOM, RECORD_NBYTES, DiskDirectory, File, Record, pack_record
+from kv_tiers.tiers.disk_files import BLANK_RECORD, NO_ROOM, RECORD_NBYTES, DiskDirectory, File, pack_record
 from kv_tiers.tiers.index import Place, SlotIndex
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str | list[str]
     """A directory, or several on different devices that chunks are spread over. Made if its parent is there."""
     capacity_bytes: int
-    """Of all directories together, for this model's chunks; taken from the disk as it is used, a GiB or so at a time."""
+    """Of all directories together, for chunks of this model. Taken from the disk as it is used, about a GiB at once."""
     direct: Literal["auto", "always", "never"] = "auto"
     """Past the system's page cache (O_DIRECT). auto: where the file system can."""
     durability: Literal["power", "process"] = "power"
@@ -93,15 +93,6 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
             f"every directory; write at least {least} ({spelled(least)}), and for use a thousand times that"
         )
     return slots
-
-
-class _Found(NamedTuple):
-    """A record as the whole tier sees it: slots are the tier's, a parent is its slot."""
-
-    slot: int
-    parent: int
-    number: int
-    record: Record
 
 
 class DiskTier:
@@ -236,6 +227,8 @@ class DiskTier:
         Raises:
             TierDown: none was kept.
         """
+        if not taken:
+            return []
         kept = list(taken)
         try:
             if any(directory.has_vanished() for directory in {self._directory(place.slot) for _, place in taken}):
@@ -431,26 +424,29 @@ class DiskTier:
 
     def _adopt(self) -> None:
         """Take over what is recorded. Of two records of a chunk the newer counts: the other's wipe was not durable."""
-        newest: dict[ChunkKey, tuple[int, Record]] = {}
-        count, superseded = len(self._directories), []
+        count = len(self._directories)
+        slot_of: dict[ChunkKey, int] = {}
+        key_of: dict[int, ChunkKey] = {}
+        above: dict[int, ChunkKey | None] = {}
+        number_of: dict[int, int] = {}
         for at, directory in enumerate(self._directories):
-            for record in directory.records():
-                slot = record.slot * count + at
+            for local, number, key, parent in directory.records():
+                slot = local * count + at
                 self._wiped[slot] = _RECORDED
-                self._next_number = max(self._next_number, record.number + 1)
-                other = newest.get(record.key)
-                if other is None or other[1].number < record.number:
-                    newest[record.key] = slot, record
-                    superseded += [] if other is None else [other[0]]
-                else:
-                    superseded.append(slot)
-        self._wipe(superseded)
-        found = []
-        for slot, record in newest.values():
-            above = None if record.parent is None else newest.get(record.parent)
-            found.append(_Found(slot, NO_PARENT if above is None else above[0], record.number, record))
-        ordered = least_worth_first(found)
-        self._index.adopt([(chunk.record.key, chunk.record.parent, chunk.slot) for chunk in ordered])
+                other = slot_of.get(key)
+                if other is not None:
+                    older = slot if number < number_of[other] else other
+                    self._stale.add(older)
+                    if older == slot:
+                        continue
+                    del number_of[other]
+                slot_of[key], key_of[slot], above[slot], number_of[slot] = slot, key, parent, number
+        self._next_number = max(number_of.values(), default=-1) + 1
+        self._wipe(list(self._stale))
+        # The parent's own key object, where it is here: half of the keys, and the dictionary compares it at a glance.
+        parent_of = {slot: NO_PARENT if key is None else slot_of.get(key, NO_PARENT) for slot, key in above.items()}
+        ordered = slots_least_worth_first(number_of, parent_of)
+        self._index.adopt((key_of[slot], key_of.get(parent_of[slot], above[slot]), slot) for slot in ordered)
 
     def _start_over(self) -> None:
         self._index.discard(self._index.all_keys())

@@ -7,7 +7,7 @@ before their tails.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_core.keys import ChunkKey
@@ -49,11 +49,12 @@ class SlotIndex:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Sequence[tuple[ChunkKey, ChunkKey | None, int]]) -> None:
+    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int]]) -> None:
         """Take over (key, parent, slot) that were there before, those worth least first. Of an idle index."""
-        taken = {slot for _, _, slot in chunks}
+        taken: set[int] = set()
         with self._lock:
             for key, parent, slot in chunks:
+                taken.add(slot)
                 self._residency.adopt(key, slot)
                 self._parents[slot] = parent
             self._untouched_from = max(taken, default=-1) + 1
