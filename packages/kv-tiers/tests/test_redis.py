@@ -1,16 +1,20 @@
 """The Redis tier against real servers, healthy and not."""
 
+import contextlib
 import itertools
-import os
+import random
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -37,34 +41,32 @@ def free_port() -> int:
 class Server:
     """A real server on this machine, with a directory of its own."""
 
-    def __init__(self, binary: str, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, binary: str, *arguments: str) -> None:
+        self.binary, self.arguments = binary, arguments
         self.directory = Path(tempfile.mkdtemp(prefix="kv"))
-        self.port = free_port() if port is None else port
-        self.unix = f"{self.directory}/s"
-        self.arguments = arguments
-        self.binary = binary
+        self.port = free_port()
         self.start()
 
-    def start(self) -> None:
-        listening = ["--port", str(self.port), "--unixsocket", self.unix]
-        if "--tls-port" in self.arguments or "--sentinel" in self.arguments:
-            listening = listening[2:] if "--tls-port" in self.arguments else listening[:2]
-        arguments = [*self.arguments, *listening, "--dir", str(self.directory), "--bind", "127.0.0.1"]
-        if "--sentinel" not in self.arguments:
-            arguments += ["--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen([self.binary, *arguments], stdout=subprocess.DEVNULL)
-        for _ in range(500):
-            try:
-                if self.client().ping():
-                    return
-            except (redis.ConnectionError, redis.BusyLoadingError):
-                time.sleep(0.01)
-        raise AssertionError("the server does not start")
+    @property
+    def unix(self) -> str:
+        return f"{self.directory}/s"
 
-    def client(self) -> "redis.Redis":
-        if "--sentinel" in self.arguments:
-            return redis.Redis(port=self.port)
-        return redis.Redis(unix_socket_path=self.unix)
+    def start(self) -> None:
+        listening = ["--port", str(self.port), "--unixsocket", self.unix, "--bind", "127.0.0.1"]
+        keeping = ["--dir", str(self.directory), "--save", "", "--appendonly", "no"]
+        command = [self.binary, *self.arguments, *listening, *keeping]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        eventually(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.ask("PING"))
+        except (redis.ConnectionError, redis.exceptions.BusyLoadingError):
+            return False
+
+    def ask(self, *words: str | bytes | int) -> Any:
+        with closing(redis.Redis(unix_socket_path=self.unix)) as client:
+            return client.execute_command(*words)
 
     def stop(self) -> None:
         self.process.kill()
@@ -73,6 +75,13 @@ class Server:
     def remove(self) -> None:
         self.stop()
         shutil.rmtree(self.directory)
+
+
+def eventually(true: Callable[[], object], within_s: float = 10) -> None:
+    until = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.01)
 
 
 _RUNNING: dict[str, Server] = {}
@@ -119,3 +128,583 @@ class TestValkeyOverTcpInSmallPieces(OnAServer):
 class TestRedis(OnAServer):
     def options(self) -> dict[str, object]:
         return {"url": f"redis://localhost:{running('redis', REDIS).port}", "ttl_s": 600}
+
+
+class TestRedisWithTls(OnAServer):
+    def options(self) -> dict[str, object]:
+        server = tls_server()
+        return {"url": f"rediss://localhost:{server.tls_port}", "tls_ca_file": f"{server.directory}/cert.pem"}
+
+    def test_a_server_that_cannot_prove_its_name_is_down(self) -> None:
+        port = tls_server().tls_port
+        for options in (
+            {"url": f"rediss://127.0.0.1:{port}"} | {"tls_ca_file": self.options()["tls_ca_file"]},
+            {"url": f"rediss://localhost:{port}"},
+        ):
+            with closing(make_redis_tier(options, self.context)) as tier, pytest.raises(TierDown, match="certificate"):
+                tier.probe()
+
+
+class TlsServer(Server):
+    def __init__(self, binary: str) -> None:
+        self.tls_port = free_port()
+        super().__init__(binary)
+
+    def start(self) -> None:
+        key, cert = f"{self.directory}/key.pem", f"{self.directory}/cert.pem"
+        if not Path(cert).exists():
+            subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+            files = ["-keyout", key, "-out", cert, "-days", "2", *subject]
+            subprocess.run(
+                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files], check=True, capture_output=True
+            )
+        files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
+        self.arguments = ("--tls-port", str(self.tls_port), *files, "--tls-auth-clients", "no")
+        super().start()
+
+
+def tls_server() -> TlsServer:
+    if "tls" not in _RUNNING:
+        if REDIS is None or shutil.which("openssl") is None:
+            pytest.skip("there is no redis-server, or no openssl, on this machine's PATH")
+        _RUNNING["tls"] = TlsServer(REDIS)
+    server = _RUNNING["tls"]
+    assert isinstance(server, TlsServer)
+    return server
+
+
+def cluster() -> list[Server]:
+    """Three servers that share the slots."""
+    if "cluster 0" not in _RUNNING:
+        nodes, buses = [], []
+        for number in range(3):
+            buses.append(free_port())
+            arguments = ("--cluster-enabled", "yes", "--cluster-port", str(buses[-1]), "--cluster-node-timeout", "1000")
+            nodes.append(running(f"cluster {number}", VALKEY, *arguments))
+        for number, (node, bus) in enumerate(zip(nodes, buses, strict=True)):
+            first = number * 5462
+            node.ask("CLUSTER", "ADDSLOTSRANGE", first, min(first + 5461, 16383))
+            nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        eventually(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in nodes))
+        eventually(lambda: all(len(node.ask("CLUSTER", "SLOTS")) == 3 for node in nodes))
+    return [_RUNNING[f"cluster {number}"] for number in range(3)]
+
+
+class TestCluster(OnAServer):
+    def options(self) -> dict[str, object]:
+        return {"url": f"redis://127.0.0.1:{cluster()[0].port}", "mode": "cluster", "piece_bytes": 4096}
+
+    def test_chunks_are_spread_and_pieces_are_not(self) -> None:
+        self.store(key_chain(30))
+        for node in cluster():
+            names = node.ask("KEYS", self.tier._prefix + b"*")
+            assert len(names) >= 9
+            for head in (name for name in names if name.endswith(b"}")):
+                assert {head, head + b":1", head + b":2"} <= set(names)
+
+    def test_a_slot_that_moved_is_followed(self) -> None:
+        nodes = cluster()
+        for node in nodes:
+            node.ask("FLUSHALL")
+        (key,) = key_chain(1)
+        slot = nodes[0].ask("CLUSTER", "KEYSLOT", self.tier._head(key))
+        self.store([key])
+        owner = next(number for number, node in enumerate(nodes) if node.ask("CLUSTER", "COUNTKEYSINSLOT", slot))
+        source, target = nodes[owner], nodes[(owner + 1) % 3]
+        names = (source.ask("CLUSTER", "MYID").decode(), target.ask("CLUSTER", "MYID").decode())
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        source.ask("MIGRATE", "127.0.0.1", target.port, self.tier._head(key), 0, 5000)
+        assert self.tier.holds([key]) == [False]  # between two servers
+        for piece in (1, 2):
+            source.ask("MIGRATE", "127.0.0.1", target.port, self.tier._head(key) + b":%d" % piece, 0, 5000)
+        assert self.tier.holds([key]) == [True]  # by ASK
+        assert self.loaded([key]) == [True]
+        self.tier.discard([key])
+        self.store([key])
+        assert target.ask("DBSIZE") and not source.ask("CLUSTER", "COUNTKEYSINSLOT", slot)
+        for node in (target, source, nodes[(owner + 2) % 3]):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+        assert self.tier.holds([key]) == [True]  # by MOVED
+        assert self.loaded([key]) == [True]
+
+    def test_a_tier_that_takes_a_cluster_for_one_server_is_told(self) -> None:
+        options = self.options() | {"mode": "single"}
+        with closing(make_redis_tier(options, self.context)) as tier, pytest.raises(TierDown, match='mode = "cluster"'):
+            tier.holds(key_chain(20))
+
+
+class TestSentinels(OnAServer):
+    """The class's last test exchanges master and replica; every test finds its way whoever is the master."""
+
+    def options(self) -> dict[str, object]:
+        return {
+            "url": f"redis://127.0.0.1:1,127.0.0.1:{sentinel().port}",
+            "mode": "sentinel",
+            "sentinel_master": "kv-master",
+        }
+
+    def test_a_new_master_is_found(self) -> None:
+        keys = key_chain(2)
+        self.store(keys)
+        old = next(_RUNNING[name] for name in ("one", "two") if _RUNNING[name].ask("ROLE")[0] == b"master")
+        new = next(_RUNNING[name] for name in ("one", "two") if _RUNNING[name] is not old)
+        old.ask("WAIT", 1, 2000)
+        sentinel().ask("SENTINEL", "FAILOVER", "kv-master")
+        address = [b"127.0.0.1", str(new.port).encode()]
+        eventually(lambda: sentinel().ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv-master") == address, 20)
+        eventually(lambda: new.ask("ROLE")[0] == b"master")
+        old.ask("REPLICAOF", "127.0.0.1", new.port)  # as the sentinel will in ten seconds
+        assert self.loaded(keys) == [True, True]
+        self.store(key_chain(2, branch="new"))
+        assert self.tier.holds(key_chain(2, branch="new")) == [True, True]
+
+
+class Sentinel(Server):
+    def start(self) -> None:
+        config = self.directory / "sentinel.conf"
+        master, replica = _RUNNING["one"].port, _RUNNING["two"].port
+        config.write_text(
+            f"port {self.port}\nunixsocket {self.unix}\nbind 127.0.0.1\ndir {self.directory}\n"
+            f"sentinel monitor kv-master 127.0.0.1 {master} 1\nsentinel down-after-milliseconds kv-master 1000\n"
+            f"sentinel known-replica kv-master 127.0.0.1 {replica}\n"
+        )
+        command = [self.binary, str(config), "--sentinel"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        eventually(self.answers)
+
+    def ask(self, *words: str | bytes | int) -> Any:
+        with closing(redis.Redis(port=self.port)) as client:
+            return client.execute_command(*words)
+
+
+def sentinel() -> Server:
+    if "sentinel" not in _RUNNING:
+        one = running("one", VALKEY, "--repl-diskless-sync-delay", "0")
+        running("two", VALKEY, "--replicaof", f"127.0.0.1 {one.port}")
+        eventually(lambda: one.ask("ROLE")[2], 15)
+        _RUNNING["sentinel"] = Sentinel(VALKEY)
+    return _RUNNING["sentinel"]
+
+
+class Proxy:
+    """Between a tier and a server, and able to spoil what the server says."""
+
+    def __init__(self, port: int) -> None:
+        self.upstream = port
+        self.spoil: Callable[[bytes], bytes | None] = lambda data: data
+        """What to pass on of a piece of the server's answers; None: close both connections."""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.sockets: list[socket.socket] = [self.listener]
+        self.threads: list[threading.Thread] = []
+        self.run(self.accept)
+
+    def run(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments)
+        self.threads.append(thread)
+        thread.start()
+
+    def accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.upstream))
+            self.sockets += [client, server]
+            self.run(self.pump, client, server, lambda data: data)
+            self.run(self.pump, server, client, lambda data: self.spoil(data))
+
+    def pump(self, source: socket.socket, sink: socket.socket, spoil: Callable[[bytes], bytes | None]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                passed = spoil(data)
+                if passed is None:
+                    break
+                sink.sendall(passed)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self.threads:
+            thread.join()
+
+
+class Liar:
+    """A server that answers every connection with the same bytes, whatever it is asked."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.answer = answer
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                client.settimeout(2)
+                client.recv(1 << 16)
+                client.sendall(self.answer)
+                while client.recv(1 << 16):
+                    pass
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+
+
+class TestTroubles:
+    """What the world does to servers, and what must not come of it: wrong bytes, hanging, growing without bound."""
+
+    bench = TierContract()  # for its writes and checked loads
+    nbytes = 300_000
+    numbers = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _close(self) -> Iterator[None]:
+        self.closing: list[Any] = []
+        yield
+        for thing in reversed(self.closing):
+            thing.close()
+
+    def tier(self, url: str, **options: object) -> RedisTier:
+        self.bench.context = TierContext(self.nbytes, 303_104, "troubles")
+        options = {
+            "url": url,
+            "prefix": f"trouble{next(self.numbers)}",
+            "piece_bytes": 65536,
+            "timeout_s": 0.5,
+        } | options
+        tier = make_redis_tier(options, self.bench.context)
+        assert isinstance(tier, RedisTier)
+        self.bench.tier = tier
+        self.closing.append(tier)
+        return tier
+
+    def behind(self, server: Server) -> Proxy:
+        proxy = Proxy(server.port)
+        self.closing.append(proxy)
+        return proxy
+
+    def test_a_server_that_starts_anew_is_used_again_at_once(self) -> None:
+        server = Server(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            keys = key_chain(4)
+            self.bench.store(keys)
+            server.stop()
+            server.start()
+            assert tier.holds(keys) == [False] * 4  # over a connection that was dead and is not any more
+            self.bench.store(keys)
+            server.stop()
+            with pytest.raises(TierDown, match="refused"):
+                tier.holds(keys)
+            with pytest.raises(TierDown):
+                tier.probe()
+            server.start()
+            tier.probe()
+            self.bench.store(keys)
+            assert self.bench.loaded(keys) == [True] * 4
+        finally:
+            server.remove()
+
+    def test_a_server_killed_under_load_costs_misses_and_time_outs_only(self) -> None:
+        server = Server(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            ended = threading.Event()
+            bad: list[BaseException] = []
+            done, downs, longest_s = [0], [0], [0.0]
+
+            def work(number: int) -> None:
+                for turn in itertools.count():
+                    if ended.is_set():
+                        return
+                    keys = key_chain(3, branch=f"{number} {turn % 3}")
+                    start = time.monotonic()
+                    try:
+                        tier.store(self.bench.writes(keys))
+                        self.bench.load(keys)  # which checks what is loaded
+                        done[0] += 1
+                    except TierDown:
+                        downs[0] += 1
+                        time.sleep(0.005)
+                    except BaseException as error:  # noqa: BLE001
+                        bad.append(error)
+                        return
+                    longest_s[0] = max(longest_s[0], time.monotonic() - start)
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for _ in range(3):
+                before = done[0]
+                eventually(lambda before=before: done[0] > before + 20 or bad)
+                server.stop()
+                before = downs[0]
+                eventually(lambda before=before: downs[0] > before or bad)
+                server.start()
+            before = done[0]
+            eventually(lambda: done[0] > before + 20 or bad)
+            ended.set()
+            for thread in threads:
+                thread.join()
+            assert not bad
+            assert longest_s[0] < 4
+        finally:
+            server.remove()
+
+    def test_a_server_that_stands_still_is_down_after_the_time_out(self) -> None:
+        server = Server(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            keys = key_chain(4)
+            self.bench.store(keys)
+            server.process.send_signal(signal.SIGSTOP)
+            for call in (lambda: tier.holds(keys), lambda: self.bench.load(keys), tier.probe, tier.clear):
+                start = time.monotonic()
+                with pytest.raises(TierDown):
+                    call()
+                assert time.monotonic() - start < 1.2
+            server.process.send_signal(signal.SIGCONT)
+            assert self.bench.loaded(keys) == [True] * 4
+        finally:
+            server.remove()
+
+    def test_a_reply_that_dribbles_in_is_as_late_as_none(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}")
+        keys = key_chain(1)
+        self.bench.store(keys)
+
+        def dribble(data: bytes) -> bytes:
+            time.sleep(0.1)
+            return data[:100]
+
+        proxy.spoil = dribble
+        start = time.monotonic()
+        with pytest.raises(TierDown, match="in time"):
+            self.bench.load(keys)
+        assert time.monotonic() - start < 1.2
+        proxy.spoil = lambda data: data
+        assert tier.holds(keys) == [True]
+
+    def test_flipped_cut_and_swallowed_bytes_never_pass_for_a_chunk(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        (key,) = key_chain(1)
+        self.bench.store([key])
+        whole = bytes(self.bench.write(key).chunk)
+        chance = random.Random(7)
+
+        def spoil(data: bytes) -> bytes | None:
+            at = chance.randrange(len(data))
+            match chance.randrange(4):
+                case 0:
+                    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+                case 1:
+                    return data[:at] if chance.random() < 0.3 else data
+                case 2:
+                    return None if chance.random() < 0.3 else data
+                case _:
+                    return data
+
+        seen = {"right": 0, "caught by the checksum": 0, "not loaded": 0, "down": 0}
+        for _ in range(150):
+            proxy.spoil = spoil
+            read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(303_104), self.nbytes)
+            try:
+                (outcome,) = tier.load([read])
+            except TierDown:
+                seen["down"] += 1
+            else:
+                if not isinstance(outcome, Loaded):
+                    seen["not loaded"] += 1
+                elif codec.check(read.header, read.chunk, key=key, format_id=codec.format_id("troubles")):
+                    seen["caught by the checksum"] += 1
+                else:
+                    assert bytes(read.chunk) == whole
+                    seen["right"] += 1
+            assert bytes(read.pages[self.nbytes :]) == bytes(303_104 - self.nbytes)
+            proxy.spoil = lambda data: data
+            tier.store([self.bench.write(key)])
+        assert min(seen["caught by the checksum"], seen["down"]) > 5
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"$999999999999\r\n",
+            b"$-7\r\n",
+            b"$ 5\r\n",
+            b"$99999999999999999999999999999999\r\n",
+            b"*1000000000\r\n",
+            b":12345\r\n",
+            b"x" * 100_000,
+            b"$65792\r\n" + b"x" * 70_000,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            b"\0\xff" * 10,
+            b"",
+        ],
+    )
+    def test_a_server_that_lies_is_down_and_costs_no_memory(self, answer: bytes) -> None:
+        liar = Liar(answer)
+        self.closing.append(liar)
+        self.tier(f"redis://127.0.0.1:{liar.port}", timeout_s=0.2)
+        keys = key_chain(2)
+        with pytest.raises(TierDown):
+            self.bench.load(keys)
+        if answer[:1] != b":":
+            with pytest.raises(TierDown):
+                self.bench.tier.holds(keys)
+            with pytest.raises(TierDown):
+                self.bench.tier.store(self.bench.writes(keys))
+            with pytest.raises(TierDown):
+                self.bench.tier.probe()
+
+    def test_a_piece_that_is_gone_or_not_what_it_was_takes_the_chunk_with_it(self) -> None:
+        server = running("valkey")
+        tier = self.tier(f"unix://{server.unix}")
+        keys = key_chain(4)
+        self.bench.store(keys)
+        heads = [tier._head(key) for key in keys]
+        server.ask("DEL", heads[0] + b":3")
+        server.ask("DEL", heads[1])
+        server.ask("APPEND", heads[2] + b":1", "more")
+        server.ask("DEL", heads[3] + b":2")
+        server.ask("RPUSH", heads[3] + b":2", "a list")
+        assert tier.holds(keys) == [False, False, True, True]
+        outcomes = self.bench.load(keys)
+        assert outcomes[:2] == [Absent(), Absent()]
+        assert [type(outcome) for outcome in outcomes[2:]] == [Damaged, Damaged]
+        assert server.ask("KEYS", tier._prefix + b"*") == []
+        self.bench.store(keys)
+        server.ask("DEL", heads[0] + b":4")
+        self.bench.store(keys)  # what is incomplete is written anew
+        assert self.bench.loaded(keys) == [True] * 4
+
+    def test_a_server_that_evicts_serves_whole_chunks_or_none(self) -> None:
+        server = running("evicting", VALKEY, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random")
+        tier = self.tier(f"unix://{server.unix}")
+        for branch in range(30):
+            keys = key_chain(4, branch=str(branch))
+            tier.store(self.bench.writes(keys))
+        keys = [key for branch in range(30) for key in key_chain(4, branch=str(branch))]
+        held = tier.holds(keys)
+        assert 0 < sum(held) < 30
+        assert self.bench.loaded(keys) == held
+        assert len(server.ask("KEYS", "*")) == 5 * sum(held)  # the rest of what lost a piece is gone as well
+
+    def test_a_full_server_refuses_and_keeps_nothing_of_what_it_refused(self) -> None:
+        server = running("full", VALKEY, "--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
+        tier = self.tier(f"unix://{server.unix}")
+        keys = key_chain(40)
+        outcomes = tier.store(self.bench.writes(keys))
+        kept = [isinstance(outcome, Stored) for outcome in outcomes]
+        assert 3 < sum(kept) < 30
+        assert all(isinstance(outcome, Refused) for outcome, is_kept in zip(outcomes, kept, strict=True) if not is_kept)
+        assert tier.holds(keys) == self.bench.loaded(keys) == kept
+        assert len(server.ask("KEYS", "*")) == 5 * sum(kept)
+
+    def test_chunks_end_with_their_time_unless_they_are_used(self) -> None:
+        server = running("valkey")
+        for refresh in (False, True):
+            tier = self.tier(f"unix://{server.unix}", ttl_s=1000, refresh_ttl=refresh)
+            keys = key_chain(1)
+            self.bench.store(keys)
+            for name in tier._names(keys[0]):
+                assert 990 < server.ask("TTL", name) <= 1000
+                server.ask("EXPIRE", name, 500)
+            assert self.bench.loaded(keys) == [True]
+            for name in tier._names(keys[0]):
+                assert (server.ask("TTL", name) > 900) == refresh
+
+    def test_a_user_needs_few_rights_and_fewer_to_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server = running("valkey")
+        rights = ["+get", "+exists", "+set", "+unlink", "+scan", "+ping"]
+        server.ask("ACL", "SETUSER", "writer", "on", ">s3cret", "~mine:*", *rights)
+        server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~mine:*", "+get", "+exists", "+ping")
+        (tmp_path / "password").write_text("s3cret\n")
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
+        url, keys = f"redis://127.0.0.1:{server.port}", key_chain(2)
+        writer = self.tier(url, username="writer", password_file=str(tmp_path / "password"), prefix="mine")
+        writer.clear()
+        self.bench.store(keys)
+        writer.discard(keys[1:])
+        writer.probe()
+        reader = self.tier(url, username="reader", password_env="KV_TEST_PASSWORD", prefix="mine")
+        reader.probe()
+        assert self.bench.loaded(keys) == [True, False]
+        refused = reader.store([self.bench.write(keys[1])])
+        assert isinstance(refused[0], Refused)
+        with pytest.raises(TierDown, match="NOPERM"):
+            reader.discard(keys)
+        (tmp_path / "password").write_text("another one")
+        server.ask("CLIENT", "KILL", "USER", "writer")
+        for call in (writer.probe, writer.clear, lambda: writer.holds(keys)):
+            with pytest.raises(TierDown, match=r"log in|invalid username") as raised:
+                call()
+            assert "another one" not in str(raised.value)
+        stranger = self.tier(url, username="reader", password_env="KV_TEST_PASSWORD", prefix="theirs")
+        with pytest.raises(TierDown, match="NOPERM"):
+            stranger.holds(keys)
+
+    def test_a_dead_server_is_no_reason_not_to_start(self) -> None:
+        tier = self.tier(f"redis://127.0.0.1:{free_port()}")
+        with pytest.raises(TierDown, match="refused"):
+            tier.probe()
+        assert tier.usage().chunks is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "url"),
+        ({"url": "redis://h", "ttl": 3}, "did you mean 'ttl_s'"),
+        ({"url": "http://h"}, "redis://"),
+        ({"url": "redis://me:secret@h"}, "password_file"),
+        ({"url": "redis://h/x"}, "database"),
+        ({"url": "redis://h:99999"}, "port|Port"),
+        ({"url": "redis://"}, "no host"),
+        ({"url": "redis://a,b"}, "several hosts"),
+        ({"url": "redis://a,b/1", "mode": "cluster"}, "database 0"),
+        ({"url": "redis://a", "mode": "sentinel"}, "sentinel_master"),
+        ({"url": "redis://a", "mode": "sentinal"}, "mode"),
+        ({"url": "unix:///s", "mode": "cluster"}, "unix"),
+        ({"url": "redis://a", "piece_bytes": "4 MB!"}, "4MiB"),
+        ({"url": "redis://a", "piece_bytes": 0}, "4KiB"),
+        ({"url": "redis://a", "prefix": "a{b"}, "prefix"),
+        ({"url": "redis://a", "password_env": "NOT_THERE_AT_ALL"}, "NOT_THERE_AT_ALL"),
+        ({"url": "redis://a", "password_file": "/not/there"}, "/not/there"),
+        ({"url": "rediss://a", "tls_ca_file": "/not/there"}, "tls"),
+        ({"url": "redis://a", "refresh_ttl": True}, "ttl_s"),
+        ({"url": "redis://a", "timeout_s": 0}, "time-outs"),
+    ],
+)
+def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        tier_factory("redis")(options, TierContext(4096, 4096, "options"))
+    assert "secret" not in str(raised.value)
+
+
+def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[redis\]'"):
+        make_redis_tier({"url": "redis://h"}, TierContext(4096, 4096, "options"))
+
+
+def test_both_names_make_the_same_tier() -> None:
+    assert tier_factory("redis") is tier_factory("valkey") is make_redis_tier
+    with pytest.raises(ConfigError, match="did you mean 'redis'"):
+        tier_factory("reddis")

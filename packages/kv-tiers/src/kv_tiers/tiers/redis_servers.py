@@ -30,6 +30,8 @@ _SCHEMES: Final = {
     **dict.fromkeys(("rediss", "valkeys"), "tls"),
     "unix": "unix",
 }
+_NOBODY: Final = {"db": 0, "username": None, "password": None}
+_SLOTS: Final = 16384
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
@@ -116,7 +118,6 @@ class Servers:
             import redis.backoff
             import redis.crc
             import redis.retry
-            import redis.sentinel
         except ImportError as error:
             raise ConfigError(f"{where}: a Redis tier needs redis-py; pip install 'kv-tiers[redis]'") from error
         self._redis: Any = redis  # half of it has no types
@@ -279,38 +280,38 @@ class Servers:
         reasons = []
         for asked in known:
             try:
-                ranges = self._ask(asked, lambda client: client.execute_command("CLUSTER SLOTS"))
+                ranges = self._ask(asked, _cluster_slots)
             except TierDown as error:
                 reasons.append(str(error))
                 continue
-            slots: list[Address | None] = [None] * 16384
-            for (first, last), nodes in ranges.items():
-                host, port = nodes["primary"][:2]
-                address = Address(host or asked.host, int(port))
+            slots: list[Address | None] = [None] * _SLOTS
+            for first, last, (host, port, *_), *_ in ranges:
+                address = Address((host or b"").decode() or asked.host, port)
                 slots[first : last + 1] = [address] * (last + 1 - first)
             masters = list(dict.fromkeys(address for address in slots if address is not None))
-            if len(slots) == 16384 and masters:
+            if len(slots) == _SLOTS and masters:
                 return masters, slots
             reasons.append(f"{asked} knows of no slots")
         raise TierDown("; ".join(reasons))
 
     def _sentinels_master(self) -> Address:
-        options = self._client_options()
-        for unknown_to_sentinels in ("db", "username", "password"):
-            options.pop(unknown_to_sentinels)
-        hosts = [(address.host, address.port) for address in self._url.addresses]
-        sentinel = self._redis.sentinel.Sentinel(hosts, sentinel_kwargs=options)
-        try:
-            host, port = sentinel.discover_master(self._config.sentinel_master)
-        except (self._redis.RedisError, OSError) as error:
-            raise TierDown(f"the sentinels name no master: {self._reason(error)}") from error
-        finally:
-            for client in sentinel.sentinels:
-                client.close()
-        return Address(host, int(port))
+        question = ("SENTINEL GET-MASTER-ADDR-BY-NAME", self._config.sentinel_master)
+        reasons = []
+        for asked in self._url.addresses:
+            try:
+                answer = self._ask(asked, lambda client: client.execute_command(*question), a_sentinel=True)
+            except TierDown as error:
+                reasons.append(str(error))
+                continue
+            if answer is not None:
+                host, port = answer
+                return Address(host.decode() if isinstance(host, bytes) else host, int(port))
+            reasons.append(f"{asked} knows of no master {self._config.sentinel_master!r}")
+        raise TierDown("; ".join(reasons))
 
-    def _ask(self, address: Address, work: Callable[[Any], T]) -> T:
-        options = self._client_options()
+    def _ask(self, address: Address, work: Callable[[Any], T], *, a_sentinel: bool = False) -> T:
+        """By redis-py, over a connection of this question's own. Sentinels have neither users nor databases."""
+        options = self._client_options() | (_NOBODY if a_sentinel else {})
         if address.port:
             options |= {"host": address.host, "port": address.port}
         else:
@@ -318,6 +319,8 @@ class Servers:
         try:
             with closing(self._redis.Redis(**options)) as client:
                 return work(client)
+        except (TypeError, ValueError) as error:
+            raise TierDown(f"{address} answers what was not asked: {error}") from error
         except (self._redis.RedisError, OSError) as error:
             raise TierDown(f"{address}: {self._reason(error)}") from error
 
@@ -346,6 +349,16 @@ class Servers:
     def _reason(self, error: Exception) -> str:
         text, password = str(error), self._password()
         return text.replace(password, "…") if password else text
+
+
+def _cluster_slots(client: Any) -> list[list[Any]]:
+    """First slot, last slot, and the servers of this range, the master first, as they were received."""
+    client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
+    ranges = client.execute_command("CLUSTER SLOTS")
+    for first, last, (host, port, *_), *_ in ranges:
+        if not (0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and isinstance(host, bytes | None)):
+            raise ValueError(f"slots {first} to {last} at {host!r}:{port}")
+    return list(ranges)
 
 
 def refused_for_now(reply: ErrorReply) -> bool:
