@@ -137,14 +137,12 @@ class Servers:
         self._slots: list[Address | None] = []
 
     def addresses_of(self, names: Sequence[bytes]) -> list[Address]:
-        """For each of these values, the server that keeps it.
+        """For each of these values, the server of the cluster that keeps it.
 
         Raises:
             TierDown: it cannot be found out.
         """
-        masters, slots = self._found()
-        if not slots:
-            return masters[:1] * len(names)
+        _, slots = self._found()
         addresses = []
         for name in names:
             slot = self._redis.crc.key_slot(name)
@@ -186,7 +184,7 @@ class Servers:
         except (OSError, ProtocolError) as error:
             raise self._down(address, error) from error
 
-    def keys(self, address: Address, pattern: bytes) -> list[bytes]:
+    def names(self, address: Address, pattern: bytes) -> list[bytes]:
         """The names of all values of this server that match. Raises `TierDown`."""
         return self._ask(address, lambda client: list(client.scan_iter(match=pattern, count=1000)))
 

@@ -94,10 +94,20 @@ class Connection:
             if sent:
                 left[at] = left[at][sent:]
 
-    def read_number(self) -> int | ErrorReply:
-        """The reply to EXISTS, UNLINK and the like."""
-        line = self._line(time.monotonic() + self._timeout_s)
-        return _number(line) if line[:1] == b":" else _refusal(line)
+    def read_numbers(self, count: int) -> list[int | ErrorReply]:
+        """So many replies to EXISTS, UNLINK and the like."""
+        deadline = time.monotonic() + self._timeout_s
+        answers: list[int | ErrorReply] = []
+        while len(answers) < count:
+            end = self._bytes.rfind(b"\r\n", self._from, self._until)
+            if end < 0:
+                self._more(deadline)
+                continue
+            left = count - len(answers)
+            lines = bytes(self._bytes[self._from : end]).split(b"\r\n", left)[:left]
+            self._from += sum(map(len, lines)) + 2 * len(lines)
+            answers += [_number(line) if line[:1] == b":" else _refusal(line) for line in lines]
+        return answers
 
     def read_ok(self) -> ErrorReply | None:
         """The reply to SET, AUTH and the like; None: done."""
