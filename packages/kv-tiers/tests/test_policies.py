@@ -2,7 +2,28 @@
 
 from kv_core.testing import key_chain
 from kv_tiers import EvictionPolicy, LruPolicy
+from kv_tiers.eviction import make_policy
 from kv_tiers.testing.contract import PolicyContract
+
+
+class TestArc(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("arc", 6)
+
+
+class TestLfu(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("lfu", 6)
+
+
+class TestFifo(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("fifo", 6)
+
+
+class TestMru(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("mru", 6)
 
 
 class TestLru(PolicyContract):

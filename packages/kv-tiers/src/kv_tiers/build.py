@@ -7,12 +7,11 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
 from kv_tiers.config import HostConfig
-from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.eviction.registry import make_policy
 from kv_tiers.local import LocalCache
 from kv_tiers.machine import spelled
 from kv_tiers.pool import HostPool, slot_bytes_for
 
-_POLICIES = {"lru": LruPolicy}
 _NUMBERS = itertools.count()
 
 
@@ -33,15 +32,14 @@ def build_local_cache(
             f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
             f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
         )
-    if config.policy not in _POLICIES:
-        raise ConfigError(f"there is no eviction policy {config.policy!r}; write one of {', '.join(_POLICIES)}")
+    policy = make_policy(config.policy, slots)
     if config.name:
         pool = HostPool.named(config.name, chunk_nbytes, slots, fingerprint=fingerprint)
     else:
         # The name is only what extents say; this process has no other pool of this number.
         pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_nbytes, slots)
     try:
-        return LocalCache(pool, policy=_POLICIES[config.policy](), lease_s=config.lease_s, clock=clock)
+        return LocalCache(pool, policy=policy, lease_s=config.lease_s, clock=clock)
     except BaseException:
         pool.close()
         raise

@@ -14,7 +14,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
     lease_s: float = 300.0
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
-    policy: Literal["lru"] = "lru"
+    policy: Literal["lru", "arc", "lfu", "fifo", "mru"] = "lru"
     """What leaves when room is needed."""
 
 

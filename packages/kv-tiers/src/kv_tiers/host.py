@@ -61,14 +61,14 @@ class HostTier:
             raise MisuseError(f"a named pool's keys have at most {MAX_KEY_NBYTES} bytes")
 
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
-        """Tell the policy that this chain's resident chunks were used; their slots."""
+        """Tell the policy that more of this chain is stored, and what of it is resident; the slots of that."""
         slots = self.residency.leading(chain)
         keys = chain
         if len(slots) < len(chain):
             there = [(key, slot) for key in chain if (slot := self.residency.find(key)) is not None]
             keys, slots = [key for key, _ in there], [slot for _, slot in there]
         if slots:
-            self.residency.touch(keys, slots)
+            self.residency.extend(keys, slots)
         return slots
 
     def reserve(self, key: ChunkKey, spared: Collection[int], set_aside: set[int]) -> int | None:

@@ -110,7 +110,12 @@ class Residency:
         return freed
 
     def touch(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """A request asked for these, and has the leading ones."""
         self._policy.used(keys, slots)
+
+    def extend(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """A request stores more of this prompt."""
+        self._policy.extended(keys, slots)
 
     def reserve(self, key: ChunkKey, slot: int) -> None:
         self._move(slot, Event.RESERVE)

@@ -25,6 +25,8 @@ class LruPolicy:
         for slot in reversed(slots):
             touch(slot)
 
+    extended = used
+
     def removed(self, slot: int) -> None:
         if slot in self._aside:
             self._aside.remove(slot)

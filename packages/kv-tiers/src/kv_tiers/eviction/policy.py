@@ -21,7 +21,14 @@ class EvictionPolicy(Protocol):
         """These chunks are resident from now."""
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """This prefix was asked for. Chunks set aside may be among them."""
+        """A request asked for `keys`, and the leading ones are held, in `slots`. Chunks set aside may be among them."""
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """A request stores more of its prompt, of which these are resident, those `added` just now among them.
+
+        Their head must not leave before what was added. It is no sign that anybody came back: a prompt that is stored
+        in many pieces says this many times. Chunks set aside may be among them.
+        """
 
     def removed(self, slot: int) -> None:
         """The chunk has left, by eviction or otherwise. It may have been set aside."""

@@ -1,0 +1,137 @@
+"""Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
+
+Chunks asked for once and chunks asked for again are kept in two lists; the keys of those that left lately tell which
+list was too short. Two differences from the paper: a victim is chosen before it is known what comes in its place, so
+the paper's exception for a key in the second ghost list falls away; and a chunk that others follow waits for them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.links import Links
+
+_ONCE, _AGAIN = 0, 1
+
+
+class ArcPolicy:
+    """Offer the oldest chunk of the list that is longer than it should be. O(1) a chunk; as many ghosts as chunks."""
+
+    def __init__(self, capacity_chunks: int) -> None:
+        self._capacity = capacity_chunks
+        self._once_target = 0.0
+        self._oldest_first: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
+        self._ghosts: tuple[OrderedDict[ChunkKey, None], OrderedDict[ChunkKey, None]] = (OrderedDict(), OrderedDict())
+        self._list_of: dict[int, int] = {}
+        self._key_at: dict[int, ChunkKey] = {}
+        self._chunks = [0, 0]  # of each list, with those that wait or are set aside
+        self._aside: set[int] = set()
+        self._links = Links()
+        self._offered: int | None = None
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._offered = None
+        self._links.added(slots)
+        self._links.chain(slots)
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            self._key_at[slot] = key
+            chosen = self._list_of[slot] = self._list_for(key)
+            self._chunks[chosen] += 1
+            self._oldest_first[chosen][slot] = None
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._offered = None
+        for slot in reversed(slots):
+            before = self._list_of[slot]
+            if before == _ONCE:
+                self._list_of[slot] = _AGAIN
+                self._chunks[_ONCE] -= 1
+                self._chunks[_AGAIN] += 1
+            if slot not in self._aside:
+                self._oldest_first[before].pop(slot, None)
+                self._links.waiting.discard(slot)
+                self._oldest_first[_AGAIN][slot] = None
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._offered = None
+        self._links.chain(slots)
+        for slot in reversed(slots):
+            if slot not in self._aside:
+                order = self._oldest_first[self._list_of[slot]]
+                self._links.waiting.discard(slot)
+                order[slot] = None
+                order.move_to_end(slot)
+
+    def removed(self, slot: int) -> None:
+        of = self._list_of.pop(slot)
+        key = self._key_at.pop(slot)
+        self._chunks[of] -= 1
+        if slot == self._offered:  # evicted, not forgotten
+            self._ghosts[of][key] = None
+            self._trim()
+        self._offered = None
+        if slot in self._aside:
+            self._aside.remove(slot)
+        else:
+            self._oldest_first[of].pop(slot, None)
+            self._leave(slot)
+
+    def victim(self) -> int | None:
+        if self._offered is None:
+            first = _ONCE if self._chunks[_ONCE] > self._once_target else _AGAIN
+            self._offered = self._oldest(first)
+            if self._offered is None:
+                self._offered = self._oldest(1 - first)
+        return self._offered
+
+    def set_aside(self, slot: int) -> None:
+        self._offered = None
+        del self._oldest_first[self._list_of[slot]][slot]
+        self._aside.add(slot)
+        self._leave(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        self._offered = None
+        self._aside.difference_update(slots)
+        self._links.added(slots)
+        self._links.chain(slots)
+        for slot in reversed(slots):
+            self._oldest_first[self._list_of[slot]][slot] = None
+
+    def _list_for(self, key: ChunkKey) -> int:
+        """Where an arrival goes, and what its having been here teaches about how long the lists should be."""
+        once, again = self._ghosts
+        if key in once:
+            self._once_target = min(self._capacity, self._once_target + max(1.0, len(again) / len(once)))
+            del once[key]
+            return _AGAIN
+        if key in again:
+            self._once_target = max(0.0, self._once_target - max(1.0, len(once) / len(again)))
+            del again[key]
+            return _AGAIN
+        return _ONCE
+
+    def _trim(self) -> None:
+        once, again = self._ghosts
+        while once and self._chunks[_ONCE] + len(once) > self._capacity:
+            once.popitem(last=False)
+        while again and len(once) + len(again) > self._capacity:
+            again.popitem(last=False)
+
+    def _oldest(self, of: int) -> int | None:
+        order = self._oldest_first[of]
+        while order:
+            slot = next(iter(order))
+            if not self._links.is_followed(slot):
+                return slot
+            del order[slot]
+            self._links.waiting.add(slot)
+        return None
+
+    def _leave(self, slot: int) -> None:
+        parent = self._links.removed(slot)
+        if parent is not None:
+            order = self._oldest_first[self._list_of[parent]]
+            order[parent] = None
+            order.move_to_end(parent, last=False)

@@ -1,0 +1,55 @@
+"""First in, first out: the baseline that learns nothing from use (Belady, IBM Systems Journal 5:2, 1966)."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kv_core.keys import ChunkKey
+
+
+class FifoPolicy:
+    """Offer the chunk that arrived first. O(1) a chunk.
+
+    A chunk counts as arriving with the youngest of its descendants, or else the head of a prompt that is stored in
+    pieces would leave before its tail.
+    """
+
+    def __init__(self) -> None:
+        self._oldest_first: OrderedDict[int, None] = OrderedDict()
+        self._aside: set[int] = set()
+        self._grew = False
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._oldest_first[slot] = None
+        self._grew = True
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        pass
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if not self._grew:
+            return
+        self._grew = False
+        for slot in reversed(slots):
+            if slot in self._oldest_first:
+                self._oldest_first.move_to_end(slot)
+
+    def removed(self, slot: int) -> None:
+        if slot in self._aside:
+            self._aside.remove(slot)
+        else:
+            del self._oldest_first[slot]
+
+    def victim(self) -> int | None:
+        return next(iter(self._oldest_first), None)
+
+    def set_aside(self, slot: int) -> None:
+        del self._oldest_first[slot]
+        self._aside.add(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        # Their place is the oldest: each was the first to go when it was set aside.
+        for slot in slots:
+            self._aside.remove(slot)
+            self._oldest_first[slot] = None
+            self._oldest_first.move_to_end(slot, last=False)

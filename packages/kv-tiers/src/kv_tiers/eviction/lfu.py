@@ -1,0 +1,81 @@
+"""Least frequently used, in constant time (Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache
+eviction scheme", 2010): chunks of one count share a list, and a use moves a chunk to the next list.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kv_core.keys import ChunkKey
+
+
+class LfuPolicy:
+    """Offer the chunk that was asked for least often since it arrived; among equals, the one longest unused.
+
+    O(1) a chunk, and for a victim the logarithm of how many different counts there are. Counts never fade: what was
+    popular stays. A prefix is asked for at least as often as what follows it, and among equals its tail is the older:
+    tails leave first.
+    """
+
+    def __init__(self) -> None:
+        self._uses_of: dict[int, int] = {}
+        self._by_uses: dict[int, OrderedDict[int, None]] = {}
+        self._aside: set[int] = set()
+        self._counts: list[int] = []  # a heap of the keys of _by_uses, and some that were
+        self._in_heap: set[int] = set()
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._uses_of[slot] = 0
+            self._insert(slot)
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            if slot in self._aside:
+                self._uses_of[slot] += 1
+            else:
+                self._take_out(slot)
+                self._uses_of[slot] += 1
+                self._insert(slot)
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            if slot not in self._aside:
+                self._by_uses[self._uses_of[slot]].move_to_end(slot)
+
+    def removed(self, slot: int) -> None:
+        if slot in self._aside:
+            self._aside.remove(slot)
+        else:
+            self._take_out(slot)
+        del self._uses_of[slot]
+
+    def victim(self) -> int | None:
+        while self._counts and self._counts[0] not in self._by_uses:
+            self._in_heap.remove(heapq.heappop(self._counts))
+        return next(iter(self._by_uses[self._counts[0]])) if self._counts else None
+
+    def set_aside(self, slot: int) -> None:
+        self._take_out(slot)
+        self._aside.add(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._aside.remove(slot)
+            self._insert(slot)
+
+    def _insert(self, slot: int) -> None:
+        uses = self._uses_of[slot]
+        if uses not in self._by_uses:
+            self._by_uses[uses] = OrderedDict()
+            if uses not in self._in_heap:
+                self._in_heap.add(uses)
+                heapq.heappush(self._counts, uses)
+        self._by_uses[uses][slot] = None
+
+    def _take_out(self, slot: int) -> None:
+        uses = self._uses_of[slot]
+        order = self._by_uses[uses]
+        del order[slot]
+        if not order:
+            del self._by_uses[uses]

@@ -1,0 +1,57 @@
+"""Which resident chunk follows which, for orders that would else empty a head before its tail.
+
+A chunk that others follow is no victim: an order that comes to one sets it apart (`waiting`), and takes it back when
+the last that followed it has left. So every chunk is passed over once, however long its prompt.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+
+class Links:
+    """Constant time a chunk. A chunk whose parent was never told, or has left, follows none."""
+
+    def __init__(self) -> None:
+        self._number: dict[int, int] = {}  # by slot; another for every chunk that comes to be in it
+        self._parent: dict[int, tuple[int, int]] = {}  # slot → its parent's slot and number
+        self._followers: dict[int, int] = {}
+        self._last_number = 0
+        self.waiting: set[int] = set()
+
+    def added(self, slots: Sequence[int]) -> None:
+        for number, slot in enumerate(slots, self._last_number + 1):
+            self._number[slot] = number
+        self._last_number += len(slots)
+
+    def chain(self, slots: Sequence[int]) -> None:
+        """These follow each other."""
+        number, parent = self._number, self._parent
+        for before, slot in itertools.pairwise(slots):
+            if slot in number and before in number and not self._has_parent(slot):
+                parent[slot] = before, number[before]
+                self._followers[before] = self._followers.get(before, 0) + 1
+
+    def is_followed(self, slot: int) -> bool:
+        return slot in self._followers
+
+    def removed(self, slot: int) -> int | None:
+        """The chunk has left, or takes no part for now. The parent that was waiting for that, and waits no more."""
+        self.waiting.discard(slot)
+        has_parent = self._has_parent(slot)
+        del self._number[slot]
+        self._followers.pop(slot, None)
+        parent, _ = self._parent.pop(slot, (slot, 0))
+        if not has_parent:
+            return None
+        self._followers[parent] -= 1
+        if self._followers[parent]:
+            return None
+        del self._followers[parent]
+        if parent not in self.waiting:
+            return None
+        self.waiting.remove(parent)
+        return parent
+
+    def _has_parent(self, slot: int) -> bool:
+        known = self._parent.get(slot)
+        return known is not None and self._number.get(known[0]) == known[1]

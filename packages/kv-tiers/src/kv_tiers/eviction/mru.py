@@ -1,0 +1,69 @@
+"""Most recently used: right for scans in a circle that do not fit (Chou and DeWitt, "An evaluation of buffer management
+strategies for relational database systems", VLDB 1985), and a baseline for everything else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.links import Links
+
+
+class MruPolicy:
+    """Offer the chunk whose last use is youngest, of those that no resident chunk follows. O(1) a chunk."""
+
+    def __init__(self) -> None:
+        self._youngest_last: OrderedDict[int, None] = OrderedDict()
+        self._aside: set[int] = set()
+        self._links = Links()
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._links.added(slots)
+        self._links.chain(slots)
+        for slot in slots:
+            self._youngest_last[slot] = None
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        # Head first, unlike elsewhere: here the youngest leaves, and that must be the tail.
+        for slot in slots:
+            if slot not in self._aside:
+                self._links.waiting.discard(slot)
+                self._youngest_last[slot] = None
+                self._youngest_last.move_to_end(slot)
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._links.chain(slots)
+        self.used(keys, slots)
+
+    def removed(self, slot: int) -> None:
+        if slot in self._aside:
+            self._aside.remove(slot)
+            return
+        self._youngest_last.pop(slot, None)  # those that wait are in no order
+        self._leave(slot)
+
+    def victim(self) -> int | None:
+        while self._youngest_last:
+            slot = next(reversed(self._youngest_last))
+            if not self._links.is_followed(slot):
+                return slot
+            del self._youngest_last[slot]
+            self._links.waiting.add(slot)
+        return None
+
+    def set_aside(self, slot: int) -> None:
+        del self._youngest_last[slot]
+        self._aside.add(slot)
+        self._leave(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        self._aside.difference_update(slots)
+        self._links.added(slots)
+        self._links.chain(slots)
+        for slot in slots:
+            self._youngest_last[slot] = None
+
+    def _leave(self, slot: int) -> None:
+        if (parent := self._links.removed(slot)) is not None:
+            self._youngest_last[parent] = None
