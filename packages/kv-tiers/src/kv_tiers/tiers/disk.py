@@ -45,6 +45,7 @@ from kv_tiers.tiers.index import Place, SlotIndex
 _log = logging.getLogger(__name__)
 
 _RECORDED: Final = -1
+_MOST_SLOTS_AHEAD: Final = 16
 _FULL_DISK_REST_S: Final = 60.0
 
 
@@ -121,6 +122,7 @@ class DiskTier:
         self._context = context
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
+        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 32)
         self._pages: deque[memoryview] = deque()
         self._records = threading.Lock()
         # All below change under that lock.
@@ -170,12 +172,13 @@ class DiskTier:
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         with self._records:
-            whole = self._discard(keys)
-            wipes = self._wipes
+            whole, wipes = self._discard(keys), self._wipes
         if not whole:
             raise TierDown(f"disk tier {self.name}: what was discarded may come back after a restart")
         try:
-            self._sync_wipes(dict.fromkeys(range(len(self._directories)), wipes))
+            for at, synced in enumerate(self._synced):
+                if synced < wipes:  # an eviction of one of these may be among them
+                    self._sync_index(at)
         except OSError as error:
             raise self._down(error) from error
 
@@ -233,10 +236,11 @@ class DiskTier:
         try:
             if any(directory.has_vanished() for directory in {self._directory(place.slot) for _, place in taken}):
                 raise OSError(errno.ENOENT, "the directory was removed or replaced")
-            self._sync_wipes_of([place.slot for _, place in taken])
+            self._sync_wipes([place.slot for _, place in taken])
             kept = self._write_chunks(taken)
             self._write_records(kept)
-            self._sync({self._directory(place.slot).index for _, place in kept})
+            for at in {place.slot % len(self._directories) for _, place in kept}:
+                self._sync_index(at)
         except BaseException as error:
             with self._records:
                 self._abort([place for _, place in kept])
@@ -287,6 +291,8 @@ class DiskTier:
                     self._stale.discard(place.slot)
             for at, those in records.items():
                 self._directories[at].write_records(those)
+            # What the next store will replace is wiped now, so that one sync makes both durable.
+            self._wipe_if_possible(self._index.evict_ahead(self._slots_ahead, kept[0][0].parent if kept else None))
 
     def _withhold(self, short: Sequence[Place]) -> None:
         with self._records:
@@ -365,20 +371,16 @@ class DiskTier:
             return False
         return True
 
-    def _sync_wipes_of(self, slots: Iterable[int]) -> None:
-        needed: dict[int, int] = {}
-        for slot in slots:
-            at = slot % len(self._directories)
-            needed[at] = max(needed.get(at, 0), self._wiped[slot])
-        self._sync_wipes(needed)
+    def _sync_wipes(self, slots: Iterable[int]) -> None:
+        """Make durable that these have no record; nothing to do where they never had one, or it was done."""
+        count = len(self._directories)
+        for at in {slot % count for slot in slots if self._wiped[slot] > self._synced[slot % count]}:
+            self._sync_index(at)
 
-    def _sync_wipes(self, needed: dict[int, int]) -> None:
-        """Make the wipes of each directory durable, up to the number that is needed of it."""
+    def _sync_index(self, at: int) -> None:
         wipes = self._wipes
-        for at, number in needed.items():
-            if number > self._synced[at]:
-                self._sync([self._directories[at].index])
-                self._synced[at] = max(self._synced[at], wipes)
+        self._sync([self._directories[at].index])
+        self._synced[at] = max(self._synced[at], wipes)
 
     def _sync(self, files: Iterable[File]) -> None:
         if self._config.durability == "power":

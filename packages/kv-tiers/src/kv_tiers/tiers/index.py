@@ -132,6 +132,25 @@ class SlotIndex:
             self._free += [place.slot for place in places]
             self._notify()
 
+    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> list[int]:
+        """Have so many slots free before they are asked for, unless some were never used. Those emptied for it.
+
+        parent: of the chunk that is stored just now; its prompt makes no room.
+        """
+        with self._lock:
+            if self._untouched_from < self.slots and self._withheld is None:
+                return []
+            emptied: list[int] = []
+            met: set[int] = set()
+            missing = free_slots - len(self._free)
+            spared = set(self._slots_above(parent)) if missing > 0 else set()
+            while len(emptied) < missing and (slot := self._residency.evict(spared, met)) is not None:
+                emptied.append(slot)
+            if met:
+                self._residency.put_back(sorted(met))
+            self._free[:0] = emptied  # taken last: whatever must happen to them first gets the time for it
+            return emptied
+
     def withhold(self, places: Sequence[Place]) -> None:
         """Abort these for want of space on the medium: neither they nor slots never used are given until `resume`."""
         with self._lock:
