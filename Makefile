@@ -33,7 +33,7 @@ lint: ## formatting, types, imports
 
 bench: ## the benchmarks' tables (JSON=1 for one object a line)
 	@scripts/setup.sh workspace
-	@status=0; for name in keys lookup copy; do \
+	@status=0; for name in keys lookup copy tiers; do \
 	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
 
 format: ## let ruff put the formatting right
