@@ -133,6 +133,7 @@ class DiskTier:
         self._full_until_s: float | None = None
         self._told_full = False
         self._closed = False
+        self._devices: list[int] = []
         self._open_directories()
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -172,13 +173,11 @@ class DiskTier:
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         with self._records:
-            whole, wipes = self._discard(keys), self._wipes
+            whole = self._discard(keys)
         if not whole:
             raise TierDown(f"disk tier {self.name}: what was discarded may come back after a restart")
         try:
-            for at, synced in enumerate(self._synced):
-                if synced < wipes:  # an eviction of one of these may be among them
-                    self._sync_index(at)
+            self._sync_records(())
         except OSError as error:
             raise self._down(error) from error
 
@@ -239,8 +238,7 @@ class DiskTier:
             self._sync_wipes([place.slot for _, place in taken])
             kept = self._write_chunks(taken)
             self._write_records(kept)
-            for at in {place.slot % len(self._directories) for _, place in kept}:
-                self._sync_index(at)
+            self._sync_records(place.slot for _, place in kept)
         except BaseException as error:
             with self._records:
                 self._abort([place for _, place in kept])
@@ -358,6 +356,7 @@ class DiskTier:
         for at in {slot % count for slot in recorded}:
             mine = [(slot // count, BLANK_RECORD) for slot in recorded if slot % count == at]
             self._directories[at].write_records(mine)
+            self._last_wipe[at] = self._wipes + 1
         self._stale -= recorded
         self._wipes += 1
         for slot in recorded:
@@ -377,6 +376,14 @@ class DiskTier:
         for at in {slot % count for slot in slots if self._wiped[slot] > self._synced[slot % count]}:
             self._sync_index(at)
 
+    def _sync_records(self, slots: Iterable[int]) -> None:
+        """Make durable the records of these, and every wipe so far: what has left stays away."""
+        count = len(self._directories)
+        written = {slot % count for slot in slots}
+        for at in range(count):
+            if at in written or self._synced[at] < self._last_wipe[at]:
+                self._sync_index(at)
+
     def _sync_index(self, at: int) -> None:
         wipes = self._wipes
         self._sync([self._directories[at].index])
@@ -392,7 +399,8 @@ class DiskTier:
     def _open_directories(self) -> None:
         paths, slots = self._config.paths, self._index.slots
         self._directories: list[DiskDirectory] = []
-        self._synced = [0] * len(paths)
+        self._last_wipe, self._synced = [0] * len(paths), [0] * len(paths)
+        """By directory: the number of its last wipe, and that up to which wipes are durable."""
         self._wiped = array("q", bytes(8 * slots))
         """By slot: `_RECORDED`, or the number of the wipe since which it has no record; 0: so it was found, durably."""
         self._stale.clear()
@@ -413,6 +421,13 @@ class DiskTier:
         except BaseException:
             self._close_directories()
             raise
+        devices = [directory.device for directory in self._directories]
+        if self._devices not in ([], devices):
+            self._close_directories()
+            raise ConfigError(
+                f"disk tier {self.name}: {paths} are on other devices than at the start; mount those again"
+            )
+        self._devices = devices
         for directory in self._directories:
             _log.info(
                 "disk tier %s: %s, %s, %d chunks found in all",

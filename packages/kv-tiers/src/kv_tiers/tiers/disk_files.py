@@ -34,6 +34,7 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 
 from kv_tiers import codec
+from kv_tiers.machine import spelled
 from kv_tiers.pool import PAGE_NBYTES
 
 VERSION: Final = 1
@@ -168,6 +169,7 @@ class DiskDirectory:
             _make(Path(root))
             _make(self.path)
             self._fd = _open_private(self.path)
+            self.device = os.fstat(self._fd).st_dev
             self._lock = self._open("lock")
             self._take_possession()
             self.direct = direct != "never" and self._takes_direct()
@@ -178,6 +180,7 @@ class DiskDirectory:
             self.index = self._open("index")
             self._slab_slots = -(-max(_SLAB_NBYTES, slots * self.stride // _MOST_SLABS) // self.stride)
             self._begin_or_continue()
+            self._look_around()
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -333,6 +336,19 @@ class DiskDirectory:
             if slab.nbytes > slots * self.stride:
                 slab.truncate(slots * self.stride)
             self._backed[number] = slab.nbytes
+
+    def _look_around(self) -> None:
+        """Say what else takes room here: nobody else would."""
+        others = [
+            file.stat().st_blocks * 512
+            for file in self.path.parent.glob("[0-9a-f]" * 32 + "/*")
+            if file.parent != self.path and file.is_file()
+        ]
+        if others:
+            self.notes.append(
+                f"chunks of other formats take {spelled(sum(others))} in {self.path.parent}; remove the directories "
+                "there that are not used any more"
+            )
 
     def _slabs_found(self) -> list[int]:
         return [int(name[5:]) for name in os.listdir(self._fd) if _SLAB_NAME.fullmatch(name)]
