@@ -31,8 +31,10 @@ class TierState:
 class Below:
     """Owns the lanes and closes them. Methods take the host's lock themselves, but where it says otherwise."""
 
-    def __init__(self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], config: ColdConfig) -> None:
-        """lanes: hottest first, each with how chunks get there."""
+    def __init__(
+        self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], config: ColdConfig, *, keep_s: float
+    ) -> None:
+        """lanes: hottest first, each with how chunks get there. keep_s: as of `Promotions`."""
         self._host = host
         self._lanes = [lane for lane, _ in lanes]
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
@@ -43,6 +45,7 @@ class Below:
             self._lanes,
             self.spills,
             wait_s=config.wait_s,
+            keep_s=keep_s,
             max_slots=max(1, int(slots * config.prefetch_share)),
             batch_chunks=batch_chunks,
         )

@@ -6,7 +6,7 @@ called under it unless it says otherwise, and nothing under it waits or reads a 
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_core.errors import MisuseError
@@ -46,8 +46,6 @@ class HostTier:
         self.lock = threading.Lock()
         self.residency = Residency(pool.slots, policy)
         self.totals = HostTotals()
-        self.spill_first: Callable[[int], bool] = _no
-        """Asked of each chunk that an eviction would lose: True if it is leased now, to be stored below first."""
         self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
         self._adopt()
 
@@ -158,11 +156,10 @@ class HostTier:
             self.unlease(list(doubtful))
 
     def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
-        while (slot := self.residency.victim(spared, set_aside)) is not None:
-            if not self.spill_first(slot):
-                self.evict(slot)
-                return slot
-        return None
+        slot = self.residency.victim(spared, set_aside)
+        if slot is not None:
+            self.evict(slot)
+        return slot
 
     def _disown(self, slot: int) -> None:
         """Nobody may find this slot's bytes, after a restart either."""
@@ -213,7 +210,3 @@ class HostTier:
         """Of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
         with self.pool.chunk(slot) as chunk:
             return codec.digest(chunk)
-
-
-def _no(slot: int) -> bool:
-    return False

@@ -15,6 +15,7 @@ can take it back from a thread that may still write there.
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -407,7 +408,7 @@ class Lane:
         except TierDown as down:
             answer = self._down(job, str(down))
         except Exception as error:  # noqa: BLE001  # a tier may be a third party's, and its bugs cost its chunks only
-            _log.exception("tier %s raised what is no TierDown: a bug in it", self.name)
+            self._log_bug()
             answer = self._down(job, f"{type(error).__name__}: {error}")
         with self._changed:
             self._end(number, job)
@@ -534,6 +535,10 @@ class Lane:
             case _:
                 pass
 
+    def _log_bug(self) -> None:
+        # As text: a traceback kept by a log handler would keep the memory that the call was lent.
+        _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
+
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if not keys:
             return []
@@ -542,7 +547,7 @@ class Lane:
         except TierDown as down:
             self._down(_Probe(), str(down))()
         except Exception as error:  # noqa: BLE001  # as in `_run`
-            _log.exception("tier %s raised what is no TierDown: a bug in it", self.name)
+            self._log_bug()
             self._down(_Probe(), f"{type(error).__name__}: {error}")()
         return [False] * len(keys)
 

@@ -108,7 +108,7 @@ class LocalCache:
         self._host = HostTier(pool, LruPolicy() if policy is None else policy)
         self._lock = self._host.lock
         self._cold = ColdConfig() if cold is None else cold
-        self.below = Below(self._host, lanes, self._cold)
+        self.below = Below(self._host, lanes, self._cold, keep_s=lease_s)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._reads: OrderedDict[int, _Read] = OrderedDict()  # by deadline
         self._pins: dict[str, list[int]] = {}
@@ -134,6 +134,7 @@ class LocalCache:
                 have = len(slots)
                 if not (doubtful := self._host.lease_doubtful(slots)):
                     plan = self._promise(asked, slots, holder, keys_per_chunk, now_s)
+                    self.below.promotions.promised(holder)
                     break
             self._host.verify(doubtful)
         if not patient or have == len(asked) or not self.below:
@@ -373,6 +374,7 @@ class LocalCache:
         self._host.unlease(self._reads.pop(number).slots)
 
     def _expire(self, now_s: float) -> None:
+        self.below.promotions.expire(now_s)
         while self._reads:
             oldest = next(iter(self._reads.values()))
             if oldest.deadline_s > now_s:

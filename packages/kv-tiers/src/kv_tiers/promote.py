@@ -34,10 +34,15 @@ class PromoteCounts:
 
 @dataclass(slots=True)
 class _Wait:
-    """One holder's patience. answers: (tier, place in the prompt) → leading chunks held there, None while asked."""
+    """One holder's patience.
+
+    slots: of chunks that came up for it, leased until it asks again and is promised them.
+    answers: (tier, place in the prompt) → leading chunks held there, None while asked.
+    """
 
     until_s: float
     over: bool = False
+    slots: list[int] = field(default_factory=list)
     answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
 
@@ -77,14 +82,16 @@ class Promotions:
         spills: Spills,
         *,
         wait_s: float,
+        keep_s: float,
         max_slots: int,
         batch_chunks: int,
     ) -> None:
-        """max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
+        """wait_s, keep_s: how long a holder may wait, and what came up stays put for one that does not ask again.
+        max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
         self._host = host
         self._lanes = list(lanes)
         self._spills = spills
-        self._wait_s = wait_s
+        self._wait_s, self._keep_s = wait_s, keep_s
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
@@ -116,9 +123,24 @@ class Promotions:
             return False
         return self._start(_Promotion(holder, list(asked), len(asked)), runs, wait)
 
+    def promised(self, holder: Holder) -> None:
+        """What came up for this holder so far is in its promise. Under the lock."""
+        if (wait := self._waits.get(holder)) is not None and wait.slots:
+            slots, wait.slots = wait.slots, []
+            self._host.unlease(slots)
+
     def end(self, holder: Holder) -> None:
         """The holder waits no more. What is on its way arrives all the same. Under the lock."""
+        self.promised(holder)
         self._waits.pop(holder, None)
+
+    def expire(self, now_s: float) -> None:
+        """End the waits of holders that never said so. Under the lock."""
+        while self._waits:
+            oldest, wait = next(iter(self._waits.items()))
+            if now_s < wait.until_s + self._keep_s:
+                return
+            self.end(oldest)
 
     def sources(self, slots: Sequence[int]) -> list[str]:
         """The tier that each slot's chunk came from, if it was not used since; else the host tier. Under the lock."""
@@ -137,11 +159,6 @@ class Promotions:
     def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
         wait = self._waits.get(holder)
         if wait is None:
-            while self._waits:  # holders that never ended
-                oldest, old = next(iter(self._waits.items()))
-                if now_s < old.until_s + 600 and len(self._waits) < 100_000:
-                    break
-                del self._waits[oldest]
             wait = self._waits[holder] = _Wait(now_s + self._wait_s)
         return wait
 
@@ -167,6 +184,9 @@ class Promotions:
         return runs
 
     def _asked(self, wait: _Wait, tier: int, lane: Lane, asked: Sequence[ChunkKey], at: int) -> int | None:
+        for (other, start), chunks in wait.answers.items():
+            if other == tier and chunks is not None and start < at < start + chunks:
+                return start + chunks - at
         place = (tier, at)
         if place not in wait.answers:
             wait.answers[place] = None
@@ -227,6 +247,7 @@ class Promotions:
 
     def _arrived(self, promotion: _Promotion, job: _Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: none if the job was refused."""
+        residency = self._host.residency
         with self._host.lock:
             whole = 0
             while (
@@ -237,11 +258,12 @@ class Promotions:
                 whole += 1
             keys, slots = job.keys[:whole], job.slots[:whole]
             self._arriving.difference_update(job.keys)
+            wait = self._waits.get(promotion.holder)
             if whole < len(job.keys):
                 promotion.broken_at = min(promotion.broken_at, job.start + whole)
                 self._host.abort(job.keys[whole:], job.slots[whole:])
                 self.counts.given_up += len(job.keys) - whole
-                if (wait := self._waits.get(promotion.holder)) is not None:
+                if wait is not None:
                     wait.over = True
             if whole:
                 chain = promotion.chain[: job.start + whole]
@@ -250,4 +272,8 @@ class Promotions:
                 self.counts.arrived += whole
                 for key, slot in zip(keys, slots, strict=True):
                     self._source[slot] = key, self._lanes[job.tier].name
+                if wait is not None:
+                    here = [slot for key, slot in zip(keys, slots, strict=True) if residency.key_at(slot) == key]
+                    residency.lease(here)
+                    wait.slots += here
                 self._spills.committed(keys, slots, chain, above=job.tier)

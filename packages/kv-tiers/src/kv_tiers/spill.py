@@ -1,11 +1,13 @@
 """The way down: chunks of the host tier that a tier below does not have yet.
 
-`through`: as soon as its lane has room, oldest first. `back`: when the chunk is about to be evicted (and at the end).
+`through`: as soon as its lane has room, oldest first. `back`: when the chunk is among the coldest and free slots become
+few (and at the end); it is evicted once it is stored. A burst that outruns this evicts at once and waits for nothing.
 Until a chunk is handed to a lane it is not leased, so a backlog keeps nobody from anything: what is evicted from it is
 lost to the tier below and counted. While it is being stored it is leased, so it is found in the host tier until it can
 be found below. At most a part of the pool is leased so: the engine's own stores always find room.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,14 +63,16 @@ class Spills:
     def __init__(
         self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], *, max_slots: int, batch_chunks: int
     ) -> None:
-        """max_slots: how many of the pool's slots may be leased for spilling at a time."""
+        """max_slots: how many of the pool's slots may be leased for spilling at a time; where chunks are written back,
+        also how many are kept free for what comes next."""
         self._host = host
         self._below = [_Below(lane, mode) for lane, mode in lanes]
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
         self._leased = 0
         self._stopped = False
-        host.spill_first = self.spill_first
+        self._emptying = 0
+        self._writes_back = any(mode == "back" for _, mode in lanes)
 
     def committed(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
@@ -80,7 +84,8 @@ class Spills:
                 continue
             for key, slot in zip(keys, slots, strict=True):
                 if self._host.residency.key_at(slot) == key:  # else it was forgotten while it was written
-                    below.waiting.pop(slot, None)
+                    if below.waiting.pop(slot, None) is not None:
+                        below.counts.lost += 1  # another chunk's, evicted since
                     below.waiting[slot] = _Waiting(key, parents.get(key))
         self.pump()
 
@@ -90,30 +95,46 @@ class Spills:
             if below.mode == "through":
                 while below.waiting and self._hand_over(below):
                     pass
+        if self._writes_back:
+            self._make_room()
 
-    def spill_first(self, slot: int) -> bool:
-        """An eviction is about to lose this chunk. True: it is leased now and will be evicted once it is stored."""
-        key = self._host.residency.key_at(slot)
-        for below in self._below:
-            waiting = below.waiting.pop(slot, None)
-            if waiting is None or waiting.key != key:
+    def _make_room(self) -> None:
+        """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
+        pool, residency = self._host.pool, self._host.residency
+        while pool.slots - pool.slots_used + self._emptying < self._max_slots:
+            slot = residency.victim((), set())
+            if slot is None:
+                return
+            key = residency.key_at(slot)
+            lacking = [
+                (below, waiting)
+                for below in self._below
+                if below.mode == "back" and (waiting := below.waiting.get(slot)) is not None and waiting.key == key
+            ]
+            if not lacking:
+                self._host.evict(slot)
+                self._host.free([slot])
                 continue
-            if below.mode == "back" and self._submit(_Batch(below, [slot], [waiting], then_evict=True)):
-                return True
-            below.counts.lost += 1
-        return False
+            for below, waiting in lacking:
+                if not self._submit(_Batch(below, [slot], [waiting], then_evict=True)):
+                    return
+                del below.waiting[slot]
 
     def drain(self, timeout_s: float) -> None:
         """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
+        until = time.monotonic() + timeout_s
         for below in self._below:
-            until_stored = True
-            while until_stored:
+            while below.lane.health()[0] is Health.UP:
                 with self._host.lock:
-                    self._drop_stale(below)
-                    until_stored = below.mode != "never" and bool(below.waiting) and self._hand_over(below)
-                if not until_stored and below.waiting and below.lane.health()[0] is Health.UP:
-                    until_stored = below.lane.drain(timeout_s)
-            below.lane.drain(timeout_s)
+                    while below.waiting and self._hand_over(below):
+                        pass
+                    done = not below.waiting
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                if below.lane.drain(left) and done:
+                    break
+                time.sleep(min(left, 0.002))  # what waits has no room, for another tier's sake
 
     def stop(self) -> None:
         """Hand nothing over any more."""
@@ -156,6 +177,7 @@ class Spills:
         ]
         self._host.residency.lease(batch.slots)
         self._leased += len(batch.slots)
+        self._emptying += len(batch.slots) if batch.then_evict else 0
         batch.below.counts.under_way += len(batch.slots)
         if batch.below.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
             return True
@@ -182,6 +204,7 @@ class Spills:
     def _settle(self, batch: _Batch) -> None:
         self._host.unlease(batch.slots)
         self._leased -= len(batch.slots)
+        self._emptying -= len(batch.slots) if batch.then_evict else 0
         batch.below.counts.under_way -= len(batch.slots)
 
     def _put_back(self, batch: _Batch) -> None:
@@ -196,8 +219,3 @@ class Spills:
             if self._host.residency.key_at(slot) == chunk.key and not self._host.residency.is_leased(slot):
                 self._host.evict(slot)
                 self._host.free([slot])
-
-    def _drop_stale(self, below: _Below) -> None:
-        for slot, waiting in list(below.waiting.items()):
-            if self._host.residency.key_at(slot) != waiting.key:
-                del below.waiting[slot]

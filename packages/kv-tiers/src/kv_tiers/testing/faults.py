@@ -13,8 +13,8 @@ from kv_tiers.tier import Read, Tier, TierUsage, Write
 
 Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug"]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
-wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. bug: it raises
-what no tier should."""
+wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. bug: it
+raises what no tier should."""
 
 FAULTS: tuple[Fault, ...] = ("", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug")
 
@@ -86,7 +86,7 @@ class FaultyTier:
         match self.fault:
             case "delay":
                 time.sleep(self._delay_s)
-            case "hang":
+            case "hang" if not (call == "holds" and self.answers_from_memory):
                 self._let_go.clear()
                 self._let_go.wait()
             case "down":

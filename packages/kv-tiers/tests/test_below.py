@@ -1,0 +1,436 @@
+"""The tiers below the pool: what goes down comes up again, whole or not at all, and nobody waits long for it."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import LoadReady
+from kv_core.testing import key_chain
+from kv_tiers import codec
+from kv_tiers.config import ColdConfig
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lane import Health, Lane
+from kv_tiers.local import LocalCache
+from kv_tiers.pool import HostPool
+from kv_tiers.spill import WriteMode
+from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
+from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.tiers.dram import DramTier
+
+
+class Tower:
+    """A cache of `slots` over tiers whose lanes work when they are told to (`threads=0`) or by themselves."""
+
+    def __init__(
+        self,
+        *modes: WriteMode,
+        slots: int = 8,
+        below: int = 64,
+        remote: Sequence[bool] = (),
+        threads: int = 0,
+        cold: ColdConfig | None = None,
+        pool: HostPool | None = None,
+    ) -> None:
+        self.clock = HandClock()
+        self.tiers: list[FaultyTier] = []
+        lanes: list[tuple[Lane, WriteMode]] = []
+        for number, mode in enumerate(modes or ("through",)):
+            dram = DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}")
+            far = bool(remote) and remote[number]
+            tier = FaultyTier(dram, answers_from_memory=not far)
+            self.tiers.append(tier)
+            lanes.append(
+                (Lane(tier, codec.format_id("t"), threads=threads, rest_s=0.01, max_rest_s=0.02, stuck_s=0.1), mode)
+            )
+        self.lanes = [lane for lane, _ in lanes]
+        self.cache = LocalCache(
+            pool or HostPool.anonymous("host", CHUNK_NBYTES, slots),
+            policy=LruPolicy(),
+            clock=self.clock,
+            lanes=lanes,
+            cold=cold or ColdConfig(batch_bytes=2 * 4096, prefetch_share=1.0, drain_s=0.2),
+        )
+
+    def run(self) -> None:
+        """Have the lanes do all there is to do."""
+        while any(lane.step() for lane in self.lanes):
+            pass
+
+    def store(self, keys: Sequence[ChunkKey], data: bytes = b"") -> int:
+        lease = self.cache.begin_store(keys, "w")
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                chunk[:] = content(ChunkKey(data + key), extent.nbytes)
+        self.cache.commit(lease)
+        return len(lease.keys)
+
+    def ask(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
+        return self.cache.lookup(keys, holder, patient=True)
+
+    def fetch(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
+        """Ask until the answer is final."""
+        for _ in range(100):
+            plan = self.ask(keys, holder)
+            if plan.ended is not Ended.PENDING:
+                return plan
+            self.run()
+            if self.lanes[0]._threads:
+                time.sleep(0.002)
+        raise AssertionError("it never ended")
+
+    def read(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
+        """Load these, which are promised, and see that they are what was stored."""
+        self.cache.begin_load(keys, "l")
+        (done,) = self.cache.poll("l")
+        assert isinstance(done, LoadReady)
+        for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                assert bytes(chunk) == content(ChunkKey(data + key), extent.nbytes)
+        assert self.cache.release(done.lease)
+
+    def crowd_out(self) -> None:
+        """Fill the pool with other chunks, and let them go down too."""
+        self.store(key_chain(self.cache.pool.slots, branch="crowd"))
+        self.run()
+
+    def close(self) -> None:
+        """Whatever happened: at the end nobody holds anything, and the counts add up."""
+        for tier in self.tiers:
+            tier.let_go()
+        time.sleep(0.03)  # those that rest are probed
+        self.run()
+        for lane in self.lanes:
+            assert lane.drain(5)
+        for holder in ("r", "s", "l", "w"):
+            self.cache.end(holder)
+        counts = self.cache.counts()
+        assert_adds_up(counts)
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        assert not any(self.cache._host.residency._leases)
+        assert all(state.spill.under_way == 0 for state in self.cache.below.states())
+        self.cache.close()
+
+
+KEYS = key_chain(6)
+
+
+def test_what_left_the_pool_comes_back_from_below() -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.cache.lookup(KEYS, "r").chunks == 0  # not patient: only what is in the pool
+    first = tower.ask(KEYS)
+    assert (first.chunks, first.ended) == (0, Ended.PENDING)
+    plan = tower.fetch(KEYS)
+    assert (plan.chunks, plan.ended, plan.tiers) == (6, Ended.ALL_HELD, ("tier0",) * 6)
+    tower.read(KEYS)
+    assert tower.ask(KEYS).tiers == ("host",) * 6  # used once, it is the pool's own
+    tower.close()
+
+
+def test_what_the_pool_has_and_what_is_below_make_one_prefix() -> None:
+    tower = Tower(slots=8)
+    tower.store(KEYS)
+    tower.run()
+    tower.store(key_chain(4, branch="crowd"))
+    assert tower.cache.lookup(KEYS, "s").chunks == 4  # the tail left first
+    tower.cache.end("s")
+    assert tower.ask(KEYS).chunks == 4  # promised while the rest is on its way
+    plan = tower.fetch(KEYS)
+    assert plan.tiers == ("host",) * 4 + ("tier0",) * 2
+    tower.read(KEYS)
+    tower.close()
+
+
+def test_nobody_waits_longer_than_is_worth_it_and_what_comes_late_is_there_for_the_next() -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.lanes[0].step()  # one batch of two chunks arrives in time
+    tower.clock.advance(1.1)
+    plan = tower.ask(KEYS)
+    assert (plan.chunks, plan.ended) == (2, Ended.ABSENT)
+    assert tower.ask(KEYS).ended is Ended.ABSENT  # the wait is had once
+    tower.run()
+    assert tower.ask(KEYS, "s").chunks == 6
+    tower.close()
+
+
+def test_a_wait_of_nothing_is_none() -> None:
+    tower = Tower(cold=ColdConfig(wait_s=0.0))
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.ask(KEYS).ended is Ended.ABSENT
+    tower.close()
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_a_gap_gives_up_what_lies_behind_it(fault: str) -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.lanes[0].step()
+    tower.tiers[0].fault = fault  # type: ignore[assignment]
+    tower.lanes[0].step()
+    tower.tiers[0].fault = ""
+    tower.run()
+    plan = tower.ask(KEYS)
+    assert (plan.chunks, plan.ended) == (2, Ended.ABSENT)
+    counts = tower.cache.below.promote_counts()
+    assert (counts.asked, counts.arrived, counts.given_up) == (6, 2, 4)
+    tower.read(KEYS[:2])
+    tower.close()
+
+
+def test_a_tier_that_only_says_it_holds_them_costs_one_try() -> None:
+    tower = Tower()
+    tower.tiers[0].fault = "lie"
+    plan = tower.fetch(KEYS)
+    assert (plan.chunks, plan.ended) == (0, Ended.ABSENT)
+    assert tower.tiers[0].calls.count("load") == 3  # one for each batch of the one try
+    tower.close()
+
+
+def test_a_tier_far_away_is_asked_once_and_not_on_the_engines_thread() -> None:
+    tower = Tower("through", remote=[True])
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    tower.tiers[0].calls.clear()
+    for _ in range(5):
+        assert tower.ask([*KEYS, *key_chain(1, branch="more")]).ended is Ended.PENDING
+    assert tower.tiers[0].calls == []
+    plan = tower.fetch([*KEYS, *key_chain(1, branch="more")])
+    assert (plan.chunks, plan.ended) == (6, Ended.ABSENT)
+    assert tower.tiers[0].calls.count("holds") <= 2  # the whole prompt, and what lay behind its answer
+    tower.read(KEYS)
+    tower.close()
+
+
+def test_the_hottest_tier_takes_a_leading_run_and_the_rest_passes_down() -> None:
+    tower = Tower("through", "through", remote=[False, True])
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    tower.tiers[0].discard(KEYS[3:5])
+    plan = tower.fetch(KEYS)
+    assert plan.tiers == ("tier0",) * 3 + ("tier1",) * 3
+    tower.read(KEYS)
+    tower.run()
+    assert tower.tiers[0].holds(KEYS) == [True] * 6  # what came from further below is kept above it too
+    tower.close()
+
+
+def test_two_prefetches_larger_than_the_pool_both_end() -> None:
+    tower = Tower(slots=8, below=64, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.75, drain_s=0.2))
+    one, two = key_chain(7, branch="one"), key_chain(7, branch="two")
+    for keys in (one, two):
+        tower.store(keys)
+        tower.run()
+    tower.crowd_out()
+    plans: dict[str, LookupPlan] = {}
+    for _ in range(40):
+        for holder, keys in (("r", one), ("s", two)):
+            if holder not in plans and (plan := tower.ask(keys, holder)).ended is not Ended.PENDING:
+                plans[holder] = plan
+        tower.lanes[0].step()
+    assert sorted(plans) == ["r", "s"]
+    assert sum(plan.chunks for plan in plans.values()) >= 7
+    assert min(plan.chunks for plan in plans.values()) >= 1
+    tower.cache.end("r")
+    assert tower.fetch(two, "s2").chunks == 7  # with room again, so has the other
+    tower.cache.end("s2")
+    tower.close()
+
+
+def test_a_pool_that_is_wholly_leased_is_no_reason_to_wait() -> None:
+    tower = Tower(slots=6)
+    other = key_chain(6, branch="other")
+    tower.store(KEYS)
+    tower.run()
+    tower.store(other)
+    tower.run()
+    assert tower.ask(other, "s").chunks == 6
+    assert tower.ask(KEYS).ended is Ended.ABSENT
+    tower.cache.end("s")
+    assert tower.fetch(KEYS, "l").chunks == 6
+    tower.close()
+
+
+def test_written_back_when_it_is_coldest_and_not_before() -> None:
+    tower = Tower("back", slots=16, cold=ColdConfig(batch_bytes=2 * 4096, spill_share=0.5, drain_s=0.2))
+    tower.store(KEYS)
+    tower.run()
+    assert tower.tiers[0].calls == []
+    tower.store(key_chain(6, branch="crowd"))
+    tower.read(KEYS)  # found in the pool until it can be found below
+    tower.run()
+    assert tower.tiers[0].holds(KEYS) == [False] * 2 + [True] * 4
+    assert tower.cache.counts().slots_used == 8
+    assert tower.cache.lookup(KEYS, "s").chunks == 2
+    assert tower.fetch(KEYS).chunks == 6
+    tower.read(KEYS)
+    assert tower.cache.below.states()[0].spill.lost == 0
+    tower.close()
+
+
+def test_what_is_written_back_is_stored_when_the_cache_closes() -> None:
+    tower = Tower("back", threads=1)
+    tower.store(KEYS[:4])
+    below = tower.tiers[0]
+    seen: list[bool] = []
+    close = below.close
+    below.close = lambda: (seen.extend(below.holds(KEYS[:4])), close())  # type: ignore[method-assign,func-returns-value,assignment]
+    tower.cache.close()
+    assert seen == [True] * 4
+
+
+def test_a_tier_for_reading_only_is_never_written() -> None:
+    tower = Tower("never")
+    tower.store(KEYS)
+    tower.crowd_out()
+    tower.store(KEYS)
+    tower.run()
+    assert "store" not in tower.tiers[0].calls
+    tower.close()
+
+
+def test_sequences_that_overfill_the_pool_back_to_back_are_kept() -> None:
+    """An allocation that fails evicts at once: no poll, no watermark, also while the tier below cannot keep up."""
+    tower = Tower("back", slots=8)
+    for number in range(12):
+        keys = key_chain(6, branch=str(number))
+        assert tower.store(keys) == 6
+        assert tower.cache.lookup(keys, "s").chunks == 6
+        tower.cache.end("s")
+    (state,) = tower.cache.below.states()
+    assert state.spill.lost > 0  # the price, paid below and not by the engine
+    tower.close()
+
+
+def test_a_stuck_tier_never_takes_the_pool_from_the_engine() -> None:
+    tower = Tower("through", slots=8, threads=1)
+    tower.tiers[0].fault = "hang"
+    for number in range(10):
+        assert tower.store(key_chain(5, branch=str(number))) == 5
+    tower.close()
+
+
+def test_what_was_forgotten_is_found_nowhere_and_new_bytes_under_its_key_are_right() -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    tower.cache.forget(KEYS[2:])
+    assert tower.fetch(KEYS).chunks == 2
+    tower.cache.end("r")
+    tower.store(KEYS, b"new")
+    tower.cache.forget(KEYS)  # what waits to be stored is forgotten too
+    tower.store(KEYS, b"newer")
+    tower.run()
+    tower.crowd_out()
+    assert tower.fetch(KEYS, "s").chunks == 6
+    tower.read(KEYS, b"newer")
+    tower.close()
+
+
+def test_forgotten_while_it_is_on_its_way_up() -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.cache.forget(KEYS[1:])
+    tower.run()
+    assert tower.fetch(KEYS).chunks == 1
+    tower.read(KEYS[:1])
+    tower.close()
+
+
+def test_cleared_is_cleared_below() -> None:
+    tower = Tower("through", "through", remote=[False, True])
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.cache.clear()
+    tower.run()
+    assert tower.fetch(KEYS, "s").chunks == 0
+    assert [tier.holds(KEYS) for tier in tower.tiers] == [[False] * 6] * 2
+    tower.store(KEYS, b"new")
+    tower.run()
+    tower.crowd_out()
+    assert tower.fetch(KEYS, "l").chunks == 6
+    tower.read(KEYS, b"new")
+    tower.close()
+
+
+@pytest.mark.parametrize("fault", ["down", "bug", "refuse"])
+def test_a_tier_that_is_down_is_a_miss_and_gets_what_it_missed_when_it_is_back(fault: str) -> None:
+    tower = Tower()
+    tower.store(KEYS[:2])
+    tower.run()
+    tower.tiers[0].fault = fault  # type: ignore[assignment]
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    assert tower.fetch(KEYS).chunks == 0
+    tower.tiers[0].fault = ""
+    time.sleep(0.03)
+    tower.run()
+    assert tower.cache.below.states()[0].health is Health.UP
+    assert tower.fetch(KEYS, "s").chunks == 2
+    missed = key_chain(8, branch="crowd")
+    tower.store(key_chain(1, branch="nudge"))
+    tower.run()
+    if fault != "refuse":  # a refusal is an answer, not an absence
+        assert tower.tiers[0].holds(missed[:5]) == [True] * 5
+    tower.close()
+
+
+def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
+    tower = Tower(threads=1, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.5, drain_s=0.2))
+    tower.store(KEYS)
+    assert tower.lanes[0].drain(5)
+    tower.store(key_chain(8, branch="crowd"))
+    assert tower.lanes[0].drain(5)
+    tower.tiers[0].fault = "hang"
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.clock.advance(1.1)
+    assert tower.ask(KEYS).ended is Ended.ABSENT
+    assert tower.store(key_chain(3, branch="on")) == 3  # the engine goes on
+    with pytest.raises(BufferError, match="has not come back"):
+        tower.cache.close()
+    tower.tiers[0].let_go()
+    for _ in range(100):
+        if tower.lanes[0].health()[0] is Health.CLOSED and not tower.lanes[0]._running:
+            break
+        time.sleep(0.01)
+    tower.cache.close()
+
+
+def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> None:
+    HostPool.unlink("below-test")
+    try:
+        tower = Tower(pool=HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))
+        tower.store(KEYS)
+        tower.run()
+        tower.crowd_out()
+        assert tower.fetch(KEYS).chunks == 6
+        tower.close()
+        again = LocalCache(HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))
+        assert again.lookup(KEYS, "r").chunks == 6
+        assert again.counts().chunks_damaged == 0
+        again.close()
+    finally:
+        HostPool.unlink("below-test")

@@ -1,0 +1,216 @@
+"""The whole hierarchy against a dict that is always right, with faults in every tier, by Hypothesis.
+
+The dict knows, of every key, which bytes were committed under it last. A load may find nothing; what it finds must be
+those bytes. While nothing was broken and nothing was lost on the way down, everything committed must be found.
+"""
+
+import time
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import LoadReady, WriteLease
+from kv_core.testing import key_chain
+from kv_tiers import codec
+from kv_tiers.config import ColdConfig
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lane import Lane
+from kv_tiers.local import LocalCache
+from kv_tiers.pool import HostPool
+from kv_tiers.spill import WriteMode
+from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
+from kv_tiers.testing.faults import FAULTS, Fault, FaultyTier
+from kv_tiers.tiers.dram import DramTier
+
+STEM = key_chain(3)
+CHAINS = ([*STEM, *key_chain(3, branch="left")], [*STEM, *key_chain(4, branch="right")], key_chain(5, branch="other"))
+HOLDERS = ("ann", "ben", "cyd")
+SEQUENTIAL_FAULTS = [fault for fault in FAULTS if fault != "hang"]  # one thread does everything here
+
+chains = st.sampled_from(range(len(CHAINS)))
+lengths = st.integers(1, 7)
+holders = st.sampled_from(HOLDERS)
+tiers = st.integers(0, 1)
+
+
+class Hierarchy(RuleBasedStateMachine):
+    @initialize(
+        modes=st.tuples(st.sampled_from(["through", "back"]), st.sampled_from(["through", "back", "never"])),
+        slots=st.integers(4, 12),
+        below=st.integers(4, 40),
+        far=st.tuples(st.booleans(), st.booleans()),
+        batch=st.integers(1, 4),
+    )
+    def start(
+        self, modes: tuple[WriteMode, WriteMode], slots: int, below: int, far: tuple[bool, bool], batch: int
+    ) -> None:
+        self.clock = HandClock()
+        self.tiers = [
+            FaultyTier(
+                DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}"),
+                answers_from_memory=not far[number],
+                delay_s=0.0,
+            )
+            for number in range(2)
+        ]
+        self.lanes = [Lane(tier, codec.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0) for tier in self.tiers]
+        self.cache = LocalCache(
+            HostPool.anonymous("host", CHUNK_NBYTES, slots),
+            policy=LruPolicy(),
+            clock=self.clock,
+            lanes=list(zip(self.lanes, modes, strict=True)),
+            cold=ColdConfig(batch_bytes=batch * 4096, wait_s=5.0, drain_s=0.0),
+        )
+        self.version: dict[ChunkKey, int] = {}
+        self.open: list[tuple[WriteLease, list[ChunkKey], dict[ChunkKey, int]]] = []
+        self.ample = below == 40 and slots >= 7
+        self.unbroken = True
+        self.stored = {"through", "back"} & set(modes[:1])
+
+    def data(self, key: ChunkKey, version: int) -> bytes:
+        return content(ChunkKey(bytes([version % 256]) + key), CHUNK_NBYTES)
+
+    @rule(chain=chains, length=lengths, writes=st.booleans())
+    def store(self, chain: int, length: int, writes: bool) -> None:
+        keys = CHAINS[chain][:length]
+        lease = self.cache.begin_store(keys, "writer")
+        made = {}
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            made[key] = self.version.get(key, 0)
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                chunk[:] = self.data(key, made[key])
+        self.open.append((lease, keys, made))
+        if writes:
+            self.finish(committed=True)
+
+    @rule(committed=st.booleans())
+    def finish(self, committed: bool) -> None:
+        if self.open:
+            lease, _, _ = self.open.pop()
+            if committed:
+                self.cache.commit(lease)
+            else:
+                self.cache.release(lease)
+
+    @rule(chain=chains, length=lengths, holder=holders, patient=st.booleans(), reads=st.booleans())
+    def look_up(self, chain: int, length: int, holder: str, patient: bool, reads: bool) -> None:
+        keys = CHAINS[chain][:length]
+        plan = self.cache.lookup(keys, holder, patient=patient)
+        assert plan.chunks <= len(keys)
+        assert len(plan.tiers) == plan.chunks
+        assert patient or plan.ended is not Ended.PENDING
+        if reads and plan.chunks:
+            self.read(keys[: plan.chunks])
+
+    def read(self, keys: list[ChunkKey]) -> None:
+        """What was promised is there and right."""
+        self.cache.begin_load(keys, "reader")
+        (done,) = self.cache.poll("reader")
+        assert isinstance(done, LoadReady)
+        for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                assert bytes(chunk) == self.data(key, self.version.get(key, 0))
+        assert self.cache.release(done.lease)
+
+    @rule(holder=holders)
+    def end(self, holder: str) -> None:
+        self.cache.end(holder)
+
+    @rule(chain=chains, start=st.integers(0, 6), count=st.integers(1, 3))
+    def forget(self, chain: int, start: int, count: int) -> None:
+        self.bump(CHAINS[chain][start : start + count], self.cache.forget)
+
+    @rule()
+    def clear(self) -> None:
+        self.bump({key for keys in CHAINS for key in keys}, lambda keys: self.cache.clear())
+
+    def bump(self, keys: Iterable[ChunkKey], call: object) -> None:
+        """After this, other bytes are right under these keys."""
+        keys = list(keys)
+        assert callable(call)
+        call(keys)
+        for key in keys:
+            self.version[key] = self.version.get(key, 0) + 1
+
+    @rule(tier=tiers, fault=st.sampled_from(SEQUENTIAL_FAULTS))
+    def break_a_tier(self, tier: int, fault: Fault) -> None:
+        self.tiers[tier].fault = fault
+        self.unbroken = self.unbroken and fault == ""
+
+    @rule(tier=tiers)
+    def mend_a_tier(self, tier: int) -> None:
+        self.tiers[tier].fault = ""
+
+    @rule(tier=tiers, frozen=st.booleans())
+    def freeze(self, tier: int, frozen: bool) -> None:
+        self.cache.below.freeze(f"tier{tier}", frozen)
+
+    @rule(tier=tiers, steps=st.integers(1, 4))
+    def work(self, tier: int, steps: int) -> None:
+        for _ in range(steps):
+            self.lanes[tier].step()
+
+    @rule(seconds=st.sampled_from([0.5, 6.0, 301.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if hasattr(self, "cache"):
+            assert_adds_up(self.cache.counts())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for lane, tier in zip(self.lanes, self.tiers, strict=True):
+            tier.fault = ""
+            lane.freeze(False)
+        while self.open:
+            self.finish(committed=True)
+        for holder in (*HOLDERS, "reader", "writer"):
+            self.cache.end(holder)
+        self.settle()
+        counts = self.cache.counts()
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        assert not any(self.cache._host.residency._leases)
+        assert not self.cache.below.promotions._arriving
+        states = self.cache.below.states()
+        assert all(state.spill.under_way == state.lane.queued == 0 for state in states)
+        for chain in CHAINS:
+            self.everything_is_found(chain)
+        self.cache.close()
+
+    def settle(self) -> None:
+        idle = 0
+        while idle < 3:
+            time.sleep(0)
+            idle = 0 if any(lane.step() for lane in self.lanes) else idle + 1
+
+    def everything_is_found(self, chain: list[ChunkKey]) -> None:
+        for _ in range(50):
+            plan = self.cache.lookup(chain, "last", patient=True)
+            if plan.ended is not Ended.PENDING:
+                break
+            self.settle()
+        else:
+            raise AssertionError("the wait for what is below never ended")
+        if plan.chunks:
+            self.read(chain[: plan.chunks])
+        self.cache.end("last")
+        below = sum(1 for tier in self.tiers if tier.holds(chain[:1]) == [True])
+        lost = sum(state.spill.lost + state.spill.refused for state in self.cache.below.states())
+        if self.unbroken and self.ample and not lost and below:
+            held = [self.cache._host.residency.find(key) is not None for key in chain]
+            anywhere = [
+                here or any(tier.holds([key])[0] for tier in self.tiers) for key, here in zip(chain, held, strict=True)
+            ]
+            assert plan.chunks >= [*anywhere, False].index(False)
+
+
+TestHierarchy = Hierarchy.TestCase
+TestHierarchy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
