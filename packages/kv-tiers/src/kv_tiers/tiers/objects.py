@@ -1,0 +1,287 @@
+"""Chunks in a bucket of S3 or of what speaks like it (MinIO, Ceph, R2), by obstore. One object a chunk:
+
+    <prefix>/<namespace>/<the key's path>       the header, then the chunk's bytes
+
+An object is replaced as a whole or not at all, so no reader meets half of one. What an object store has instead of
+speed is breadth: each call's chunks travel side by side, over threads of this tier's own, which wait in obstore
+without the interpreter's lock.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers.codec import HEADER_NBYTES
+from kv_tiers.options import read_options
+from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+
+_DELETED_AT_ONCE: Final = 1000
+"""The most that one request of the protocol may name."""
+
+_STREAM_NBYTES: Final = 1 << 20
+"""A reply is copied into the lent pages in pieces of about this size: so much of it lies in memory twice."""
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which bucket, and who we are to it. Without keys, obstore finds them as other clients do: the AWS_ variables of
+    the environment, then the machine's or container's role."""
+
+    bucket: str
+    prefix: str = "kv"
+    endpoint: str = ""
+    """http:// or https:// and a host; empty: Amazon's."""
+    region: str = "us-east-1"
+    access_key_id: str = ""
+    secret_access_key_file: str = ""
+    """Read once, at the start."""
+    anonymous: bool = False
+    """Requests are not signed."""
+    unsigned_payload: bool = False
+    """Do not hash what is stored a second time for the signature. For https, and stores that allow it."""
+    virtual_hosted: bool = False
+    """The bucket is part of the host's name and not of the path."""
+    bulk_delete: bool = True
+    """Off for stores that know no request for many."""
+    tls_ca_file: str = ""
+    """An authority beside the system's."""
+    requests: int = 32
+    """In flight at once, of all calls together."""
+    connect_timeout_s: float = 2.0
+    timeout_s: float = 10.0
+    """For one request, its body, and what is tried again of it."""
+    retries: int = 2
+    """Of a request that failed for a reason that may pass."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket or "/" in self.bucket:
+            raise ValueError("bucket is the name of one bucket")
+        if (
+            not self.prefix
+            or any(part in ("", ".", "..") for part in self.prefix.split("/"))
+            or not self.prefix.isascii()
+        ):
+            raise ValueError("prefix is a path of names, without a / at its ends")
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError("endpoint begins with http:// or https://")
+        if bool(self.access_key_id) != bool(self.secret_access_key_file):
+            raise ValueError("access_key_id and secret_access_key_file go together")
+        if self.requests < 1 or self.retries < 0 or min(self.connect_timeout_s, self.timeout_s) < 0.001:
+            raise ValueError("requests and time-outs are positive, retries is not negative")
+
+
+def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `s3`; `ObjectsConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured, or obstore is not installed.
+    """
+    return ObjectsTier(read_options(ObjectsConfig, options, "s3"), context)
+
+
+class ObjectsTier:
+    """Safe to call from any thread."""
+
+    answers_from_memory = False
+
+    def __init__(self, config: ObjectsConfig, context: TierContext, *, name: str = "s3") -> None:
+        """Nothing is asked of the store yet. Raises `ConfigError`."""
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise ConfigError(f"{name}: an object store's tier needs obstore; pip install 'kv-tiers[s3]'") from error
+        self.name = name
+        self._obstore: Any = obstore
+        self._store = _open(obstore, config, name)
+        self._prefix = f"{config.prefix}/{context.namespace}"
+        self._object_nbytes = HEADER_NBYTES + context.chunk_nbytes
+        self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._each(keys, lambda key: self._size(key) == self._object_nbytes)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self._each(reads, self._load)
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        return self._each(writes, self._keep)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        self._delete([self._path(key) for key in keys])
+
+    def clear(self) -> None:
+        def every_path() -> Iterable[list[str]]:
+            for batch in self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE):
+                yield [found["path"] for found in batch]
+
+        for paths in self._asked(lambda: list(every_path())):
+            self._delete(paths)
+
+    def probe(self) -> None:
+        try:
+            self._asked(lambda: self._obstore.head(self._store, f"{self._prefix}/probe"))
+        except FileNotFoundError:
+            # So says a bucket that is there as well as one that is not; only the listing tells them apart.
+            try:
+                self._asked(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
+            except FileNotFoundError as error:
+                raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
+
+    def usage(self) -> TierUsage:
+        return TierUsage()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _path(self, key: ChunkKey) -> str:
+        return f"{self._prefix}/{key.path()}"
+
+    def _size(self, key: ChunkKey) -> int | None:
+        try:
+            return int(self._asked(lambda: self._obstore.head(self._store, self._path(key)))["size"])
+        except FileNotFoundError:
+            return None
+
+    def _load(self, read: Read) -> LoadOutcome:
+        try:
+            return self._asked(lambda: self._receive(read))
+        except FileNotFoundError:
+            return Absent()
+        except _WrongLengthError as error:
+            self._delete([self._path(read.key)])
+            return Damaged(str(error))
+
+    def _receive(self, read: Read) -> Loaded:
+        found = self._obstore.get(self._store, self._path(read.key))
+        if found.meta["size"] != self._object_nbytes:
+            raise _WrongLengthError(f"an object of {found.meta['size']} bytes instead of {self._object_nbytes}")
+        at = 0
+        for piece in found.stream(min_chunk_size=_STREAM_NBYTES):
+            part = memoryview(piece)
+            if at + len(part) > self._object_nbytes:
+                raise _WrongLengthError(f"an object of more than {self._object_nbytes} bytes")
+            if at < HEADER_NBYTES:
+                of_header = part[: HEADER_NBYTES - at]
+                read.header[at : at + len(of_header)] = of_header
+                at += len(of_header)
+                part = part[len(of_header) :]
+            start = at - HEADER_NBYTES
+            if len(part):  # without the interpreter's lock, which assigning a memoryview would hold
+                np.copyto(np.frombuffer(read.chunk, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
+            at += len(part)
+        if at != self._object_nbytes:
+            raise _WrongLengthError(f"an object of {at} bytes instead of {self._object_nbytes}")
+        return Loaded(read.nbytes)
+
+    def _keep(self, write: Write) -> StoreOutcome:
+        if self._size(write.key) == self._object_nbytes:
+            return Stored()
+        # Two buffers and no multipart upload: one request, whose body obstore takes from where it lies.
+        body = [write.header, write.chunk]
+        put = self._obstore.put
+        try:
+            self._asked(lambda: put(self._store, self._path(write.key), body, use_multipart=False))
+        except FileNotFoundError as error:
+            raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
+        except _ForbiddenError as error:
+            return Refused(str(error))
+        return Stored()
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        for start in range(0, len(paths), _DELETED_AT_ONCE):
+            some = list(paths[start : start + _DELETED_AT_ONCE])
+            try:
+                self._asked(partial(self._obstore.delete, self._store, some))
+            except FileNotFoundError:
+                if len(some) > 1:  # a store without the bulk request may stop at the first that is gone
+                    for path in some:
+                        self._delete([path])
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns. That there is no such object passes through; all other errors are the store's."""
+        errors = self._obstore.exceptions
+        try:
+            return ask()
+        except FileNotFoundError:
+            raise
+        except errors.PermissionDeniedError as error:
+            raise _ForbiddenError(_shortened(error)) from error
+        except (errors.BaseError, OSError, ValueError) as error:
+            raise TierDown(_shortened(error)) from error
+
+    def _each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+        """All have ended when this returns or raises, for their memory is lent. One that finds the store down spares
+        the others from finding out."""
+        down: list[TierDown] = []
+
+        def unless_down(item: Item) -> T:
+            if down:
+                raise down[0]
+            try:
+                return work(item)
+            except TierDown as error:
+                down.append(error)
+                raise
+
+        futures = [self._threads.submit(unless_down, item) for item in items]
+        wait(futures)
+        if down:
+            raise down[0]
+        return [future.result() for future in futures]
+
+
+class _WrongLengthError(Exception):
+    """An object that cannot be a chunk."""
+
+
+class _ForbiddenError(TierDown):
+    """Who we are may not do this."""
+
+
+def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
+    options: dict[str, Any] = {
+        "region": config.region,
+        "skip_signature": config.anonymous,
+        "unsigned_payload": config.unsigned_payload,
+        "virtual_hosted_style_request": config.virtual_hosted,
+        "disable_bulk_delete": not config.bulk_delete,
+    }
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=config.timeout_s),
+        "connect_timeout": timedelta(seconds=config.connect_timeout_s),
+        "allow_http": config.endpoint.startswith("http://"),
+    }
+    retries = {
+        "max_retries": config.retries,
+        "retry_timeout": timedelta(seconds=config.timeout_s),
+        "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
+    }
+    try:
+        if config.endpoint:
+            options["endpoint"] = config.endpoint
+        if config.access_key_id:
+            options["access_key_id"] = config.access_key_id
+            options["secret_access_key"] = Path(config.secret_access_key_file).read_text().strip()
+        if config.tls_ca_file:
+            client["root_certificate"] = Path(config.tls_ca_file).read_bytes()
+        return obstore.store.S3Store(config.bucket, config=options, client_options=client, retry_config=retries)
+    except (OSError, ValueError, obstore.exceptions.BaseError) as error:
+        raise ConfigError(f"{where}: {_shortened(error)}") from error
+
+
+def _shortened(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:299] + "…"

@@ -1,0 +1,203 @@
+"""The object store's tier against a server that speaks S3, and against some that only listen."""
+
+import contextlib
+import itertools
+import logging
+import mmap
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import obstore
+import pytest
+from kv_core.errors import ConfigError, TierDown
+from kv_core.outcome import Absent, Damaged, Stored
+from kv_core.testing import key_chain
+from kv_tiers.registry import tier_factory
+from kv_tiers.testing.tier_contract import PersistentTierContract
+from kv_tiers.tier import Tier, TierContext, Write
+from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
+from moto.server import ThreadedMotoServer
+
+NUMBERS = itertools.count()
+WHERE: dict[str, object] = {"bucket": "chunks", "access_key_id": "someone"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    secret = tmp_path_factory.mktemp("secret") / "key"
+    secret.write_text("a secret\n")
+    WHERE.update({"endpoint": f"http://{host}:{port}", "secret_access_key_file": str(secret)})
+    with urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/chunks", method="PUT")):
+        pass
+    yield
+    server.stop()
+
+
+class TestObjects(PersistentTierContract):
+    """A prefix for each test makes its tier empty."""
+
+    def make(self, context: TierContext, chunks: int) -> Tier:
+        self.options = WHERE | {"prefix": f"test/{next(NUMBERS)}"}
+        return self.reopen(context, chunks)
+
+    def reopen(self, context: TierContext, chunks: int) -> Tier:
+        return make_objects_tier(self.options, context)
+
+    def objects(self) -> tuple[ObjectsTier, list[str]]:
+        assert isinstance(self.tier, ObjectsTier)
+        found = [meta["path"] for batch in obstore.list(self.tier._store, self.tier._prefix) for meta in batch]
+        return self.tier, found
+
+    def test_an_object_of_another_length_is_damage_and_goes(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        tier, paths = self.objects()
+        assert len(paths) == 3
+        for key, body in zip(keys, (b"short", b"x" * 20_000, b""), strict=True):
+            obstore.put(tier._store, tier._path(key), body)
+        assert self.tier.holds(keys) == [False] * 3
+        assert [type(outcome) for outcome in self.load(keys)] == [Damaged] * 3
+        assert self.objects()[1] == []
+        self.store(keys)
+        obstore.put(tier._store, tier._path(keys[0]), b"short")
+        self.store(keys)  # what cannot be a chunk is replaced
+        assert self.loaded(keys) == [True] * 3
+
+    def test_the_lent_memory_can_be_unmapped_after_a_store(self) -> None:
+        (key,) = key_chain(1)
+        write = self.write(key)
+        memory = mmap.mmap(-1, self.context.slot_bytes)
+        memory[:] = bytes(write.pages)
+        lent = memoryview(memory)
+        assert self.tier.store([Write(key, None, write.header, lent, write.nbytes)]) == [Stored()]
+        lent.release()
+        memory.close()
+        assert self.loaded([key]) == [True]
+
+    def test_clearing_leaves_others_alone(self) -> None:
+        keys = key_chain(2)
+        self.store(keys)
+        with closing(make_objects_tier(self.options, TierContext(4096, 4096, "another"))) as other:
+            other.clear()
+        assert self.tier.holds(keys) == [True, True]
+
+    def test_a_bucket_that_is_not_there_is_a_tier_that_is_down(self) -> None:
+        with closing(make_objects_tier(self.options | {"bucket": "no-such-bucket"}, self.context)) as tier:
+            with pytest.raises(TierDown, match="bucket"):
+                tier.probe()
+            with pytest.raises(TierDown, match="bucket"):
+                tier.store(self.writes(key_chain(2)))
+            self.tier, mine = tier, self.tier
+            assert self.load(key_chain(1)) == [Absent()]
+            self.tier = mine
+
+
+@contextlib.contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """The address of a server that says the same to everybody; None: nothing, for ever."""
+    ended = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.05)
+
+    def serve() -> None:
+        open_ones = []
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                client, _ = listener.accept()
+                client.settimeout(0.2)
+                if answer is None:
+                    open_ones.append(client)
+                    continue
+                with client, contextlib.suppress(OSError):
+                    client.recv(1 << 16)
+                    client.sendall(answer)
+        for client in open_ones:
+            client.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    ended.set()
+    thread.join()
+    listener.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\nLast-Modified: Sat, 21 Nov 2026 07:00:00 GMT\r\nETag: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"",
+        b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n",
+        b"no HTTP at all\r\n\r\n",
+        OK + b"Content-Length: 10256\r\n\r\n" + b"x" * 5_000,
+        OK + b"Content-Length: lots\r\n\r\n",
+    ],
+    ids=["silent", "closing", "503", "500", "403", "not-http", "cut-short", "no-number"],
+)
+def test_a_store_in_trouble_is_down_in_time(answer: bytes | None) -> None:
+    contract = TestObjects()
+    with listening(answer) as endpoint:
+        trouble: dict[str, object] = {"endpoint": endpoint, "timeout_s": 0.4, "connect_timeout_s": 0.4, "retries": 1}
+        contract.setup_method()
+        contract.tier.close()
+        contract.tier = make_objects_tier(contract.options | trouble, contract.context)
+        start = time.monotonic()
+        with pytest.raises(TierDown):
+            contract.load(key_chain(40))
+        if answer is None or not answer.startswith(OK):
+            with pytest.raises(TierDown):
+                contract.tier.probe()
+        assert time.monotonic() - start < 4
+        contract.teardown_method()
+
+
+def test_an_object_that_lies_about_its_length_costs_no_memory_and_is_not_loaded() -> None:
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(OK + b"Content-Length: 999999999999\r\n\r\nabc") as endpoint:
+        contract.tier = make_objects_tier(
+            contract.options | {"endpoint": endpoint, "timeout_s": 0.4, "retries": 0}, contract.context
+        )
+        with contextlib.suppress(TierDown):  # it cannot be deleted from such a server either
+            assert isinstance(contract.load(key_chain(1))[0], Damaged)
+        contract.teardown_method()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "bucket"),
+        ({"bucket": "b", "buckets": 1}, "did you mean 'bucket'"),
+        ({"bucket": "b", "endpoint": "ftp://h"}, "https"),
+        ({"bucket": "b", "access_key_id": "me"}, "secret_access_key_file"),
+        ({"bucket": "b", "access_key_id": "me", "secret_access_key_file": "/not/there"}, "/not/there"),
+        ({"bucket": "b", "prefix": "../up"}, "prefix"),
+        ({"bucket": "b", "requests": 0}, "positive"),
+        ({"bucket": "b", "tls_ca_file": "/not/there"}, "/not/there"),
+    ],
+)
+def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tier_factory("s3")(options, TierContext(4096, 4096, "options"))
+
+
+def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[s3\]'"):
+        make_objects_tier({"bucket": "b"}, TierContext(4096, 4096, "options"))
