@@ -1,11 +1,13 @@
 """Settings: strict, typed, with an order of precedence, and errors that say what to write."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from kv_core.cli import main
 from kv_core.errors import ConfigError
-from kv_vllm.config import Settings, load, parse_bytes
+from kv_vllm.config import Settings, load
 
 
 def test_nothing_given_means_the_defaults() -> None:
@@ -40,13 +42,18 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
     [
         ({"chunk_token": 256}, "did you mean 'chunk_tokens'"),
         ({"host": {"capasity": "1GiB"}}, "did you mean 'host.capacity'"),
-        ({"host": {"capacity": "lots"}}, "512MiB or 4GiB"),
+        ({"host": {"capacity": "lots"}}, "text such as"),
         ({"host": {"capacity": 0}}, "room for at least one chunk"),
         ({"chunk_tokens": "256"}, "expected `int`"),
         ({"chunk_tokens": True}, "expected `int`"),
         ({"chunk_tokens": 0}, "at least one block"),
         ({"format": "nhd"}, "write one of auto, canonical, blocks"),
         ({"host": {"lease_s": -1}}, "more than 0 seconds"),
+        ({"tiers": [{"path": "/kv"}]}, "tiers[0] has no type"),
+        ({"tiers": {"type": "disk"}}, "expected `array`"),
+        ({"cold": {"wait": 1}}, "did you mean 'cold.wait_s'"),
+        ({"cold": {"spill_share": 0}}, "a part of the pool"),
+        ({"cold": {"batch_bytes": 0}}, "at least 1"),
         ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
     ],
 )
@@ -91,6 +98,23 @@ def test_a_secret_is_required_private_and_long_enough(tmp_path: Path) -> None:
         load({"secret_file": str(secret)}, {})[0].scheme()
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("1", 1), ("4GiB", 4 << 30), ("1.5 KiB", 1536), ("2GB", 2_000_000_000)])
-def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
-    assert parse_bytes(text, "x") == nbytes
+def test_tiers_are_listed_in_any_of_the_places(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("tiers:\n- {type: disk, path: /kv, capacity_bytes: 1GiB}\n- {type: redis, write: back}\n")
+    tiers = [{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}, {"type": "redis", "write": "back"}]
+    assert load({"config_file": str(file)}, {})[0].tiers == tiers
+    assert load({"tiers": tiers[:1]}, {"KV_CONFIG_FILE": str(file)})[0].tiers == tiers[:1]
+    environ = {"KV_TIERS": '[{"type": "disk", "path": "/kv"}]', "KV_COLD_WAIT_S": "0.5"}
+    settings, _ = load({}, environ)
+    assert settings.tiers == [{"type": "disk", "path": "/kv"}]
+    assert settings.cold.wait_s == 0.5
+
+
+def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for tier in ({"url": "redis://me:hush@host:6379/0"}, {"url": "redis://:hush@host"}, {"password": "hush"}):
+        monkeypatch.setenv("KV_TIERS", json.dumps([{"type": "redis", **tier}]))
+        for output in ("table", "json"):
+            assert main(["config", "--output", output]) == 0
+            printed = capsys.readouterr().out
+            assert "hush" not in printed
+            assert "***" in printed

@@ -2,12 +2,13 @@
 
 from kv_tiers.build import build_local_cache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import HostConfig
+from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.eviction import EvictionPolicy, LruPolicy
 from kv_tiers.local import LocalCache
 from kv_tiers.pool import HostPool
 
 __all__ = [
+    "ColdConfig",
     "EvictionPolicy",
     "HostConfig",
     "HostPool",

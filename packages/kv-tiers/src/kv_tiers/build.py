@@ -1,24 +1,39 @@
-"""Settings in, a cache out. The only file that names concrete pools and policies."""
+"""Settings in, a cache out. The only file that names concrete pools; tiers and policies are found by their names."""
 
 import itertools
 import os
+from collections.abc import Mapping, Sequence
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
-from kv_tiers.config import HostConfig
+from kv_tiers import codec
+from kv_tiers.config import ColdConfig, HostConfig, LaneConfig
 from kv_tiers.eviction.registry import make_policy
+from kv_tiers.lane import Lane
 from kv_tiers.local import LocalCache
 from kv_tiers.machine import spelled
+from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool, slot_bytes_for
+from kv_tiers.registry import tier_factory
+from kv_tiers.spill import WriteMode
+from kv_tiers.tier import TierContext
 
 _NUMBERS = itertools.count()
 
 
 def build_local_cache(
-    config: HostConfig, *, chunk_nbytes: int, fingerprint: str, clock: Clock | None = None
+    config: HostConfig,
+    *,
+    chunk_nbytes: int,
+    fingerprint: str,
+    tiers: Sequence[Mapping[str, object]] = (),
+    cold: ColdConfig | None = None,
+    clock: Clock | None = None,
 ) -> LocalCache:
     """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
+
+    tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
@@ -38,8 +53,40 @@ def build_local_cache(
     else:
         # The name is only what extents say; this process has no other pool of this number.
         pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_nbytes, slots)
+    lanes: list[tuple[Lane, WriteMode]] = []
     try:
-        return LocalCache(pool, policy=policy, lease_s=config.lease_s, clock=clock)
+        for number, options in enumerate(tiers):
+            context = TierContext(chunk_nbytes, pool.slot_bytes, fingerprint)
+            lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
+            _check_names(lanes)
+        return LocalCache(pool, policy=policy, lease_s=config.lease_s, clock=clock, lanes=lanes, cold=cold)
     except BaseException:
+        for lane, _ in lanes:
+            lane.close()
         pool.close()
         raise
+
+
+def build_lane(options: Mapping[str, object], context: TierContext, *, where: str) -> tuple[Lane, WriteMode]:
+    """One tier behind its lane, and how chunks get there. where: what the user calls this place, for errors.
+
+    Raises:
+        ConfigError: the options cannot be honoured.
+    """
+    type_name = options.get("type")
+    if not isinstance(type_name, str):
+        raise ConfigError(f"{where}: say which type of tier this is, such as type: disk")
+    own = set(LaneConfig.__struct_fields__)
+    lane_config = read_options(LaneConfig, {name: options[name] for name in own & set(options)}, where)
+    if lane_config.threads < 1:
+        raise ConfigError(f"{where}: threads is {lane_config.threads}; a lane needs at least 1")
+    rest = {name: value for name, value in options.items() if name not in own and name != "type"}
+    tier = tier_factory(type_name)(rest, context)
+    tier.name = lane_config.name or tier.name
+    return Lane(tier, codec.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
+
+
+def _check_names(lanes: Sequence[tuple[Lane, WriteMode]]) -> None:
+    names = [lane.name for lane, _ in lanes]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two tiers are called {names[-1]!r}; give each a name, such as name: {names[-1]}-2")

@@ -14,8 +14,19 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
     lease_s: float = 300.0
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
-    policy: Literal["lru", "arc", "lfu", "fifo", "mru"] = "lru"
+    policy: str = "lru"
     """What leaves when room is needed."""
+
+
+class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every tier has, whatever its type; the rest of its options are its own."""
+
+    name: str = ""
+    """What it is called in logs and metrics; its type where nothing is said."""
+    write: Literal["through", "back", "never"] = "through"
+    """When chunks are stored there: as soon as may be, when the pool is about to evict them, or not at all."""
+    threads: int = 2
+    """How many calls to it may be under way at a time."""
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -125,9 +125,16 @@ def bind_worker(
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
         return bound.refuse("the groups' chunks differ in size, which one pool of equal slots cannot hold")
     bound.cache = build_local_cache(
-        HostConfig(capacity_bytes=settings.host.capacity_bytes, name=settings.host.name, lease_s=settings.host.lease_s),
+        HostConfig(
+            capacity_bytes=settings.host.capacity_bytes,
+            name=settings.host.name,
+            lease_s=settings.host.lease_s,
+            policy=settings.host.policy,
+        ),
         chunk_nbytes=formats[0].nbytes,
         fingerprint="-".join(chunk_format.fingerprint for chunk_format in formats),
+        tiers=settings.tiers,
+        cold=settings.cold,
     )
     bound.shape = ConnectShape(
         scheme=scheme,

@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+import re
 import sys
 
 from kv_core.errors import ConfigError
 
 from kv_vllm.config import load
+
+_PASSWORD_IN_URL = re.compile(r"(://[^/@]*:)[^/@]*@")
+_SECRET = re.compile(r"(password|secret|token)(?!.*_file$)")
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -41,10 +45,22 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"kv config: {error}", file=sys.stderr)
         return 2
     if arguments.output == "json":
-        print(json.dumps({entry.path: {"value": entry.value, "origin": entry.origin} for entry in in_force}, indent=1))
+        values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
+        print(json.dumps(values, indent=1))
         return 0
     width = max(len(entry.path) for entry in in_force)
     for entry in in_force:
-        value = json.dumps(entry.value, ensure_ascii=False)
+        value = json.dumps(_shown(entry.value), ensure_ascii=False)
         print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
     return 0
+
+
+def _shown(value: object) -> object:
+    """Without the secrets that tiers' options may hold."""
+    if isinstance(value, str):
+        return _PASSWORD_IN_URL.sub(r"\1***@", value)
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {name: "***" if _SECRET.search(name) else _shown(item) for name, item in value.items()}
+    return value

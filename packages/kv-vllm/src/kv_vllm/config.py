@@ -7,7 +7,6 @@ once, at the edge; everything below gets values.
 
 import difflib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, Literal, get_args
 import msgspec
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
+from kv_tiers import ColdConfig, HostConfig
+from kv_tiers.options import byte_count
 
 _log = logging.getLogger(__name__)
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,9 +31,12 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 300.0
     """How long a chunk that was promised to a request stays put when nothing more is heard of the request."""
 
+    policy: str = HostConfig(capacity_bytes=0).policy
+    """What leaves when room is needed; `kv sim` compares them on a trace."""
+
     @property
     def capacity_bytes(self) -> int:
-        return parse_bytes(self.capacity, "host.capacity")
+        return byte_count(self.capacity, "host.capacity")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +53,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save_decode: bool = False
     """Keep chunks of generated tokens too, not only of prompts."""
     host: HostSettings = HostSettings()
+    tiers: list[dict[str, Any]] = []
+    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
+    party's), write (through, back or never), and the options of the type."""
+    cold: ColdConfig = ColdConfig()
 
     def scheme(self) -> ChainScheme:
         """How tokens become digests.
@@ -110,15 +115,6 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
     return settings, in_force
 
 
-def parse_bytes(text: str, setting: str) -> int:
-    """'4GiB', '512 MiB' or '1073741824' in bytes."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"{setting} is {text!r}; write a number of bytes, or one with a unit such as 512MiB or 4GiB")
-    return int(float(match[1]) * unit)
-
-
 def _check(settings: Settings) -> None:
     if settings.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {settings.chunk_tokens}; it must be at least one block of the engine")
@@ -126,6 +122,14 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"host.lease_s is {settings.host.lease_s}; it must be more than 0 seconds (the default is 300)"
         )
+    for name in ("prefetch_share", "spill_share"):
+        if not 0 < getattr(settings.cold, name) <= 1:
+            raise ConfigError(f"cold.{name} is {getattr(settings.cold, name)}; write a part of the pool, such as 0.25")
+    if settings.cold.wait_s < 0 or settings.cold.drain_s < 0 or settings.cold.batch_bytes < 1:
+        raise ConfigError("cold.wait_s and cold.drain_s must be 0 or more seconds, and cold.batch_bytes at least 1")
+    for number, tier in enumerate(settings.tiers):
+        if not isinstance(tier.get("type"), str):
+            raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, path: …}}")
     if settings.host.capacity_bytes < 1:
         raise ConfigError("host.capacity is 0; give the pool room for at least one chunk, such as 1GiB")
 
@@ -194,8 +198,10 @@ def _convert(path: str, value: object, wanted: Any, origin: str) -> object:
     if wanted is str and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)  # capacity: 1073741824
     try:
+        if lax and wanted == list[dict[str, Any]]:
+            return msgspec.json.decode(str(value), type=list[dict[str, Any]])
         return msgspec.convert(value, wanted, strict=not lax)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:  # and ValidationError, which is one
         choices = get_args(wanted)
         hint = f"; write one of {', '.join(map(str, choices))}" if choices else ""
         raise ConfigError(f"{path} is {value!r} in {origin}: {str(error).lower()}{hint}") from None

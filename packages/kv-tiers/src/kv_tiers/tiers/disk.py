@@ -22,7 +22,7 @@ import mmap
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -36,9 +36,11 @@ from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.eviction.registry import make_policy
 from kv_tiers.machine import spelled
+from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
-from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
 from kv_tiers.tiers.disk_files import BLANK_RECORD, NO_ROOM, RECORD_NBYTES, DiskDirectory, File, pack_record
 from kv_tiers.tiers.index import Place, SlotIndex
 
@@ -94,6 +96,16 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
             f"every directory; write at least {least} ({spelled(least)}), and for use a thousand times that"
         )
     return slots
+
+
+def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `disk`; `DiskConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured, or directories that cannot be used.
+    """
+    config = read_options(DiskConfig, options, "disk")
+    return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
 
 
 class DiskTier:

@@ -1,16 +1,41 @@
 """Plain host memory below the pool: unpinned, on another NUMA node, or on a memory expander."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.eviction.registry import make_policy
+from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool
-from kv_tiers.tier import Read, TierUsage, Write
+from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
 from kv_tiers.tiers.index import SlotIndex
+
+
+class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much memory, beside the host pool's."""
+
+    capacity_bytes: int
+    policy: str = "lru"
+    """What leaves when room is needed."""
+
+
+def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `dram`.
+
+    Raises:
+        ConfigError: options that cannot be honoured on this machine.
+    """
+    config = read_options(DramConfig, options, "dram")
+    slots = config.capacity_bytes // context.slot_bytes
+    if slots < 1:
+        raise ConfigError(f"dram: a capacity_bytes of {config.capacity_bytes} holds no chunk of {context.slot_bytes}")
+    return DramTier(HostPool.anonymous("dram", context.chunk_nbytes, slots), make_policy(config.policy, slots))
 
 
 class DramTier:
