@@ -1,0 +1,343 @@
+"""Chunks as files of a file system that many hosts share (NFS, Lustre, a parallel file system). One file a chunk:
+
+    <directory>/<namespace>/<the key's path>    a page that begins with the header, then the chunk's bytes
+
+Nobody owns the directory: every host writes, reads and removes what it likes, at the same time. So a file is written
+under a name of its own and then renamed, and what is found is believed only as far as its length goes; the header does
+the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is not there.
+
+No capacity is enforced, for no host knows what the others store. An age may be: whoever stores looks at a few
+files more and removes those that are too old, as well as what a killed host left half written. Ages are measured by
+the file system's own clock.
+"""
+
+import errno
+import itertools
+import os
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal
+
+import msgspec
+from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers.codec import HEADER_NBYTES
+from kv_tiers.options import read_options
+from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+
+_PAGE_NBYTES: Final = 4096
+"""The header has a page to itself, so that the chunk's bytes begin at one."""
+
+_KEYS_A_THREAD: Final = 64
+"""A look at a file of a local file system takes microseconds, at one of another host's a fraction of a millisecond."""
+
+_SWEPT_AT_ONCE: Final = 64
+"""Files that one store looks at beside its own."""
+
+_REST_S: Final = 60.0
+"""At least, from the beginning of one sweep to that of the next."""
+
+_TEMPORARY: Final = ".tmp"
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the files are, and how long they stay."""
+
+    directory: str
+    """It must be there: made by whoever mounts it, so that nothing is written where it is not mounted."""
+    mode: Literal["private", "group"] = "private"
+    """Files and directories are for their owner (0600, 0700), or for the directory's group as well (0660, 2770)."""
+    ttl_s: int = 0
+    """A file is removed so long after it was last stored or loaded, give or take half of that; 0: never."""
+    temporary_s: int = 3600
+    """A half-written file is so old before it counts as left behind."""
+    threads: int = 16
+    """That look for files at once, when many are asked for."""
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ValueError("directory is empty")
+        if self.ttl_s < 0 or self.temporary_s < 1 or self.threads < 1:
+            raise ValueError("temporary_s and threads are positive, ttl_s is not negative")
+
+
+def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `shared_fs`; `SharedFsConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured.
+    """
+    return SharedFsTier(read_options(SharedFsConfig, options, "shared_fs"), context)
+
+
+class SharedFsTier:
+    """Safe to call from any thread, and from any number of hosts."""
+
+    answers_from_memory = False
+
+    def __init__(self, config: SharedFsConfig, context: TierContext, *, name: str = "shared_fs") -> None:
+        """The directory is not looked at yet: it may be mounted later."""
+        self.name = name
+        self._config = config
+        self._root = os.path.abspath(config.directory)
+        self._directory = f"{self._root}/{context.namespace}"
+        self._file_nbytes = _PAGE_NBYTES + context.chunk_nbytes
+        self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
+        self._threads: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+        self._sweeping = threading.Lock()
+        self._sweep: Iterator[os.DirEntry[str]] = iter(())
+        self._swept_from_s = 0.0
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        parts = [keys[start : start + _KEYS_A_THREAD] for start in range(0, len(keys), _KEYS_A_THREAD)]
+        if len(parts) > 1:
+            with self._starting:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(self._config.threads, thread_name_prefix="kv-shared-fs")
+            answers = list(self._threads.map(self._look, parts))
+        else:
+            answers = [self._look(part) for part in parts]
+        held = list(itertools.chain.from_iterable(answers))
+        if held and not any(held):
+            self._check_root()
+        return held
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        outcomes = [self._load(read) for read in reads]
+        if outcomes and all(isinstance(outcome, Absent) for outcome in outcomes):
+            self._check_root()
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        outcomes: list[StoreOutcome] = []
+        for write in writes:
+            refusal = outcomes[-1] if outcomes else None
+            # What comes later in the prompt is worth less than what there is no room for.
+            outcomes.append(refusal if isinstance(refusal, Refused) else self._keep(write))
+        return outcomes
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self._remove(self._path(key))
+
+    def clear(self) -> None:
+        # Renamed at once, removed at leisure; and what others left in the middle of that.
+        left = f".{os.path.basename(self._directory)}."
+        try:
+            os.rename(self._directory, f"{self._root}/{left}{secrets.token_hex(8)}")
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise self._down(error) from error
+        self._check_root()
+        for name in os.listdir(self._root):
+            if name.startswith(left):
+                shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
+
+    def probe(self) -> None:
+        self._check_root()
+        path = f"{self._root}/.{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _FULL:  # what is full or read-only can be read
+                raise self._down(error) from error
+
+    def usage(self) -> TierUsage:
+        return TierUsage()
+
+    def close(self) -> None:
+        with self._starting:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+
+    def _path(self, key: ChunkKey) -> str:
+        return f"{self._directory}/{key.path()}"
+
+    def _look(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        files = (self._found(self._path(key)) for key in keys)
+        return [found is not None and found.st_size == self._file_nbytes for found in files]
+
+    def _found(self, path: str) -> os.stat_result | None:
+        try:
+            return os.stat(path)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise self._down(error) from error
+
+    def _load(self, read: Read) -> LoadOutcome:
+        path = self._path(read.key)
+        for may_try_again in (True, False):
+            try:
+                return self._receive(path, read)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise self._down(error) from error
+                # Replaced by another host between two looks at it, perhaps.
+                if error.errno != errno.ESTALE or not may_try_again:
+                    break
+        return Absent()
+
+    def _receive(self, path: str, read: Read) -> LoadOutcome:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name would wait for ever
+        try:
+            found = os.fstat(file)
+            at, page = 0, bytearray(_PAGE_NBYTES)
+            if found.st_size == self._file_nbytes and stat.S_ISREG(found.st_mode):
+                while at < self._file_nbytes:
+                    step = os.preadv(file, _rest([memoryview(page), read.chunk], at), at)
+                    if not step:
+                        break
+                    at += step
+        finally:
+            os.close(file)
+        if at != self._file_nbytes:
+            self._remove(path)
+            return Damaged(f"a file of {at or found.st_size} bytes instead of {self._file_nbytes}")
+        read.header[:] = page[:HEADER_NBYTES]
+        self._renew(path, found.st_mtime)
+        return Loaded(read.nbytes)
+
+    def _renew(self, path: str, used_at_s: float) -> None:
+        """What is used stays. Not at every use: each is a message to the file system's host."""
+        # This host's clock will do: where it is wrong, a message is sent too early or too late.
+        if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
+            try:
+                os.utime(path)
+            except OSError:  # it is another's to renew, or gone
+                return
+
+    def _keep(self, write: Write) -> StoreOutcome:
+        path = self._path(write.key)
+        found = self._found(path)
+        if found is not None and found.st_size == self._file_nbytes:
+            self._renew(path, found.st_mtime)
+            return Stored()
+        temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            try:
+                now_s = self._write(temporary, write)
+                os.replace(temporary, path)
+            except BaseException:
+                self._forget(temporary)
+                raise
+        except OSError as error:
+            if error.errno in _FULL:
+                return Refused(f"{self._root}: {error.strerror}")
+            raise self._down(error) from error
+        self._sweep_some(now_s)
+        return Stored()
+
+    def _write(self, temporary: str, write: Write) -> float:
+        """Write the whole file, down to the medium. The time by the file system's clock."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            file = os.open(temporary, flags, self._file_mode)
+        except FileNotFoundError:
+            self._make_directories(os.path.dirname(temporary))
+            file = os.open(temporary, flags, self._file_mode)
+        try:
+            if self._config.mode == "group":
+                os.fchmod(file, self._file_mode)  # whatever the umask
+            page = memoryview(write.header + bytes(_PAGE_NBYTES - len(write.header)))
+            at = 0
+            while at < self._file_nbytes:
+                at += os.pwritev(file, _rest([page, write.chunk], at), at)
+            # Before the rename, or a host that dies could leave a whole name on half a file. It also brings to light
+            # what a file system of another host says late: that it is full.
+            os.fsync(file)
+            return os.fstat(file).st_mtime
+        finally:
+            os.close(file)
+
+    def _make_directories(self, path: str) -> None:
+        """All below the root, which must be there."""
+        at = self._root
+        for name in os.path.relpath(path, self._root).split("/"):
+            at = f"{at}/{name}"
+            try:
+                os.mkdir(at, self._directory_mode)
+            except FileExistsError:
+                continue
+            if self._config.mode == "group":
+                os.chmod(at, self._directory_mode)
+
+    def _sweep_some(self, now_s: float) -> None:
+        """Look at a few files more and remove what is too old. One thread at a time; the others have no need to."""
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            looked_at = 0
+            for entry in itertools.islice(self._sweep, _SWEPT_AT_ONCE):
+                looked_at += 1
+                limit_s = self._config.temporary_s if entry.name.endswith(_TEMPORARY) else self._config.ttl_s
+                try:
+                    if limit_s and now_s - entry.stat(follow_symlinks=False).st_mtime > limit_s:
+                        os.unlink(entry.path)
+                except OSError:  # another was faster
+                    continue
+            if looked_at < _SWEPT_AT_ONCE and now_s - self._swept_from_s > _REST_S:
+                self._sweep, self._swept_from_s = _files(self._directory), now_s
+        finally:
+            self._sweeping.release()
+
+    def _remove(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise self._down(error) from error
+
+    def _forget(self, path: str) -> None:
+        """Remove it if that works; it is nobody's chunk."""
+        try:
+            os.unlink(path)
+        except OSError:
+            return
+
+    def _check_root(self) -> None:
+        try:
+            os.stat(self._root)
+        except OSError as error:
+            raise self._down(error) from error
+
+    def _down(self, error: OSError) -> TierDown:
+        return TierDown(f"{self._root}: {error.strerror or error}")
+
+
+def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:
+    """What is left of these from this byte on."""
+    rest = []
+    for buffer in buffers:
+        if at < len(buffer):
+            rest.append(buffer[at:])
+        at = max(0, at - len(buffer))
+    return rest
+
+
+def _files(directory: str) -> Iterator[os.DirEntry[str]]:
+    """Every file below, found as it goes. What vanishes meanwhile is passed over."""
+    directories = [directory]
+    while directories:
+        try:
+            with os.scandir(directories.pop()) as found:
+                entries = list(found)
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(entry.path)
+            else:
+                yield entry

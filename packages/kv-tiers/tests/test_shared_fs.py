@@ -1,0 +1,265 @@
+"""The tier on a shared file system: several hosts at once, files that tear and vanish, media that fill up."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kv_core.errors import ConfigError, TierDown
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.testing import key_chain
+from kv_tiers.registry import tier_factory
+from kv_tiers.testing.tier_contract import PersistentTierContract
+from kv_tiers.tier import Tier, TierContext
+from kv_tiers.tiers import shared_fs
+from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier
+
+
+class TestSharedFs(PersistentTierContract):
+    def setup_method(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="kv"))
+        self.options: dict[str, object] = {"directory": str(self.root)}
+        super().setup_method()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def make(self, context: TierContext, chunks: int) -> Tier:
+        shutil.rmtree(self.root)
+        self.root.mkdir()
+        return self.reopen(context, chunks)
+
+    def reopen(self, context: TierContext, chunks: int) -> Tier:
+        self.mine = make_shared_fs_tier(self.options, context)
+        assert isinstance(self.mine, SharedFsTier)
+        return self.mine
+
+    def with_options(self, **more: object) -> SharedFsTier:
+        self.options |= more
+        self.tier.close()
+        self.tier = self.reopen(self.context, 16)
+        return self.mine
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.root.rglob("*") if path.is_file())
+
+    def test_torn_and_strange_files_are_damage_and_go(self) -> None:
+        keys = key_chain(5)
+        self.store(keys)
+        paths = [Path(self.mine._path(key)) for key in keys]
+        os.truncate(paths[0], 5_000)
+        os.truncate(paths[1], 0)
+        paths[2].write_bytes(paths[2].read_bytes() + b"more")
+        paths[3].unlink()
+        os.mkfifo(paths[3])
+        assert self.tier.holds(keys) == [False] * 4 + [True]
+        assert [type(outcome) for outcome in self.load(keys)] == [Damaged] * 4 + [Loaded]
+        assert self.files() == [paths[4]]
+        os.truncate(paths[4], 100)
+        self.store(keys)  # what cannot be a chunk is replaced
+        assert self.loaded(keys) == [True] * 5
+
+    def test_a_file_that_tears_while_it_is_read_is_damage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = key_chain(1)
+        self.store(keys)
+        real = os.preadv
+
+        def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+            if at:
+                return 0
+            return real(file, [buffer[:3000] for buffer in buffers[:1]], at)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert isinstance(self.load(keys)[0], Damaged)
+        assert self.files() == []
+
+    def test_short_reads_and_writes_go_on_where_they_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        read, write = os.preadv, os.pwritev
+        monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:1001]], at))
+        monkeypatch.setattr(os, "pwritev", lambda file, buffers, at: write(file, [buffers[0][:1001]], at))
+        keys = key_chain(2)
+        self.store(keys)
+        assert self.loaded(keys) == [True, True]
+
+    def test_a_file_replaced_by_another_host_is_looked_for_once_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = key_chain(1)
+        self.store(keys)
+        real, times = os.preadv, [1]
+
+        def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+            times[0] -= 1
+            if times[0] >= 0:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(file, buffers, at)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert self.loaded(keys) == [True]
+        times[0] = 2
+        assert self.load(keys) == [Absent()]
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+    def test_a_medium_that_takes_nothing_refuses_and_keeps_nothing(
+        self, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = key_chain(4)
+        self.store(keys[:1])
+
+        def pwritev(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        outcomes = self.tier.store(self.writes(keys))
+        assert outcomes[0] == Stored()
+        assert all(isinstance(outcome, Refused) for outcome in outcomes[1:])
+        assert len(self.files()) == 1
+        assert self.loaded(keys) == [True, False, False, False]
+        self.tier.probe()
+
+    @pytest.mark.parametrize("call", ["fsync", "replace", "pwritev", "preadv", "stat"])
+    def test_a_medium_with_errors_is_down(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = key_chain(2)
+        self.store(keys[:1])
+
+        def broken(*_: object, **__: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        use = (lambda: self.load(keys)) if call == "preadv" else (lambda: self.tier.store(self.writes(keys)))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, broken)
+            with pytest.raises(TierDown, match="Input/output error"):
+                use()
+        assert [path.suffix for path in self.files()] == [""]
+        assert self.loaded(keys) == [True, False]
+
+    def test_a_directory_that_vanished_is_a_tier_that_is_down_and_is_not_made_anew(self) -> None:
+        keys = key_chain(2)
+        self.store(keys)
+        shutil.rmtree(self.root)
+        for call in (
+            lambda: self.tier.holds(keys),
+            lambda: self.load(keys),
+            lambda: self.tier.store(self.writes(keys)),
+            self.tier.probe,
+            self.tier.clear,
+        ):
+            with pytest.raises(TierDown, match="No such file"):
+                call()
+        assert not self.root.exists()
+        self.root.mkdir()
+        self.tier.probe()
+        assert self.load(keys) == [Absent(), Absent()]
+        self.store(keys)
+
+    def test_files_are_their_owners_or_their_groups(self) -> None:
+        old = os.umask(0o077)
+        try:
+            for mode, file_mode, directory_mode in (("private", 0o600, 0o700), ("group", 0o660, 0o2770)):
+                self.with_options(mode=mode)
+                self.tier.clear()
+                self.store(key_chain(2))
+                for path in self.root.rglob("*"):
+                    assert path.stat().st_mode & 0o7777 == (directory_mode if path.is_dir() else file_mode)
+        finally:
+            os.umask(old)
+
+    def test_what_is_old_is_swept_a_little_with_every_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shared_fs, "_SWEPT_AT_ONCE", 4)
+        tier = self.with_options(ttl_s=1000, temporary_s=100)
+        keys = key_chain(12)
+        self.store(keys)
+        for key in keys[:10]:
+            os.utime(tier._path(key), (0, time.time() - 2000))
+        half = Path(tier._path(keys[0])).parent / ".0123456789abcdef.tmp"
+        fresh = half.with_name(".fedcba9876543210.tmp")
+        for path, age_s in ((half, 200), (fresh, 50)):
+            path.touch()
+            os.utime(path, (0, time.time() - age_s))
+        another = self.with_options()  # that begins a sweep of its own
+        others = key_chain(8, branch="other")
+        for number, write in enumerate(self.writes(others)):
+            before = len(self.files())
+            assert another.store([write]) == [Stored()]
+            assert len(self.files()) >= before - 3, number
+        assert not half.exists()
+        assert fresh.exists()
+        assert another.holds(keys) == [False] * 10 + [True] * 2
+        assert self.loaded(others) == [True] * 8
+
+    def test_what_is_used_does_not_grow_old(self) -> None:
+        tier = self.with_options(ttl_s=1000)
+        keys = key_chain(3)
+        self.store(keys)
+        for key in keys:
+            os.utime(tier._path(key), (0, time.time() - 600))
+        self.loaded(keys[:1])
+        self.store(keys[1:2])
+        ages = [time.time() - os.stat(tier._path(key)).st_mtime for key in keys]
+        assert ages[0] < 100 and ages[1] < 100 and ages[2] > 500
+
+    def test_two_hosts_store_load_and_discard_the_same_keys_at_once(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        results: multiprocessing.Queue[object] = context.Queue()
+        hosts = [context.Process(target=a_host, args=(str(self.root), number, results)) for number in range(2)]
+        for host in hosts:
+            host.start()
+        loaded = [results.get(timeout=60) for _ in hosts]
+        for host in hosts:
+            host.join()
+        assert all(isinstance(count, int) and count > 50 for count in loaded), loaded
+        assert not [path for path in self.files() if path.suffix == ".tmp"]
+
+    def test_a_host_killed_while_it_stores_leaves_whole_chunks_or_none(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        results: multiprocessing.Queue[object] = context.Queue()
+        host = context.Process(target=a_host, args=(str(self.root), 0, results, 10_000))
+        host.start()
+        while len(self.files()) < 3:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGKILL)
+        host.join()
+        for branch in range(4):
+            self.load(key_chain(4, branch=str(branch)))  # which checks what is loaded
+
+
+def a_host(root: str, number: int, results: "multiprocessing.Queue[object]", turns: int = 60) -> None:
+    """What a process on another host would do. Its chunks differ from the other host's under the same keys."""
+    contract = PersistentTierContract()
+    contract.context = TierContext(10_000, 12_288, "contract")
+    loaded = 0
+    try:
+        with closing(make_shared_fs_tier({"directory": root}, contract.context)) as contract.tier:
+            for turn in range(turns):
+                keys = key_chain(4, branch=str(turn % 4))
+                contract.tier.store([contract.write(key, salt=bytes([number])) for key in keys])
+                loaded += sum(contract.loaded(keys))
+                if turn % 3 == number:
+                    contract.tier.discard(keys)
+    except BaseException as error:  # noqa: BLE001  # carried to the test
+        results.put(repr(error))
+        return
+    results.put(loaded)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "directory"),
+        ({"directory": ""}, "directory"),
+        ({"directory": "/x", "modes": 1}, "did you mean 'mode'"),
+        ({"directory": "/x", "mode": "everybody"}, "mode"),
+        ({"directory": "/x", "ttl_s": -1}, "negative"),
+        ({"directory": 3}, "str"),
+    ],
+)
+def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tier_factory("shared_fs")(options, TierContext(4096, 4096, "options"))
