@@ -13,7 +13,7 @@ One lock makes what the index in memory decides and what the records in the file
 chunk could be discarded between the eviction that emptied its slot and the wipe, and come back after a crash. It is
 held for small writes into the system's cache, never while anything is made durable or a chunk's bytes move.
 
-docs/adr/0007 says why slots, and docs/formats/disk.md what the bytes are.
+docs/adr/0007 says why slots; `kv_tiers.tiers.disk_files` what the bytes are.
 """
 
 import errno
@@ -134,6 +134,7 @@ class DiskTier:
         self._context = context
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
+        self._syncs = config.durability == "power"
         self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 32)
         self._pages: deque[memoryview] = deque()
         self._records = threading.Lock()
@@ -145,6 +146,7 @@ class DiskTier:
         self._full_until_s: float | None = None
         self._told_full = False
         self._closed = False
+        self._directories: list[DiskDirectory] = []
         self._devices: list[int] = []
         self._open_directories()
 
@@ -402,7 +404,7 @@ class DiskTier:
         self._synced[at] = max(self._synced[at], wipes)
 
     def _sync(self, files: Iterable[File]) -> None:
-        if self._config.durability == "power":
+        if self._syncs:
             for file in files:
                 file.sync()
 
@@ -410,12 +412,12 @@ class DiskTier:
 
     def _open_directories(self) -> None:
         paths, slots = self._config.paths, self._index.slots
-        self._directories: list[DiskDirectory] = []
         self._last_wipe, self._synced = [0] * len(paths), [0] * len(paths)
         """By directory: the number of its last wipe, and that up to which wipes are durable."""
         self._wiped = array("q", bytes(8 * slots))
         """By slot: `_RECORDED`, or the number of the wipe since which it has no record; 0: so it was found, durably."""
         self._stale.clear()
+        opened: list[DiskDirectory] = []
         try:
             for at, path in enumerate(paths):
                 directory = DiskDirectory(
@@ -425,21 +427,22 @@ class DiskTier:
                     slot_bytes=self._context.slot_bytes,
                     direct=self._config.direct,
                 )
-                self._directories.append(directory)
+                opened.append(directory)
+            devices = [directory.device for directory in opened]
+            if self._devices not in ([], devices):
+                raise ConfigError(
+                    f"disk tier {self.name}: {paths} are not on the devices of the start; mount those again"
+                )
+            self._directories, self._devices = opened, devices
             self._adopt()
-        except OSError as error:
-            self._close_directories()
-            raise ConfigError(f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; see to it") from None
-        except BaseException:
-            self._close_directories()
+        except BaseException as error:
+            for directory in opened:
+                directory.close()
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; mend it or choose another path"
+                ) from None
             raise
-        devices = [directory.device for directory in self._directories]
-        if self._devices not in ([], devices):
-            self._close_directories()
-            raise ConfigError(
-                f"disk tier {self.name}: {paths} are on other devices than at the start; mount those again"
-            )
-        self._devices = devices
         for directory in self._directories:
             _log.info(
                 "disk tier %s: %s, %s, %d chunks found in all",

@@ -8,9 +8,9 @@
             | xxh3_64 of the above
     record  magic 8 | number u64 | slot u64 | the chunk's header 256 | zeros 224 | xxh3_64 of the above
 
-Everything is little-endian; docs/formats/disk.md has a worked example. A record vouches for its slot as it was when the
-record was written, so it must be wiped (with zeros) before the slot's bytes are replaced. Slots are this directory's
-own, from 0, so directories can be striped, moved and left out in any combination.
+Everything is little-endian. A record vouches for its slot as it was when the record was written, so it must be wiped
+(with zeros) before the slot's bytes are replaced. Slots are this directory's own, from 0, so directories can be
+striped, moved and left out in any combination.
 
 Nothing here knows what is resident, and nothing is decided: `OSError` is what the system said. Only the constructor
 turns it into a `ConfigError`.
@@ -169,9 +169,11 @@ class DiskDirectory:
             _make(Path(root))
             _make(self.path)
             self._fd = _open_private(self.path)
-            self.device = os.fstat(self._fd).st_dev
-            self._lock = self._open("lock")
-            self._take_possession()
+            lock = self._open("lock")
+            opened = os.fstat(lock.fd)
+            self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
+            self.device = opened.st_dev
+            self._take_possession(lock)
             self.direct = direct != "never" and self._takes_direct()
             if direct == "always" and not self.direct:
                 raise ConfigError(
@@ -192,10 +194,13 @@ class DiskDirectory:
 
     def has_vanished(self) -> bool:
         """What is at our path is not what we opened: removed, replaced, or no longer mounted."""
+        if self._fd < 0:
+            return True
         try:
-            return not os.path.samestat(os.stat(self._lock.path), os.fstat(self._lock.fd))
+            found = os.lstat(self._lock_path)
         except OSError:
             return True
+        return (found.st_ino, found.st_dev) != self._lock_is
 
     def records(self) -> Iterator[tuple[int, int, ChunkKey, ChunkKey | None]]:
         """Slot, number, key and parent of every record that reads well and whose slot is there. Other slots are free.
@@ -256,9 +261,9 @@ class DiskDirectory:
         self._open_files.append(file)
         return file
 
-    def _take_possession(self) -> None:
+    def _take_possession(self, lock: File) -> None:
         try:
-            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"{self.path} is in use by another disk tier, in this process or another, and has one owner: "
