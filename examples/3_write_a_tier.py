@@ -89,16 +89,20 @@ class SqliteTier:
 class TestSqlite(PersistentTierContract):
     """Every promise, tried on this tier. That is all there is to write."""
 
-    def make(self, context: TierContext, chunks: int) -> Tier:
-        self.directory = tempfile.TemporaryDirectory()
-        return self.reopen(context, chunks)
-
-    def reopen(self, context: TierContext, chunks: int) -> Tier:
-        return make_sqlite_tier({"directory": self.directory.name}, context)
+    def setup_method(self) -> None:
+        self.everything = tempfile.TemporaryDirectory()
+        super().setup_method()
 
     def teardown_method(self) -> None:
         super().teardown_method()
-        self.directory.cleanup()
+        self.everything.cleanup()
+
+    def make(self, context: TierContext, chunks: int) -> Tier:
+        self.directory = tempfile.mkdtemp(dir=self.everything.name)
+        return self.reopen(context, chunks)
+
+    def reopen(self, context: TierContext, chunks: int) -> Tier:
+        return make_sqlite_tier({"directory": self.directory}, context)
 
 
 if __name__ == "__main__":
