@@ -174,6 +174,8 @@ class DiskTier:
             releases = self._index.releases
             taken = self._reserve(left)
             written = self._write(taken)
+            if len(written) == len(writes):
+                return [Stored()] * len(writes)
             stored.update(write.key for write, _ in written)
             held = self._index.holds([write.key for write in left])
             stored.update(write.key for write, is_held in zip(left, held, strict=True) if is_held)
