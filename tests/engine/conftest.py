@@ -3,8 +3,12 @@
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from engines import Answer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -22,3 +26,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
     return str(TinyLlama().write(directory))
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_llama: str) -> "list[Answer]":
+    """What an engine without us answers."""
+    from engines import PROMPTS, started
+
+    with started(tiny_llama, cache=None) as engine:
+        return engine.ask_in_turn(PROMPTS)

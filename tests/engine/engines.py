@@ -8,6 +8,17 @@ from typing import Any
 import pytest
 
 NEW_TOKENS = 12
+SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
+PROMPTS = [
+    SHARED[:512] + [11 + i for i in range(90)],
+    SHARED[:512] + [1200 + i for i in range(150)],
+    SHARED[:1024],  # whole chunks only: a full hit must leave one token to compute
+    SHARED[:1000],
+    [5 + (31 * i) % 1900 for i in range(130)],  # shorter than a chunk: never stored
+    SHARED[256:900],  # the same tokens at other positions are another prefix
+]
+WARM_HITS = [512, 512, 1023, 768, 0, 512]
+"""Tokens of each prompt that are found once all have been stored."""
 Answer = tuple[int, ...]
 
 
@@ -46,12 +57,14 @@ class Engine:
 
     def assert_at_rest(self) -> dict[str, Any]:
         """No lease is left, no slot is lost, no request is remembered, the counters add up, and no fault was hidden."""
+        self.inside("kv_settle")
         seen = self.inside("kv_snapshot")
         assert seen["off"] == "" and seen["faults"] == []
         assert seen["phases"] == {}
         cache = seen["cache"]
         assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
         assert cache["slots_used"] == cache["chunks_resident"], cache
+        assert all(tier["lane"]["queued"] == tier["spill"]["under_way"] == 0 for tier in seen["tiers"].values()), seen
         assert cache["chunks_reserved_ever"] == cache["chunks_committed"] + cache["chunks_aborted"], cache
         gone = cache["chunks_evicted"] + cache["chunks_forgotten"] + cache["chunks_damaged"]
         assert cache["chunks_committed"] + cache["chunks_adopted"] == cache["chunks_resident"] + gone, cache

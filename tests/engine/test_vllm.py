@@ -7,29 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import Answer, Engine, started
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_core.errors import CopyFailed
 from kv_core.service import LoadFailed
 from kv_vllm import build
 
 CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
-PROMPTS = [
-    SHARED[:512] + [11 + i for i in range(90)],
-    SHARED[:512] + [1200 + i for i in range(150)],
-    SHARED[:1024],  # whole chunks only: a full hit must leave one token to compute
-    SHARED[:1000],
-    [5 + (31 * i) % 1900 for i in range(130)],  # shorter than a chunk: never stored
-    SHARED[256:900],  # the same tokens at other positions are another prefix
-]
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_llama: str) -> list[Answer]:
-    """What an engine without us answers."""
-    with started(tiny_llama, cache=None) as engine:
-        return engine.ask_in_turn(PROMPTS)
 
 
 @pytest.fixture(scope="class")
@@ -63,13 +47,13 @@ class TestOneEngine:
         assert engine.ask_in_turn(PROMPTS) == reference
         assert engine.hits == [0, 512, 512, 768, 0, 0]
         assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == [512, 512, 1023, 768, 0, 512]
+        assert engine.hits == WARM_HITS
         assert engine.inside("kv_snapshot")["formats"] == ["canonical"]
 
     def test_all_prompts_at_once_equal(self, engine: Engine, reference: list[Answer]) -> None:
         assert engine.ask(PROMPTS) == reference
         assert engine.ask(PROMPTS) == reference
-        assert engine.hits == [512, 512, 1023, 768, 0, 512]
+        assert engine.hits == WARM_HITS
 
     def test_the_control_that_halves_stored_bytes_changes_the_tokens(
         self, engine: Engine, reference: list[Answer]
@@ -84,7 +68,7 @@ class TestOneEngine:
         engine.inside("kv_forget_half")
         assert engine.ask_in_turn(PROMPTS) == reference
         assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == [512, 512, 1023, 768, 0, 512]
+        assert engine.hits == WARM_HITS
 
     def test_each_load_failing_in_turn_is_computed_instead(
         self, engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
@@ -162,7 +146,7 @@ def test_chunked_prefill(tiny_llama: str, reference: list[Answer]) -> None:
     with started(tiny_llama, cache=CACHE, max_num_batched_tokens=200, max_num_seqs=4) as cut:
         assert cut.ask(PROMPTS) == reference
         assert cut.ask(PROMPTS) == reference
-        assert cut.hits == [512, 512, 1023, 768, 0, 512]
+        assert cut.hits == WARM_HITS
         cut.assert_at_rest()
 
 
@@ -185,7 +169,7 @@ def test_the_engine_core_in_its_own_process(tiny_llama: str, reference: list[Ans
     with started(tiny_llama, cache=CACHE, own_process=True, distributed_executor_backend=ONE_PROCESS) as apart:
         assert apart.ask_in_turn(PROMPTS) == reference
         assert apart.ask_in_turn(PROMPTS) == reference
-        assert apart.hits == [512, 512, 1023, 768, 0, 512]
+        assert apart.hits == WARM_HITS
         apart.assert_at_rest()
         apart.inside("kv_corrupt")
         assert apart.ask_in_turn(PROMPTS)[:4] != reference[:4]
@@ -205,7 +189,7 @@ def test_opaque_blocks_serve_as_well(tiny_llama: str, reference: list[Answer]) -
     with started(tiny_llama, cache=CACHE | {"format": "blocks"}) as opaque:
         assert opaque.ask_in_turn(PROMPTS) == reference
         assert opaque.ask_in_turn(PROMPTS) == reference
-        assert opaque.hits == [512, 512, 1023, 768, 0, 512]
+        assert opaque.hits == WARM_HITS
         assert opaque.assert_at_rest()["formats"] == ["blocks"]
 
 
@@ -248,7 +232,7 @@ def test_a_named_pool_outlives_its_engine(tiny_llama: str, reference: list[Answe
             first.ask_in_turn(PROMPTS)
         with started(tiny_llama, cache=named) as second:
             assert second.ask_in_turn(PROMPTS) == reference
-            assert second.hits == [512, 512, 1023, 768, 0, 512]
+            assert second.hits == WARM_HITS
             second.assert_at_rest()
     finally:
         HostPool.unlink("kv-test-engine")

@@ -1,6 +1,8 @@
 """Settings in, a cache out, and clear words where they cannot be honoured."""
 
+import threading
 import uuid
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -45,7 +47,7 @@ def test_a_capacity_below_one_chunk_names_the_smallest_that_works() -> None:
         {"capacity_bytes": "4GiB"},
         {"capacity_bytes": 1.5},
         {"capacity_bytes": 1, "capacity": 2},
-        {"capacity_bytes": 1, "policy": "random"},
+        {"capacity_bytes": 1, "policy": 3},
         {"capacity_bytes": 1, "name": None},
     ],
 )
@@ -62,3 +64,36 @@ def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
                 build_local_cache(config, chunk_nbytes=5000, fingerprint="f")
     finally:
         HostPool.unlink(config.name)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ([{"path": "/kv"}], r"tiers\[0\]: say which type"),
+        ([{"type": "dusk"}], "did you mean 'disk'"),
+        ([{"type": "dram", "capacity_byte": "1MiB"}], "did you mean 'capacity_bytes'"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "write": "sometimes"}], "sometimes"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "policy": "lur"}], "did you mean 'lru'"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 0}], "at least 1"),
+        ([{"type": "dram", "capacity_bytes": 1}], "holds no chunk"),
+        ([{"type": "dram", "capacity_bytes": "1MiB"}] * 2, "two tiers are called 'dram'"),
+    ],
+)
+def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
+    tiers: list[dict[str, object]], said: str
+) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match=said):
+        build_local_cache(HostConfig(capacity_bytes=50_000), chunk_nbytes=5000, fingerprint="f", tiers=tiers)
+    assert threading.active_count() == threads
+
+
+def test_tiers_are_made_in_their_order_and_under_their_names(tmp_path: Path) -> None:
+    tiers: list[dict[str, object]] = [
+        {"type": "dram", "capacity_bytes": "1MiB", "write": "back", "threads": 1},
+        {"type": "disk", "name": "nvme", "path": str(tmp_path / "kv"), "capacity_bytes": "4MiB"},
+    ]
+    cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_nbytes=5000, fingerprint="f", tiers=tiers)
+    assert [state.name for state in cache.below.states()] == ["dram", "nvme"]
+    cache.close()
+    assert not (tmp_path / "kv").stat().st_mode & 0o077

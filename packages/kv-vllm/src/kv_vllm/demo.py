@@ -2,7 +2,8 @@
 
 Two prompts share their first 512 tokens. Phase A sends both, phase B sends both again, all with vLLM's own prefix
 cache off; then the process ends and a second one, whose engine is cold, sends them once more: the named host pool has
-outlived the first. Every row's tokens are compared with those of an engine without us. Needs vLLM, and no GPU.
+outlived the first. Then that pool is removed, as a restart of the machine would do, and a third process finds the
+chunks on disk. Every row's tokens are compared with those of an engine without us. Needs vLLM, and no GPU.
 """
 
 import argparse
@@ -20,6 +21,12 @@ SHARED_TOKENS = 512
 PROMPT_TOKENS = (700, 620)
 NEW_TOKENS = 16
 _RESULT = "KV-DEMO "
+_PHASES = {
+    "reference": ("without us",),
+    "first": ("A", "B"),
+    "second": ("second process",),
+    "third": ("from disk",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--dtype", default="", help="the model's dtype (default: float32 for the tiny model, else auto)"
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON lines instead of a table")
-    parser.add_argument("--run", choices=("reference", "first", "second"), help=argparse.SUPPRESS)
-    parser.add_argument("--pool", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=tuple(_PHASES), help=argparse.SUPPRESS)
+    parser.add_argument("--cache", default="{}", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.run:
-        _serve(chosen.run, chosen.model, chosen.dtype, chosen.pool)
+        _serve(chosen.run, chosen.model, chosen.dtype, json.loads(chosen.cache))
         return 0
     with tempfile.TemporaryDirectory(prefix="kv-demo-") as scratch:
         return _show(chosen, Path(scratch))
@@ -60,10 +67,14 @@ def _show(chosen: argparse.Namespace, scratch: Path) -> int:
             chosen.dtype or "float32",
         )
     pool = f"demo-{os.getpid()}"
+    disk = {"type": "disk", "path": str(scratch / "kv"), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity": "256MiB", "name": pool}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     try:
-        reference = _run("reference", "an engine without us", model, dtype=dtype, pool=pool, scratch=scratch)
-        ours = _run("first", "an engine with us", model, dtype=dtype, pool=pool, scratch=scratch)
-        ours += _run("second", "a second process, its engine cold", model, dtype=dtype, pool=pool, scratch=scratch)
+        reference = _run("reference", "an engine without us", model, dtype=dtype, cache=None, scratch=scratch)
+        ours = _run("first", "an engine with us", model, dtype=dtype, cache=cache, scratch=scratch)
+        ours += _run("second", "a second process, its engine cold", model, dtype=dtype, cache=cache, scratch=scratch)
+        _unlink_pool(pool)
+        ours += _run("third", "a third, with the disk alone", model, dtype=dtype, cache=cache, scratch=scratch)
     finally:
         _unlink_pool(pool)
     expected = {row.request: row.tokens for row in reference}
@@ -84,9 +95,10 @@ def _show(chosen: argparse.Namespace, scratch: Path) -> int:
     return 0 if all(equal) else 1
 
 
-def _run(name: str, what: str, model: str, *, dtype: str, pool: str, scratch: Path) -> list[Row]:
+def _run(name: str, what: str, model: str, *, dtype: str, cache: dict[str, Any] | None, scratch: Path) -> list[Row]:
     """Run one engine in a process of its own, with a line that says how long it has been at it."""
-    command = [sys.executable, "-m", "kv_vllm.demo", "--run", name, "--model", model, "--dtype", dtype, "--pool", pool]
+    command = [sys.executable, "-m", "kv_vllm.demo", "--run", name, "--model", model, "--dtype", dtype]
+    command += ["--cache", json.dumps(cache)]
     log = scratch / f"{name}.log"
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -123,17 +135,17 @@ def _unlink_pool(name: str) -> None:
     HostPool.unlink(name)
 
 
-def _serve(name: str, model: str, dtype: str, pool: str) -> None:
+def _serve(name: str, model: str, dtype: str, cache: dict[str, Any] | None) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.config import KVTransferConfig
 
     transfer = None
-    if name != "reference":
+    if cache is not None:
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host": {"capacity": "256MiB", "name": pool}},
+            kv_connector_extra_config=cache,
         )
     engine = LLM(
         model,
@@ -152,7 +164,7 @@ def _serve(name: str, model: str, dtype: str, pool: str) -> None:
         return engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)[0]
 
     ask([5] * 200)  # the first forward pass of a process pays for more than its tokens
-    for phase in {"reference": ("without us",), "first": ("A", "B"), "second": ("second process",)}[name]:
+    for phase in _PHASES[name]:
         for request, prompt in zip(("prompt 1", "prompt 2"), _prompts(vocabulary), strict=True):
             start = time.perf_counter()
             output = ask(prompt)

@@ -24,10 +24,25 @@ class Inspect:
             "faults": list(engine.faults),
             "formats": [chunk_format.kind for chunk_format in engine.formats],
             "cache": asdict(engine.cache.counts()),
+            "tiers": {
+                state.name: {
+                    "health": state.health.name,
+                    "chunks": state.usage.chunks,
+                    "lane": asdict(state.lane),
+                    "spill": asdict(state.spill),
+                }
+                for state in engine.cache.below.states()
+            },
             "scheduler": asdict(engine.scheduler.counts),
             "worker": asdict(engine.worker.counts),
             "phases": {request: phase.name for request, phase in engine.scheduler.tracked_phases().items()},
         }
+
+    def kv_settle(self) -> None:
+        """Let what is on its way to and from the tiers below arrive."""
+        engine = _only_engine()
+        assert engine.cache is not None
+        engine.cache.below.drain(10)
 
     def kv_corrupt(self) -> None:
         """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""
