@@ -5,8 +5,8 @@
 Chunks come from and go to the pages of a host pool in batches, by one thread that waits for each. The limits are the
 same bytes moved by plain calls in the same minute, the two in turn: for a disk, O_DIRECT into one preallocated file
 with the same block size, and one fdatasync for every batch of writes (a store makes two). The tier is full, so that
-every store evicts. The rows `with checksums` add what a lane does around the tier, making each chunk's header or checking
-it, and an xxh3_128 of the same bytes to the limit.
+every store evicts. The rows `with checksums` add what a lane does around the tier, making each chunk's header or
+checking it, and an xxh3_128 of the same bytes to the limit.
 
 `--layouts` compares three ways to lay chunks out on a disk instead, which is why the disk tier is built as it is
 (docs/adr/0007).

@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 _RECORDED: Final = -1
 _MOST_SLOTS_AHEAD: Final = 16
+"""Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
 _FULL_DISK_REST_S: Final = 60.0
 
 
@@ -135,7 +136,7 @@ class DiskTier:
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
         self._syncs = config.durability == "power"
-        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 32)
+        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24)
         self._pages: deque[memoryview] = deque()
         self._records = threading.Lock()
         # All below change under that lock.
