@@ -82,7 +82,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         raise ConfigError(f"{where}: threads is {lane_config.threads}; a lane needs at least 1")
     rest = {name: value for name, value in options.items() if name not in own and name != "type"}
     tier = tier_factory(type_name)(rest, context)
-    tier.name = lane_config.name or tier.name
+    tier.name = lane_config.name or type_name
     return Lane(tier, codec.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
 
 
