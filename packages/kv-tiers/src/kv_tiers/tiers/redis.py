@@ -12,6 +12,9 @@ eviction or to its time is not there.
 
 The first piece is written last. Two writers of one chunk may mix pieces when their bytes differ; the header's checksum
 finds that out, as it does all other damage. A chunk found incomplete is discarded.
+
+A user needs GET (GETEX to refresh times), SET, EXISTS, UNLINK, SCAN and PING on <prefix>:*, SELECT where the url names
+a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads what others store.
 """
 
 import threading
@@ -65,6 +68,7 @@ class RedisTier:
         self._nbytes = context.chunk_nbytes
         self._cuts = list(range(0, context.chunk_nbytes, config.piece_bytes))
         self._prefix = f"{config.prefix}:{context.namespace}:{config.piece_bytes}:".encode()
+        self._everything = f"{config.prefix}:{context.namespace}:*".encode()  # of any size of pieces
         self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
         self._refresh = self._expiry if config.refresh_ttl else ()
         self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_NBYTES // min(config.piece_bytes, context.chunk_nbytes)))
@@ -107,7 +111,7 @@ class RedisTier:
 
     def clear(self) -> None:
         for address in self._servers.masters():
-            names = self._servers.names(address, self._prefix + b"*")
+            names = self._servers.names(address, self._everything)
 
             def work(connection: Connection, names: list[bytes] = names) -> list[int | ErrorReply]:
                 return _numbers(connection, [command(b"UNLINK", name) for name in names], False)

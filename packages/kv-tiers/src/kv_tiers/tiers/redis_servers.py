@@ -67,7 +67,7 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Kept open to each server between calls."""
     connect_timeout_s: float = 1.0
     timeout_s: float = 5.0
-    """For one value or reply as a whole."""
+    """For sending one value, and for one reply; up to twice that when it dribbles in."""
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
@@ -203,7 +203,8 @@ class Servers:
             connection.close()
             raise
         with self._lock:
-            keep = not self._closed and len(self._idle[address]) < self._config.connections
+            room = len(self._idle[address]) < self._config.connections
+            keep = room and connection.settled and not self._closed
             if keep:
                 self._idle[address].append(connection)
         if not keep:
@@ -230,6 +231,7 @@ class Servers:
         try:
             if address.port:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             else:
                 sock.settimeout(limit_s)
                 sock.connect(address.host)

@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 _BUFFER_NBYTES: Final = 16 << 10
-_DRAIN_NBYTES: Final = 64 << 20
-"""A value of an unexpected length is read past up to this; beyond it the conversation is given up."""
-
-_MAX_BUFFERS: Final = 64
-"""A call of sendmsg; every system takes more."""
-
+_DRAIN_NBYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
+_MAX_BUFFERS: Final = 64  # a call of sendmsg; every system takes more
 Buffer = bytes | bytearray | memoryview
 
 
@@ -62,9 +58,8 @@ class Connection:
     """Of one thread at a time. Every call may raise `OSError` (`TimeoutError` among them) and `ProtocolError`."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        """It owns `sock` from now. timeout_s: for the whole of one `send` and of one reply, however it dribbles in."""
-        self._sock = sock
-        self._timeout_s = timeout_s
+        """It owns `sock` from now. timeout_s: for one `send`, or one reply; up to twice that if it dribbles in."""
+        self._sock, self._timeout_s = sock, timeout_s
         # A TLS socket returns what one record holds and heeds Python's own time-outs only. On any other the kernel
         # waits until the lent memory is full: one call for a value, and a tenth faster (4 MiB over TCP on 2 cores).
         self._encrypted = isinstance(sock, ssl.SSLSocket)
@@ -72,11 +67,16 @@ class Connection:
         if not self._encrypted:
             sock.settimeout(None)
             limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, direction, limit)
         self._bytes = bytearray(_BUFFER_NBYTES)
         self._buffer = memoryview(self._bytes)
         self._from = self._until = 0
+
+    @property
+    def settled(self) -> bool:
+        """Nothing was received that nobody asked for."""
+        return self._from == self._until
 
     def close(self) -> None:
         self._sock.close()
@@ -84,8 +84,7 @@ class Connection:
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send these one after another."""
         deadline = time.monotonic() + self._timeout_s
-        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        at = 0
+        left, at = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
         while at < len(left):
             sent = self._send_some(left[at : at + _MAX_BUFFERS], deadline)
             while at < len(left) and sent >= len(left[at]):
@@ -126,14 +125,14 @@ class Connection:
         nbytes = _number(line)
         if nbytes == -1:
             return None
-        wanted = sum(len(part) for part in into)
+        wanted, parts = sum(len(part) for part in into), into
         if nbytes != wanted:
             if not 0 <= nbytes <= _DRAIN_NBYTES:
                 raise ProtocolError(f"a value of {nbytes} bytes instead of {wanted}")
-            self._skip(nbytes, deadline)
-        else:
-            for part in into:
-                self._fill(part, deadline)
+            nowhere = memoryview(bytearray(_BUFFER_NBYTES))
+            parts = [nowhere[: nbytes - at] for at in range(0, nbytes, _BUFFER_NBYTES)]
+        for part in parts:
+            self._fill(part, deadline)
         if self._line(deadline):
             raise ProtocolError("a value that is longer than it said")
         return nbytes if nbytes == wanted else OtherLength(nbytes)
@@ -142,9 +141,8 @@ class Connection:
         """The next line without its end."""
         while (end := self._bytes.find(b"\r\n", self._from, self._until)) < 0:
             self._more(deadline)
-        line = self._bytes[self._from : end]
-        self._from = end + 2
-        return bytes(line)
+        line, self._from = bytes(self._bytes[self._from : end]), end + 2
+        return line
 
     def _more(self, deadline: float) -> None:
         """Receive behind what waits in the buffer."""
@@ -161,14 +159,6 @@ class Connection:
         self._from += buffered
         while buffered < len(part):
             buffered += self._receive(part[buffered:], self._whole, deadline)
-
-    def _skip(self, nbytes: int, deadline: float) -> None:
-        while nbytes:
-            if self._from == self._until:
-                self._more(deadline)
-            step = min(self._until - self._from, nbytes)
-            self._from += step
-            nbytes -= step
 
     def _receive(self, into: memoryview, flags: int, deadline: float) -> int:
         self._arm(deadline)
