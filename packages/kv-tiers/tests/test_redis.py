@@ -812,6 +812,7 @@ class TestTroubles:
         ({"url": "redis://a", "password_file": "/not/there"}, "/not/there"),
         ({"url": "rediss://a", "tls_ca_file": "/not/there"}, "tls"),
         ({"url": "redis://a", "refresh_ttl": True}, "ttl_s"),
+        ({"url": "redis://a", "username": "me"}, "password_file"),
         ({"url": "redis://a", "timeout_s": 0}, "time-outs"),
     ],
 )

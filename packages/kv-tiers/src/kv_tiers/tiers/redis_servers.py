@@ -82,6 +82,8 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError('mode = "sentinel" and sentinel_master go together')
         if self.password_file and self.password_env:
             raise ValueError("write password_file or password_env, not both")
+        if self.username and not (self.password_file or self.password_env):
+            raise ValueError("username goes with password_file or password_env")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ValueError("tls_cert_file and tls_key_file go together")
 
@@ -322,7 +324,9 @@ class Servers:
         except (TypeError, ValueError) as error:
             raise TierDown(f"{address} answers what was not asked: {error}") from error
         except (self._redis.RedisError, OSError) as error:
-            raise TierDown(f"{address}: {self._reason(error)}") from error
+            # Of an error that repeats what was sent nothing may reach a log, not even as this one's cause.
+            text, password = str(error), self._password()
+            raise TierDown(f"{address}: {text.replace(password, '…') if password else text}") from None
 
     def _client_options(self) -> dict[str, Any]:
         config = self._config
@@ -345,10 +349,6 @@ class Servers:
                 "ssl_check_hostname": True,
             }
         return options
-
-    def _reason(self, error: Exception) -> str:
-        text, password = str(error), self._password()
-        return text.replace(password, "…") if password else text
 
 
 def _cluster_slots(client: Any) -> list[list[Any]]:
