@@ -12,6 +12,7 @@ equally long from when it was given or renewed, so the order of giving is the or
 ones costs nothing while there are none.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -260,6 +261,58 @@ class LocalCache:
                 self._end_read(number)
             for number in holding.writes:
                 self._abort(number)
+
+    def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
+        """Keep the leading run of `keys` that the pool holds until `unpin`; how many chunks that is.
+
+        The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most:
+        what is beyond that is not pinned.
+        """
+        with self._lock:
+            self._check_open()
+            before = self._pins.pop(name, [])
+            room = self.pool.slots // 2 - sum(map(len, self._pins.values()))
+            slots = list(self._host.residency.leading(keys))[: max(0, room)]
+            self._host.residency.lease(slots)
+            self._host.unlease(before)
+            if slots:
+                self._pins[name] = slots
+            return len(slots)
+
+    def unpin(self, name: str) -> bool:
+        """Let the pinned chunks leave like any others. False: there is no pin of this name."""
+        with self._lock:
+            slots = self._pins.pop(name, None)
+            if slots is not None:
+                self._host.unlease(slots)
+            return slots is not None
+
+    def pins(self) -> dict[str, int]:
+        """How many chunks each name keeps."""
+        with self._lock:
+            return {name: len(slots) for name, slots in self._pins.items()}
+
+    def warm_up(self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0) -> int:
+        """Bring a prefix up from the tiers below, pin it, and say how many chunks of it are pinned.
+
+        It waits, so it is for whoever prepares a cache and not for an engine's thread.
+        """
+        holder = f"warm-up/{name}"
+        until = time.monotonic() + timeout_s
+        try:
+            best = -1
+            while time.monotonic() < until:
+                plan = self.lookup(keys, holder, patient=True)
+                if plan.ended is Ended.PENDING:
+                    time.sleep(0.002)
+                elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
+                    best = plan.chunks
+                    self.below.promotions.forget_wait(holder)
+                else:
+                    break
+            return self.pin(keys, name)
+        finally:
+            self.end(holder)
 
     def poll(self, holder: Holder) -> list[Completion]:
         with self._lock:

@@ -134,6 +134,11 @@ class Promotions:
         self.promised(holder)
         self._waits.pop(holder, None)
 
+    def forget_wait(self, holder: Holder) -> None:
+        """The holder may wait anew. Takes the lock."""
+        with self._host.lock:
+            self.end(holder)
+
     def expire(self, now_s: float) -> None:
         """End the waits of holders that never said so. Under the lock."""
         while self._waits:

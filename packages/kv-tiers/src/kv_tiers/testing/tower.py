@@ -1,0 +1,122 @@
+"""A whole hierarchy, small, whose tiers fail and whose lanes work when they are told to."""
+
+import time
+from collections.abc import Sequence
+
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import LoadReady
+from kv_core.testing import key_chain
+
+from kv_tiers import codec
+from kv_tiers.config import ColdConfig
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lane import Lane
+from kv_tiers.local import LocalCache
+from kv_tiers.pool import HostPool
+from kv_tiers.spill import WriteMode
+from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
+from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.tiers.dram import DramTier
+
+FINGERPRINT = "tower"
+
+
+class Tower:
+    """A cache of `slots` over tiers whose lanes work when they are told to (`threads=0`) or by themselves."""
+
+    def __init__(
+        self,
+        *modes: WriteMode,
+        slots: int = 8,
+        below: int = 64,
+        remote: Sequence[bool] = (),
+        threads: int = 0,
+        cold: ColdConfig | None = None,
+        pool: HostPool | None = None,
+    ) -> None:
+        self.clock = HandClock()
+        self.tiers: list[FaultyTier] = []
+        lanes: list[tuple[Lane, WriteMode]] = []
+        for number, mode in enumerate(modes or ("through",)):
+            dram = DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}")
+            far = bool(remote) and remote[number]
+            tier = FaultyTier(dram, answers_from_memory=not far)
+            self.tiers.append(tier)
+            lanes.append(
+                (
+                    Lane(
+                        tier, codec.format_id(FINGERPRINT), threads=threads, rest_s=0.01, max_rest_s=0.02, stuck_s=0.1
+                    ),
+                    mode,
+                )
+            )
+        self.lanes = [lane for lane, _ in lanes]
+        self.cache = LocalCache(
+            pool or HostPool.anonymous("host", CHUNK_NBYTES, slots),
+            policy=LruPolicy(),
+            clock=self.clock,
+            lanes=lanes,
+            cold=cold or ColdConfig(batch_bytes=2 * 4096, prefetch_share=1.0, drain_s=0.2),
+        )
+
+    def run(self) -> None:
+        """Have the lanes do all there is to do."""
+        while any(lane.step() for lane in self.lanes):
+            pass
+
+    def store(self, keys: Sequence[ChunkKey], data: bytes = b"") -> int:
+        lease = self.cache.begin_store(keys, "w")
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                chunk[:] = content(ChunkKey(data + key), extent.nbytes)
+        self.cache.commit(lease)
+        return len(lease.keys)
+
+    def ask(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
+        return self.cache.lookup(keys, holder, patient=True)
+
+    def fetch(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
+        """Ask until the answer is final."""
+        for _ in range(100):
+            plan = self.ask(keys, holder)
+            if plan.ended is not Ended.PENDING:
+                return plan
+            self.run()
+            if self.lanes[0]._threads:
+                time.sleep(0.002)
+        raise AssertionError("it never ended")
+
+    def read(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
+        """Load these, which are promised, and see that they are what was stored."""
+        self.cache.begin_load(keys, "l")
+        (done,) = self.cache.poll("l")
+        assert isinstance(done, LoadReady)
+        for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                assert bytes(chunk) == content(ChunkKey(data + key), extent.nbytes)
+        assert self.cache.release(done.lease)
+
+    def crowd_out(self) -> None:
+        """Fill the pool with other chunks, and let them go down too."""
+        self.store(key_chain(self.cache.pool.slots, branch="crowd"))
+        self.run()
+
+    def close(self) -> None:
+        """Whatever happened: at the end nobody holds anything, and the counts add up."""
+        for tier in self.tiers:
+            tier.let_go()
+        time.sleep(0.03)  # those that rest are probed
+        self.run()
+        for lane in self.lanes:
+            assert lane.drain(5)
+        for holder in ("r", "s", "l", "w"):
+            self.cache.end(holder)
+        counts = self.cache.counts()
+        assert_adds_up(counts)
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        assert not any(self.cache._host.residency._leases)
+        assert all(state.spill.under_way == 0 for state in self.cache.below.states())
+        self.cache.close()
