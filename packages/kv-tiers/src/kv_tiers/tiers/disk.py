@@ -140,7 +140,7 @@ class DiskTier:
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
         self._syncs = config.durability == "power"
-        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24)
+        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24) if self._syncs else 0
         self._pages: deque[memoryview] = deque()
         self._records = threading.Lock()
         # All below change under that lock.
@@ -281,7 +281,7 @@ class DiskTier:
     def _write_chunks(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
         """Durable in their slots. Those for which the medium has no room are given up, unless another fault comes."""
         placed: list[tuple[File, int, tuple[Write, Place]]] = []
-        kept: set[Place] = set()
+        kept: set[int] = set()
         short: list[Place] = []
         files = set()
         for write, place in taken:
@@ -297,14 +297,14 @@ class DiskTier:
                 short += [place for _, place in run]
                 _raise_unless_full(error)
                 continue
-            kept.update(place for _, place in run)
+            kept.update(place.slot for _, place in run)
             files.add(file)
         self._sync(files)
         for file, offset, _ in placed:
             self._drop_cached(file, offset, 1)
         if short:
             self._withhold(short)
-        return [each for each in taken if each[1] in kept]
+        return [each for each in taken if each[1].slot in kept]
 
     def _write_run(self, file: File, offset: int, writes: Sequence[Write]) -> None:
         pages = [self._page() for _ in writes]
