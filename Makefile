@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine lint bench format clean
+.PHONY: help demo test test-packages test-engine lint bench bench-engine format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -35,6 +35,10 @@ bench: ## the benchmarks' tables (JSON=1 for one object a line)
 	@scripts/setup.sh workspace
 	@status=0; for name in keys lookup copy tiers; do \
 	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
+
+bench-engine: ## real vLLM with and without us, on workloads that a cache can only lose (JSON=1 as above)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python benchmarks/never_slower.py $(if $(JSON),--json)
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace
