@@ -313,20 +313,22 @@ class Servers:
 
     def _ask(self, address: Address, work: Callable[[Any], T], *, a_sentinel: bool = False) -> T:
         """By redis-py, over a connection of this question's own. Sentinels have neither users nor databases."""
-        options = self._client_options() | (_NOBODY if a_sentinel else {})
-        if address.port:
-            options |= {"host": address.host, "port": address.port}
-        else:
-            options["unix_socket_path"] = address.host
+        password = ""
         try:
+            options = self._client_options() | (_NOBODY if a_sentinel else {})
+            password = options["password"] or ""
+            if address.port:
+                options |= {"host": address.host, "port": address.port}
+            else:
+                options["unix_socket_path"] = address.host
             with closing(self._redis.Redis(**options)) as client:
                 return work(client)
         except (TypeError, ValueError) as error:
             raise TierDown(f"{address} answers what was not asked: {error}") from error
         except (self._redis.RedisError, OSError) as error:
             # Of an error that repeats what was sent nothing may reach a log, not even as this one's cause.
-            text, password = str(error), self._password()
-            raise TierDown(f"{address}: {text.replace(password, '…') if password else text}") from None
+            text = str(error).replace(password, "…") if password else str(error)
+            raise TierDown(f"{address}: {text}") from None
 
     def _client_options(self) -> dict[str, Any]:
         config = self._config
