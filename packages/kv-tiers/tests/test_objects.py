@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import obstore
 import pytest
 from kv_core.errors import ConfigError, TierDown
-from kv_core.outcome import Absent, Damaged, Stored
+from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
@@ -103,8 +103,8 @@ class TestObjects(PersistentTierContract):
 
 
 @contextlib.contextmanager
-def listening(answer: bytes | None) -> Iterator[str]:
-    """The address of a server that says the same to everybody; None: nothing, for ever."""
+def listening(answer: bytes | Callable[[bytes], bytes] | None) -> Iterator[str]:
+    """The address of a server that says this to everybody; None: nothing, for ever."""
     ended = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.05)
@@ -119,8 +119,10 @@ def listening(answer: bytes | None) -> Iterator[str]:
                     open_ones.append(client)
                     continue
                 with client, contextlib.suppress(OSError):
-                    client.recv(1 << 16)
-                    client.sendall(answer)
+                    asked = client.recv(1 << 16)
+                    client.sendall(answer if isinstance(answer, bytes) else answer(asked))
+                    while client.recv(1 << 16):
+                        pass
         for client in open_ones:
             client.close()
 
@@ -163,6 +165,22 @@ def test_a_store_in_trouble_is_down_in_time(answer: bytes | None) -> None:
             with pytest.raises(TierDown):
                 contract.tier.probe()
         assert time.monotonic() - start < 4
+        contract.teardown_method()
+
+
+def test_who_may_only_read_is_refused_what_it_stores() -> None:
+    def answer(asked: bytes) -> bytes:
+        status = b"403 Forbidden" if asked.startswith(b"PUT") else b"404 Not Found"
+        return b"HTTP/1.1 %b\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status
+
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(answer) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint}, contract.context)
+        (outcome,) = contract.tier.store(contract.writes(key_chain(1)))
+        assert isinstance(outcome, Refused)
+        assert contract.tier.holds(key_chain(1)) == [False]
         contract.teardown_method()
 
 
