@@ -3,18 +3,37 @@
 import re
 from pathlib import Path
 
+import msgspec
 import yaml
+from kv_tiers.config import LaneConfig
+from kv_tiers.options import read_options
+from kv_tiers.registry import tier_factory
+from kv_tiers.tiers.disk import DiskConfig
+from kv_tiers.tiers.objects import ObjectsConfig
+from kv_tiers.tiers.redis import RedisConfig
 from kv_vllm.config import Settings, load
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+YAML = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+OPTIONS: dict[str, type[msgspec.Struct]] = {"disk": DiskConfig, "redis": RedisConfig, "s3": ObjectsConfig}
 
 
 def test_the_settings_it_shows_are_all_of_them_at_their_defaults() -> None:
-    (shown,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    shown = YAML[0]
     settings, in_force = load(yaml.safe_load(shown), {})
     assert settings == Settings()
     assert {entry.origin for entry in in_force} == {"extra config"}, "a setting is missing from the README"
+
+
+def test_the_tiers_it_shows_can_be_written_so() -> None:
+    settings, _ = load(yaml.safe_load(YAML[1]), {})
+    assert [tier["type"] for tier in settings.tiers] == list(OPTIONS)
+    common = {"type", *LaneConfig.__struct_fields__}
+    for tier in settings.tiers:
+        tier_factory(tier["type"])
+        own = {name: value for name, value in tier.items() if name not in common}
+        read_options(OPTIONS[tier["type"]], own, tier["type"])
 
 
 def test_every_link_in_the_documents_leads_to_a_file() -> None:
