@@ -192,6 +192,21 @@ class TestSharedFs(PersistentTierContract):
         assert another.holds(keys) == [False] * 10 + [True] * 2
         assert self.loaded(others) == [True] * 8
 
+    def test_a_slow_file_system_is_asked_by_many_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.stat
+
+        def stat(path: str) -> os.stat_result:
+            time.sleep(0.0005)
+            return real(path)
+
+        monkeypatch.setattr(os, "stat", stat)
+        keys = key_chain(8)
+        self.store(keys)
+        asked = [key for number in range(100) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
+        start = time.monotonic()
+        assert self.tier.holds(asked) == [key in keys for key in asked]
+        assert time.monotonic() - start < 0.0005 * len(asked)
+
     def test_what_is_used_does_not_grow_old(self) -> None:
         tier = self.with_options(ttl_s=1000)
         keys = key_chain(3)
