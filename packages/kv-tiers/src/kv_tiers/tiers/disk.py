@@ -11,16 +11,16 @@ once a store and not once a chunk:
 
 One lock makes what the index in memory decides and what the records in the files say change together: without it, a
 chunk could be discarded between the eviction that emptied its slot and the wipe, and come back after a crash. It is
-held for small writes into the system's cache, never while anything is made durable or a chunk's bytes move.
+held for small writes into the system's cache, never while a chunk's bytes move, nor while anything is made durable but
+by a probe.
 
-docs/adr/0007 says why slots; `kv_tiers.tiers.disk_files` what the bytes are.
+`disk_records` knows which records last, `disk_files` what the bytes are, and docs/adr/0007 why it is slots.
 """
 
 import errno
 import logging
 import mmap
 import threading
-from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,19 +34,18 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import make_policy
 from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
 from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
-from kv_tiers.tiers.disk_files import BLANK_RECORD, NO_ROOM, RECORD_NBYTES, DiskDirectory, File, pack_record
+from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File
+from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
 
 _log = logging.getLogger(__name__)
 
-_RECORDED: Final = -1
 _MOST_SLOTS_AHEAD: Final = 16
 """Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
 _MOST_IN_A_RUN: Final = 256
@@ -90,8 +89,8 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
     paths = config.paths
     if not paths or len(set(map(Path, paths))) < len(paths):
         raise ConfigError(f"the disk tier's `path` must be one directory or several different ones, not {paths}")
-    if config.wait_s < 0:
-        raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 or more")
+    if not 0 <= config.wait_s <= 3600:
+        raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 3600")
     slots = (config.capacity_bytes - bytes_for(context, 0, len(paths))) // bytes_for(context, 1, 0)
     if slots < len(paths):
         least = bytes_for(context, len(paths), len(paths))
@@ -113,7 +112,7 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
 
 
 class DiskTier:
-    """Slot i is in directory i % n. Made by `open`; safe to call from any thread."""
+    """Slot i is in directory i % n. Safe to call from any thread."""
 
     answers_from_memory = True
 
@@ -139,15 +138,11 @@ class DiskTier:
         self._stride = PAGE_NBYTES + context.slot_bytes
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
-        self._syncs = config.durability == "power"
-        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24) if self._syncs else 0
+        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24) if config.durability == "power" else 0
         self._pages: deque[memoryview] = deque()
-        self._records = threading.Lock()
+        self._lock = threading.Lock()
         # All below change under that lock.
         self._arriving: dict[int, ChunkKey] = {}  # not the chunks that were discarded meanwhile
-        self._stale: set[int] = set()  # slots whose record should have been wiped and may still be read
-        self._next_number = 0
-        self._wipes = 0
         self._full_until_s: float | None = None
         self._told_full = False
         self._closed = False
@@ -171,7 +166,7 @@ class DiskTier:
             self._index.end_load(slots)
         damaged = [read.key for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Damaged)]
         if damaged:
-            with self._records:
+            with self._lock:
                 self._discard(damaged)
         return outcomes
 
@@ -198,12 +193,12 @@ class DiskTier:
         return [Stored() if write.key in stored else Refused(why) for write in writes]
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        with self._records:
+        with self._lock:
             whole = self._discard(keys)
         if not whole:
             raise TierDown(f"disk tier {self.name}: what was discarded may come back after a restart")
         try:
-            self._sync_records(())
+            self._records.sync(())
         except OSError as error:
             raise self._down(error) from error
 
@@ -212,20 +207,22 @@ class DiskTier:
 
     def probe(self) -> None:
         """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped."""
-        with self._records:
+        with self._lock:
             if any(directory.has_vanished() for directory in self._directories):
                 self._start_over()
             try:
-                self._mend()
+                self._records.mend()
             except OSError as error:
                 raise self._down(error) from error
+            self._full_until_s = None
+            self._index.resume()
 
     def usage(self) -> TierUsage:
         chunk = bytes_for(self._context, 1, 0)
         return TierUsage(self._index.chunks, self._index.chunks * chunk, self._index.slots * chunk)
 
     def close(self) -> None:
-        with self._records:
+        with self._lock:
             if not self._closed:
                 self._closed = True
                 self._close_directories()
@@ -234,7 +231,7 @@ class DiskTier:
 
     def _reserve(self, writes: Sequence[Write]) -> list[tuple[Write, Place]]:
         """Places for those that get one, their slots' old records wiped."""
-        with self._records:
+        with self._lock:
             if self._full_until_s is not None and self._clock.now_s() >= self._full_until_s:
                 self._full_until_s = None
                 self._index.resume()
@@ -243,7 +240,7 @@ class DiskTier:
             slots = [place.slot for _, place in taken]
             self._arriving.update((place.slot, place.key) for _, place in taken)
             try:
-                self._wipe(slots)
+                self._records.wipe(slots)
             except OSError as error:
                 self._abort([place for _, place in taken])
                 raise self._down(error) from error
@@ -261,17 +258,17 @@ class DiskTier:
         try:
             if any(directory.has_vanished() for directory in {self._directory(place.slot) for _, place in taken}):
                 raise OSError(errno.ENOENT, "the directory was removed or replaced")
-            self._sync_wipes([place.slot for _, place in taken])
+            self._records.sync_wipes([place.slot for _, place in taken])
             kept = self._write_chunks(taken)
             self._write_records(kept)
-            self._sync_records(place.slot for _, place in kept)
+            self._records.sync(place.slot for _, place in kept)
         except BaseException as error:
-            with self._records:
+            with self._lock:
                 self._abort([place for _, place in kept])
             if isinstance(error, OSError):
                 raise self._down(error) from error
             raise
-        with self._records:
+        with self._lock:
             for _, place in kept:
                 self._arriving.pop(place.slot, None)
             gone = self._index.commit([place for _, place in kept], [write.parent for write, _ in kept])
@@ -299,7 +296,7 @@ class DiskTier:
                 continue
             kept.update(place.slot for _, place in run)
             files.add(file)
-        self._sync(files)
+        self._records.sync_files(files)
         for file, offset, _ in placed:
             self._drop_cached(file, offset, 1)
         if short:
@@ -316,22 +313,13 @@ class DiskTier:
             self._pages.extend(pages)
 
     def _write_records(self, kept: Sequence[tuple[Write, Place]]) -> None:
-        with self._records:
-            records: dict[int, list[tuple[int, bytes]]] = {}
-            for write, place in kept:
-                if place.slot in self._arriving:
-                    at, local = place.slot % len(self._directories), place.slot // len(self._directories)
-                    records.setdefault(at, []).append((local, pack_record(local, self._next_number, write.header)))
-                    self._next_number += 1
-                    self._wiped[place.slot] = _RECORDED
-                    self._stale.discard(place.slot)
-            for at, those in records.items():
-                self._directories[at].write_records(those)
+        with self._lock:
+            self._records.write((place.slot, write.header) for write, place in kept if place.slot in self._arriving)
             # What the next store will replace is wiped now, so that one sync makes both durable.
             self._wipe_if_possible(self._index.evict_ahead(self._slots_ahead, kept[0][0].parent if kept else None))
 
     def _withhold(self, short: Sequence[Place]) -> None:
-        with self._records:
+        with self._lock:
             for place in short:
                 self._arriving.pop(place.slot, None)
             self._index.withhold(short)
@@ -370,7 +358,7 @@ class DiskTier:
             for at, read in enumerate(reads)
         ]
 
-    # Records. Called with the lock held, but for those that make durable.
+    # Under the lock.
 
     def _discard(self, keys: Sequence[ChunkKey]) -> bool:
         slots = self._index.discard(keys)
@@ -378,7 +366,7 @@ class DiskTier:
         arriving = [slot for slot, key in self._arriving.items() if key in asked]
         for slot in arriving:
             del self._arriving[slot]
-        return self._wipe_if_possible([*slots, *arriving, *self._stale])
+        return self._wipe_if_possible([*slots, *arriving])
 
     def _abort(self, places: Sequence[Place]) -> None:
         for place in places:
@@ -386,63 +374,18 @@ class DiskTier:
         self._wipe_if_possible([place.slot for place in places])
         self._index.abort(places)
 
-    def _wipe(self, slots: Iterable[int]) -> None:
-        """Records that a crash of this process cannot bring back; `_sync_wipes` is for crashes of the machine."""
-        recorded = {slot for slot in slots if self._wiped[slot] == _RECORDED}
-        if not recorded:
-            return
-        self._stale |= recorded
-        count = len(self._directories)
-        for at in {slot % count for slot in recorded}:
-            mine = [(slot // count, BLANK_RECORD) for slot in recorded if slot % count == at]
-            self._directories[at].write_records(mine)
-            self._last_wipe[at] = self._wipes + 1
-        self._stale -= recorded
-        self._wipes += 1
-        for slot in recorded:
-            self._wiped[slot] = self._wipes
-
     def _wipe_if_possible(self, slots: Iterable[int]) -> bool:
         try:
-            self._wipe(slots)
+            self._records.wipe(slots)
         except OSError as error:
             _log.warning("disk tier %s: records could not be wiped yet: %s", self.name, error.strerror)
             return False
         return True
 
-    def _sync_wipes(self, slots: Iterable[int]) -> None:
-        """Make durable that these have no record; nothing to do where they never had one, or it was done."""
-        count = len(self._directories)
-        for at in {slot % count for slot in slots if self._wiped[slot] > self._synced[slot % count]}:
-            self._sync_index(at)
-
-    def _sync_records(self, slots: Iterable[int]) -> None:
-        """Make durable the records of these, and every wipe so far: what has left stays away."""
-        count = len(self._directories)
-        written = {slot % count for slot in slots}
-        for at in range(count):
-            if at in written or self._synced[at] < self._last_wipe[at]:
-                self._sync_index(at)
-
-    def _sync_index(self, at: int) -> None:
-        wipes = self._wipes
-        self._sync([self._directories[at].index])
-        self._synced[at] = max(self._synced[at], wipes)
-
-    def _sync(self, files: Iterable[File]) -> None:
-        if self._syncs:
-            for file in files:
-                file.sync()
-
     # Directories.
 
     def _open_directories(self) -> None:
         paths, slots = self._config.paths, self._index.slots
-        self._last_wipe, self._synced = [0] * len(paths), [0] * len(paths)
-        """By directory: the number of its last wipe, and that up to which wipes are durable."""
-        self._wiped = array("q", bytes(8 * slots))
-        """By slot: `_RECORDED`, or the number of the wipe since which it has no record; 0: so it was found, durably."""
-        self._stale.clear()
         opened: list[DiskDirectory] = []
         try:
             for at, path in enumerate(paths):
@@ -459,8 +402,9 @@ class DiskTier:
                 raise ConfigError(
                     f"disk tier {self.name}: {paths} are not on the devices of the start; mount those again"
                 )
-            self._directories, self._devices = opened, devices
-            self._adopt()
+            records = SlotRecords(opened, slots, syncs=self._config.durability == "power")
+            self._index.adopt(records.take_over())
+            self._directories, self._devices, self._records = opened, devices, records
         except BaseException as error:
             for directory in opened:
                 directory.close()
@@ -480,32 +424,6 @@ class DiskTier:
             for note in directory.notes:
                 _log.warning("disk tier %s: %s", self.name, note)
 
-    def _adopt(self) -> None:
-        """Take over what is recorded. Of two records of a chunk the newer counts: the other's wipe was not durable."""
-        count = len(self._directories)
-        slot_of: dict[ChunkKey, int] = {}
-        key_of: dict[int, ChunkKey] = {}
-        above: dict[int, ChunkKey | None] = {}
-        number_of: dict[int, int] = {}
-        for at, directory in enumerate(self._directories):
-            for local, number, key, parent in directory.records():
-                slot = local * count + at
-                self._wiped[slot] = _RECORDED
-                other = slot_of.get(key)
-                if other is not None:
-                    older = slot if number < number_of[other] else other
-                    self._stale.add(older)
-                    if older == slot:
-                        continue
-                    del number_of[other]
-                slot_of[key], key_of[slot], above[slot], number_of[slot] = slot, key, parent, number
-        self._next_number = max(number_of.values(), default=-1) + 1
-        self._wipe(list(self._stale))
-        # The parent's own key object, where it is here: half of the keys, and the dictionary compares it at a glance.
-        parent_of = {slot: NO_PARENT if key is None else slot_of.get(key, NO_PARENT) for slot, key in above.items()}
-        ordered = slots_least_worth_first(number_of, parent_of)
-        self._index.adopt((key_of[slot], key_of.get(parent_of[slot], above[slot]), slot) for slot in ordered)
-
     def _start_over(self) -> None:
         self._index.discard(self._index.all_keys())
         if not self._index.is_idle():
@@ -515,23 +433,6 @@ class DiskTier:
             self._open_directories()
         except ConfigError as error:
             raise TierDown(str(error)) from None
-
-    def _mend(self) -> None:
-        doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
-        if doubted:
-            # Any wipe since the start may be among what did not reach the medium.
-            for slot, wiped in enumerate(self._wiped):
-                if wiped > 0:
-                    self._wiped[slot] = _RECORDED
-                    self._stale.add(slot)
-        for file in doubted:
-            file.trust_again()
-        self._wipe(list(self._stale))
-        for directory in self._directories:
-            directory.write_header()
-        self._sync(directory.index for directory in self._directories)
-        self._full_until_s = None
-        self._index.resume()
 
     def _close_directories(self) -> None:
         for directory in self._directories:

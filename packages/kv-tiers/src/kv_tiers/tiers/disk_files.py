@@ -114,9 +114,11 @@ class File:
         with self._syncing:
             if self.in_doubt:
                 raise OSError(errno.EIO, "an earlier write did not reach the medium")
-            self.in_doubt = True
-            os.fdatasync(self.fd)
-            self.in_doubt = False
+            try:
+                os.fdatasync(self.fd)
+            except OSError:
+                self.in_doubt = True
+                raise
 
     def trust_again(self) -> None:
         """What was in doubt has been written anew, or nobody relies on it."""
@@ -330,8 +332,6 @@ class DiskDirectory:
         end = PAGE_NBYTES + self.slots * RECORD_NBYTES
         if self.index.nbytes > end:
             self.index.truncate(end)
-        # The last process may have died before its wipes were durable, and we are about to rely on them.
-        self.index.sync()
         for number in self._slabs_found():
             slots = self._slots_in(number)
             if slots <= 0:
@@ -341,13 +341,16 @@ class DiskDirectory:
             if slab.nbytes > slots * self.stride:
                 slab.truncate(slots * self.stride)
             self._backed[number] = slab.nbytes
+            slab.sync()
+        # The last process may have died before this was durable, or have feared no power cut; we rely on all of it.
+        self.index.sync()
 
     def _look_around(self) -> None:
         """Say what else takes room here: nobody else would."""
         others = [
-            file.stat().st_blocks * 512
+            os.lstat(file).st_blocks * 512
             for file in self.path.parent.glob("[0-9a-f]" * 32 + "/*")
-            if file.parent != self.path and file.is_file()
+            if file.parent != self.path
         ]
         if others:
             self.notes.append(
