@@ -11,12 +11,14 @@ from kv_tiers.eviction.lfu import LfuPolicy
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.mru import MruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.eviction.prefix import PrefixPolicy
 
 _MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity_chunks: LruPolicy(),
     "arc": ArcPolicy,
     "lfu": lambda capacity_chunks: LfuPolicy(),
     "fifo": lambda capacity_chunks: FifoPolicy(),
+    "prefix": PrefixPolicy,
     "mru": lambda capacity_chunks: MruPolicy(),
 }
 
