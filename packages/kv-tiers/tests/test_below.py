@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
 from kv_tiers.config import ColdConfig
@@ -66,6 +67,37 @@ def test_a_wait_of_nothing_is_none() -> None:
     tower.run()
     tower.crowd_out()
     assert tower.ask(KEYS).ended is Ended.ABSENT
+    tower.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_tier_that_is_always_too_slow_soon_costs_next_to_nothing_and_earns_its_patience_back(far: bool) -> None:
+    tower = Tower("through", remote=[far])
+    prompts = [key_chain(2, branch=str(number)) for number in range(8)]
+    for keys in prompts:
+        tower.store(keys)
+        tower.run()
+    tower.crowd_out()
+
+    def waited_s(keys: list[ChunkKey]) -> float:
+        waited = 0.0
+        while tower.ask(keys, "s").ended is Ended.PENDING:
+            tower.clock.advance(0.01)
+            waited += 0.01
+        tower.cache.end("s")
+        return waited
+
+    slow = [waited_s(keys) for keys in prompts[:7]]
+    assert slow[0] == pytest.approx(1.0, abs=0.05)
+    assert slow[1] == pytest.approx(0.5, abs=0.05)
+    assert slow[-1] < 0.04
+    tower.run()  # it brings them after all, too late
+    tower.crowd_out()
+    for keys in (prompts[0], prompts[1]):
+        assert tower.fetch(keys).chunks == 2
+        tower.cache.end("r")
+        tower.crowd_out()
+    assert waited_s(prompts[7]) > 2 * slow[-1]
     tower.close()
 
 

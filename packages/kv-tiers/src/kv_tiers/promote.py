@@ -5,11 +5,16 @@ they hold is loaded into slots that are reserved under one lock for as much of t
 prefetches never wait for each other, and the lookup's answer is "pending" for at most `wait_s`: then the engine gets
 what has arrived. What arrives later is there for the next request. A chunk that does not come breaks the run: what lies
 behind it is worthless and given up.
+
+Each tier earns its patience. A wait that ends before all has come halves what the next request will wait for that tier,
+and what arrives in time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing,
+and what it brings late still serves later requests.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
@@ -20,6 +25,8 @@ from kv_tiers.host import TIER, HostTier
 from kv_tiers.lane import Arrival, Lane
 from kv_tiers.spill import Spills
 from kv_tiers.tier import Read
+
+_LEAST_PATIENCE_S: Final = 0.01
 
 
 @dataclass(slots=True)
@@ -38,11 +45,14 @@ class _Wait:
 
     slots: of chunks that came up for it, leased until it asks again and is promised them.
     answers: (tier, place in the prompt) → leading chunks held there, None while asked.
+    tiers: that bring something up for it.
     """
 
+    began_s: float
     until_s: float
     over: bool = False
     slots: list[int] = field(default_factory=list)
+    tiers: set[int] = field(default_factory=set)
     answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
 
@@ -92,6 +102,7 @@ class Promotions:
         self._lanes = list(lanes)
         self._spills = spills
         self._wait_s, self._keep_s = wait_s, keep_s
+        self._patience_s = [wait_s] * len(self._lanes)
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
@@ -109,18 +120,24 @@ class Promotions:
             if not wait.over and now_s >= wait.until_s:
                 wait.over = True
                 self.counts.waits_over += 1
+                unanswered = {tier for (tier, _), chunks in wait.answers.items() if chunks is None}
+                for tier in wait.tiers | unanswered:
+                    self._disappoint(tier)
             if wait.over:
                 return False
             if asked[have] in self._arriving or self._host.residency.find(asked[have]) is not None:
                 return True  # the latter arrived since the lookup
             if self._host.residency.is_held(asked[have]):
                 return False  # an engine is storing it: it will be there for the next request
-        runs = self._where(wait, asked, have)
+        runs = self._where(wait, asked, have, now_s)
         if runs is None:
             return True
         if not runs:
             wait.over = True
             return False
+        wait.tiers.update(run.tier for run in runs)
+        patience_s = max(self._patience_s[tier] for tier in wait.tiers)
+        wait.until_s = wait.began_s + min(self._wait_s, patience_s)
         return self._start(_Promotion(holder, list(asked), len(asked)), runs, wait)
 
     def promised(self, holder: Holder) -> None:
@@ -164,10 +181,13 @@ class Promotions:
     def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = _Wait(now_s + self._wait_s)
+            wait = self._waits[holder] = _Wait(now_s, now_s + self._wait_s)
         return wait
 
-    def _where(self, wait: _Wait, asked: Sequence[ChunkKey], have: int) -> list[_Run] | None:
+    def _disappoint(self, tier: int) -> None:
+        self._patience_s[tier] = max(self._patience_s[tier] / 2, min(_LEAST_PATIENCE_S, self._wait_s))
+
+    def _where(self, wait: _Wait, asked: Sequence[ChunkKey], have: int, now_s: float) -> list[_Run] | None:
         """Which tier has which part of what is missing. None: one that must be asked has not answered yet."""
         runs: list[_Run] = []
         at = have
@@ -177,6 +197,9 @@ class Promotions:
                     chunks = lane.leading(asked[at:])
                 else:
                     answer = self._asked(wait, tier, lane, asked, at)
+                    if answer is None and now_s >= wait.began_s + self._patience_s[tier]:
+                        wait.answers[tier, at] = answer = 0  # it answers too late, if it does
+                        self._disappoint(tier)
                     if answer is None:
                         return runs or None  # what is known already need not wait for the rest
                     chunks = answer
@@ -197,7 +220,8 @@ class Promotions:
             wait.answers[place] = None
 
             def answered(leading: int) -> None:
-                wait.answers[place] = leading
+                if wait.answers[place] is None:
+                    wait.answers[place] = leading
 
             if not lane.ask(asked[at:], answered):
                 wait.answers[place] = 0
@@ -278,6 +302,8 @@ class Promotions:
                 for key, slot in zip(keys, slots, strict=True):
                     self._source[slot] = key, self._lanes[job.tier].name
                 if wait is not None:
+                    if not wait.over:
+                        self._patience_s[job.tier] = min(2 * self._patience_s[job.tier], self._wait_s)
                     here = [slot for key, slot in zip(keys, slots, strict=True) if residency.key_at(slot) == key]
                     residency.lease(here)
                     wait.slots += here
