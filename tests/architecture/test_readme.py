@@ -48,3 +48,12 @@ def test_no_path_of_a_machine_and_no_lock_is_committed() -> None:
     for document in ROOT.glob("**/*.md"):
         if ".venv" not in document.parts and ".venvs" not in document.parts:
             assert "/root/" not in document.read_text(), document
+
+
+def test_the_tests_that_the_page_of_faults_names_exist() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    sources = [path.read_text() for pattern in ("packages/**/*.py", "tests/**/*.py") for path in ROOT.glob(pattern)]
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) >= 13
+    for name in named:
+        assert any(f"def {name}(" in source for source in sources), name
