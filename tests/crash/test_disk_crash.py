@@ -163,7 +163,7 @@ def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str
     ],
 )
 def test_killed_at_any_moment(tmp_path: Path, directories: int, settings: dict[str, str]) -> None:
-    job = json.dumps([str(tmp_path), 80, directories, settings])
+    job = json.dumps([str(tmp_path), 70, directories, settings])
     done = subprocess.run([sys.executable, __file__, job], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout)
