@@ -1,9 +1,42 @@
-"""Every policy keeps the contract of `EvictionPolicy`; LRU also its own."""
+"""Every policy keeps the contract of `EvictionPolicy`; the simple ones act like slow and obvious models."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import EvictionPolicy, LruPolicy
-from kv_tiers.eviction import make_policy
+from kv_tiers.eviction import POLICY_NAMES, make_policy
+from kv_tiers.eviction.arc import ArcPolicy
+from kv_tiers.eviction.returns import Returns
+from kv_tiers.sim import TierPlan, simulate
+from kv_tiers.sim_trace import Trace, read_trace
 from kv_tiers.testing.contract import PolicyContract
+
+TRACES = Path(__file__).parents[3] / "benchmarks/traces/mooncake"
+
+
+class TestLru(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return LruPolicy()
+
+    def test_the_oldest_use_leaves_first(self) -> None:
+        policy = self.make()
+        first, second = key_chain(2, branch="first"), key_chain(2, branch="second")
+        policy.added(first, [0, 1])
+        policy.added(second, [2, 3])
+        policy.used(first, [0, 1])
+        assert self.drained(policy) == [3, 2, 1, 0]
+
+    def test_what_is_put_back_was_used_last(self) -> None:
+        policy = self.filled(3)
+        policy.set_aside(2)
+        policy.put_back([2])
+        assert self.drained(policy) == [1, 0, 2]
 
 
 class TestArc(PolicyContract):
@@ -26,20 +59,261 @@ class TestMru(PolicyContract):
         return make_policy("mru", 6)
 
 
-class TestLru(PolicyContract):
+class TestPrefix(PolicyContract):
     def make(self) -> EvictionPolicy:
-        return LruPolicy()
+        return make_policy("prefix", 6)
 
-    def test_the_oldest_use_leaves_first(self) -> None:
-        policy = self.make()
-        first, second = key_chain(2, branch="first"), key_chain(2, branch="second")
-        policy.added(first, [0, 1])
-        policy.added(second, [2, 3])
-        policy.used(first, [0, 1])
-        assert self.drained(policy) == [3, 2, 1, 0]
 
-    def test_what_is_put_back_was_used_last(self) -> None:
-        policy = self.filled(3)
-        policy.set_aside(2)
-        policy.put_back([2])
-        assert self.drained(policy) == [1, 0, 2]
+def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'prefx'; did you mean 'prefix'"):
+        make_policy("prefx", 8)
+    with pytest.raises(ConfigError, match="write one of lru, "):
+        make_policy("", 8)
+
+
+def prompts_of(shapes: list[tuple[int, int, int]]) -> list[list[ChunkKey]]:
+    """From each shape a stem, how much of it, and how much of a branch of its own."""
+    return [
+        [*key_chain(5, branch=f"s{stem}")[:shared], *key_chain(own, branch=f"s{stem}-{shared}-{own}")]
+        for stem, shared, own in shapes
+    ]
+
+
+some_prompts = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=40
+).map(prompts_of)
+
+
+class Bench:
+    """A tier of nothing but keys that drives a policy as the cache does, and shows every victim before it goes."""
+
+    def __init__(self, policy: EvictionPolicy, slots: int, see: Callable[["Bench", int], None]) -> None:
+        self.policy, self.see = policy, see
+        self.free = list(range(slots))
+        self.slot_of: dict[ChunkKey, int] = {}
+        self.key_at: dict[int, ChunkKey] = {}
+        self.parent: dict[ChunkKey, ChunkKey | None] = {}
+        self.aside: set[int] = set()
+
+    def ask(self, prompt: list[ChunkKey]) -> list[int]:
+        hits = []
+        for key in prompt:
+            if key not in self.slot_of:
+                break
+            hits.append(self.slot_of[key])
+        if hits:
+            self.policy.used(prompt, hits)
+        return hits
+
+    def store(self, prompt: list[ChunkKey]) -> None:
+        self.parent.update(zip(prompt, [None, *prompt], strict=False))
+        own = self.extend(prompt)
+        self.aside = set()
+        keys, slots = [], []
+        for key in prompt:
+            if key in self.slot_of:
+                continue
+            if (slot := self.free.pop() if self.free else self.evict(own)) is None:
+                break
+            keys.append(key)
+            slots.append(slot)
+        self.policy.put_back([slot for slot in own if slot in self.aside])
+        self.aside = set()
+        if keys:
+            self.slot_of.update(zip(keys, slots, strict=True))
+            self.key_at.update(zip(slots, keys, strict=True))
+            self.policy.added(keys, slots)
+            self.extend(prompt)
+
+    def extend(self, prompt: list[ChunkKey]) -> list[int]:
+        keys = [key for key in prompt if key in self.slot_of]
+        slots = [self.slot_of[key] for key in keys]
+        if slots:
+            self.policy.extended(keys, slots)
+        return slots
+
+    def evict(self, own: list[int]) -> int | None:
+        while (slot := self.policy.victim()) is not None:
+            if slot not in own:
+                self.see(self, slot)
+                self.policy.removed(slot)
+                del self.slot_of[self.key_at.pop(slot)]
+                return slot
+            self.policy.set_aside(slot)
+            self.aside.add(slot)
+        return None
+
+
+def no_follower_is_left(bench: Bench, slot: int) -> None:
+    key = bench.key_at[slot]
+    assert all(bench.parent[other] != key for other in bench.slot_of)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@given(prompts=some_prompts)
+@settings(deadline=None, max_examples=60)
+def test_no_head_leaves_before_its_tail(name: str, prompts: list[list[ChunkKey]]) -> None:
+    bench = Bench(make_policy(name, 12), 12, no_follower_is_left)
+    for prompt in prompts:
+        bench.ask(prompt)
+        bench.store(prompt[: len(prompt) // 2])
+        bench.store(prompt)
+    # Nothing is lost: what is resident can all be offered, once each.
+    offered = []
+    while (slot := bench.policy.victim()) is not None:
+        offered.append(slot)
+        bench.policy.removed(slot)
+    assert sorted(offered) == sorted(bench.slot_of.values())
+
+
+class Model:
+    """Stamps on every resident chunk, searched from end to end."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.now = name, 0
+        self.stamp: dict[int, int] = {}
+        self.uses: dict[int, int] = {}
+
+    def touch(self, slots: list[int], tail_youngest: bool = False) -> None:
+        for slot in slots if tail_youngest else reversed(slots):
+            self.now += 1
+            self.stamp[slot] = self.now
+
+    def choose(self, slots: set[int]) -> int:
+        if self.name == "mru":
+            return max(slots, key=self.stamp.__getitem__)
+        if self.name == "lfu":
+            return min(slots, key=lambda slot: (self.uses[slot], self.stamp[slot]))
+        return min(slots, key=self.stamp.__getitem__)
+
+
+@pytest.mark.parametrize("name", ["lru", "fifo", "lfu", "mru"])
+@given(chains=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_simple_policies_act_like_their_slow_models(name: str, chains: list[tuple[int, int]]) -> None:
+    """Chains share nothing here, so that what follows what does not matter; the order within a chain does."""
+    policy, model = make_policy(name, 24), Model(name)
+    for chain, event in chains:
+        slots, keys = list(range(4 * chain, 4 * chain + 4)), key_chain(4, branch=str(chain))
+        resident = set(slots) <= set(model.stamp)
+        if event == 0 and not any(slot in model.stamp for slot in slots):
+            policy.added(keys, slots)
+            policy.extended(keys, slots)
+            model.uses.update(dict.fromkeys(slots, 0))
+            model.touch(slots, name == "mru")
+        elif event == 1 and resident:
+            policy.used(keys, slots)
+            for slot in slots:
+                model.uses[slot] += 1
+            if name != "fifo":
+                model.touch(slots, name == "mru")
+        elif event == 2 and model.stamp:
+            slot = policy.victim()
+            assert slot == model.choose(set(model.stamp))
+            policy.removed(slot)
+            del model.stamp[slot]
+        elif event == 3 and resident:
+            policy.extended(keys, slots)  # the request stores nothing new
+            if name != "fifo":
+                model.touch(slots, name == "mru")
+
+
+class SlowArc:
+    """The paper's algorithm over lists, the oldest first, for chunks of one-chunk prompts."""
+
+    def __init__(self, capacity: int) -> None:
+        self.c, self.p = capacity, 0.0
+        self.t1: list[int] = []
+        self.t2: list[int] = []
+        self.b1: list[int] = []
+        self.b2: list[int] = []
+
+    def ask(self, key: int) -> None:
+        if key in self.t1 or key in self.t2:
+            (self.t1 if key in self.t1 else self.t2).remove(key)
+            self.t2.append(key)
+            return
+        if len(self.t1) + len(self.t2) == self.c:
+            self.replace()
+        if key in self.b1:
+            self.p = min(self.c, self.p + max(1.0, len(self.b2) / len(self.b1)))
+            self.b1.remove(key)
+            self.t2.append(key)
+        elif key in self.b2:
+            self.p = max(0.0, self.p - max(1.0, len(self.b1) / len(self.b2)))
+            self.b2.remove(key)
+            self.t2.append(key)
+        else:
+            self.t1.append(key)
+
+    def replace(self) -> None:
+        first = bool(self.t1) and (len(self.t1) > self.p or not self.t2)
+        gone = (self.t1 if first else self.t2).pop(0)
+        (self.b1 if first else self.b2).append(gone)
+        while self.b1 and len(self.t1) + len(self.b1) > self.c:
+            self.b1.pop(0)
+        while self.b2 and len(self.b1) + len(self.b2) > self.c:
+            self.b2.pop(0)
+
+
+@given(asked=st.lists(st.integers(0, 11), max_size=120), capacity=st.integers(1, 6))
+@settings(deadline=None)
+def test_arc_acts_like_the_paper(asked: list[int], capacity: int) -> None:
+    bench = Bench(ArcPolicy(capacity), capacity, no_follower_is_left)
+    slow = SlowArc(capacity)
+    for number in asked:
+        prompt = key_chain(1, branch=str(number))
+        bench.ask(prompt)
+        bench.store(prompt)
+        slow.ask(number)
+        assert set(bench.slot_of) == {key_chain(1, branch=str(n))[0] for n in slow.t1 + slow.t2}
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_prompt_stored_in_pieces_is_no_sign_of_use(name: str) -> None:
+    """Its pieces are many calls about the head; one who comes back is one."""
+    policy = make_policy(name, 8)
+    pieces, back = key_chain(4, branch="pieces"), key_chain(4, branch="back")
+    policy.added(back, [4, 5, 6, 7])
+    policy.extended(back, [4, 5, 6, 7])
+    policy.used(back, [4, 5, 6, 7])
+    for chunks in range(1, 5):
+        policy.added(pieces[chunks - 1 : chunks], [chunks - 1])
+        policy.extended(pieces[:chunks], list(range(chunks)))
+    if name in ("lfu", "arc"):
+        assert policy.victim() == 3
+    order = []
+    while (slot := policy.victim()) is not None:
+        order.append(slot)
+        policy.removed(slot)
+    assert [slot for slot in order if slot < 4] == [3, 2, 1, 0]
+
+
+def test_the_life_table_learns_who_comes_back() -> None:
+    """One class comes back when it is 30 old, the other never: what keeping them is worth must come to say so."""
+    returns = Returns(100)
+    waiting = []
+    for now in range(0, 6000, 10):
+        returns.advance(now)
+        waiting.append((now, returns.watch((1,), now)))
+        returns.watch((0,), now)
+        while waiting and waiting[0][0] <= now - 30:
+            returns.came_back(waiting.pop(0)[1], now)
+    assert returns.worth((1,), 10) > 20 * returns.worth((0,), 10)
+    assert returns.worth((1,), 10) > 5 * returns.worth((1,), 60)
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Trace:
+    return read_trace(str(TRACES / "conversation_trace.jsonl.gz"))
+
+
+def test_prefix_beats_lru_and_arc_on_a_public_trace(conversation: Trace) -> None:
+    capacity = conversation.chunks_unique // 20
+    ratio = {
+        name: simulate(conversation.prompts, [TierPlan("host", capacity, name)]).hit_ratio
+        for name in ("lru", "arc", "prefix")
+    }
+    assert ratio["lru"] == pytest.approx(0.197, abs=0.001)
+    assert ratio["arc"] == pytest.approx(0.217, abs=0.001)
+    assert ratio["prefix"] > 1.05 * max(ratio["lru"], ratio["arc"])
