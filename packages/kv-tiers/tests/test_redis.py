@@ -776,6 +776,17 @@ class TestTroubles:
         with pytest.raises(TierDown, match="NOPERM"):
             stranger.holds(keys)
 
+    def test_clearing_takes_all_of_its_namespace_and_nothing_else(self) -> None:
+        server = running("valkey")
+        tier, other = self.tier(f"unix://{server.unix}"), self.tier(f"unix://{server.unix}")
+        self.bench.store(key_chain(2))
+        mine = [b"%b{%d}" % (tier._prefix, number) for number in range(3000)]
+        with closing(redis.Redis(unix_socket_path=server.unix)) as client:
+            client.mset(dict.fromkeys(mine, b"x"))
+        tier.clear()
+        assert server.ask("EXISTS", *mine) == 0
+        assert other.holds(key_chain(2)) == [True, True]
+
     def test_a_server_that_wants_a_password_is_down_without_one(self) -> None:
         server = running("closed", VALKEY, "--requirepass", "s3cret")
         self.tier(f"redis://127.0.0.1:{server.port}")

@@ -7,7 +7,7 @@ speed is breadth: each call's chunks travel side by side, over threads of this t
 without the interpreter's lock.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -123,12 +123,9 @@ class ObjectsTier:
         self._delete([self._path(key) for key in keys])
 
     def clear(self) -> None:
-        def every_path() -> Iterable[list[str]]:
-            for batch in self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE):
-                yield [found["path"] for found in batch]
-
-        for paths in self._asked(lambda: list(every_path())):
-            self._delete(paths)
+        batches = self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE)
+        while (batch := self._asked(partial(next, batches, None))) is not None:
+            self._delete([found["path"] for found in batch])
 
     def probe(self) -> None:
         try:

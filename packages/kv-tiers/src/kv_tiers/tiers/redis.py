@@ -21,6 +21,7 @@ import threading
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 from kv_core.errors import TierDown
@@ -111,14 +112,7 @@ class RedisTier:
 
     def clear(self) -> None:
         for address in self._servers.masters():
-            names = self._servers.names(address, self._everything)
-
-            def work(connection: Connection, names: list[bytes] = names) -> list[int | ErrorReply]:
-                return _numbers(connection, [command(b"UNLINK", name) for name in names], False)
-
-            for answer in self._servers.talk(address, work):
-                if isinstance(answer, ErrorReply):
-                    raise TierDown(f"{address}: {answer.text}")
+            self._servers.find(address, self._everything, partial(self._unlink_names, address))
 
     def probe(self) -> None:
         # Who serves what may be old knowledge by now.
@@ -241,6 +235,12 @@ class RedisTier:
 
     def _unlink(self, connection: Connection, keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
         return _numbers(connection, self._of_all_pieces(b"UNLINK", keys), asking)
+
+    def _unlink_names(self, address: Address, names: Sequence[bytes]) -> None:
+        commands = [command(b"UNLINK", name) for name in names]  # one each, for they are of many slots
+        for answer in self._servers.talk(address, lambda connection: _numbers(connection, commands, False)):
+            if isinstance(answer, ErrorReply):
+                raise TierDown(f"{address}: {answer.text}")
 
     def _fetch(
         self, connection: Connection, reads: Sequence[Read], asking: bool

@@ -186,9 +186,17 @@ class Servers:
         except (OSError, ProtocolError) as error:
             raise self._down(address, error) from error
 
-    def names(self, address: Address, pattern: bytes) -> list[bytes]:
-        """The names of all values of this server that match. Raises `TierDown`."""
-        return self._ask(address, lambda client: list(client.scan_iter(match=pattern, count=1000)))
+    def find(self, address: Address, pattern: bytes, found: Callable[[list[bytes]], None]) -> None:
+        """Call `found` with the names of this server's values that match, some at a time. Raises `TierDown`."""
+
+        def scan(client: Any) -> None:
+            cursor = None
+            while cursor != 0:
+                cursor, names = client.scan(cursor or 0, match=pattern, count=1000)
+                if names:
+                    found(names)
+
+        self._ask(address, scan)
 
     def close(self) -> None:
         with self._lock:
