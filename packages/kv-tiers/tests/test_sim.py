@@ -1,0 +1,249 @@
+"""The simulator counts what a person counts by hand, and `kv sim` says what is wrong with a trace and where."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.cli import main
+from kv_core.errors import ConfigError, InputError
+from kv_core.keys import ChunkKey
+from kv_tiers import sim_plot
+from kv_tiers.eviction import POLICY_NAMES
+from kv_tiers.sim import TierPlan, optimum, simulate
+from kv_tiers.sim_trace import read_trace
+
+SMALL = "a b c\nd e\na b x\nd e f\na b c\n"
+"""Under LRU with 5 chunks: miss 3, miss 2, hit a b, (c leaves for x), hit d e, (x leaves for f), hit a b: 6 of 14."""
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    return written(tmp_path / "small.txt", SMALL)
+
+
+def keys(text: str) -> list[list[ChunkKey]]:
+    return [[ChunkKey(word.encode()) for word in line.split()] for line in text.splitlines()]
+
+
+def test_hits_are_those_counted_by_hand() -> None:
+    served = simulate(keys(SMALL), [TierPlan("host", 5, "lru")], warm_up=0)
+    assert (served.requests, served.chunks_asked, served.chunks_hit) == (5, 14, 6)
+    (host,) = served.tiers
+    assert (host.chunks_stored, host.chunks_evicted) == (8, 3)
+
+
+def test_requests_that_warm_up_do_not_count() -> None:
+    served = simulate(keys(SMALL), [TierPlan("host", 5, "lru")], warm_up=0.4)
+    assert (served.requests, served.chunks_asked, served.chunks_hit) == (3, 9, 6)
+    assert served.tiers[0].chunks_stored == 3
+
+
+def test_a_chunk_behind_a_missing_one_is_no_hit() -> None:
+    prompts = keys("a b\nc d e\na b")  # a leaves for e: not d, nor c, which e follows
+    assert simulate(prompts, [TierPlan("host", 4, "lru")], warm_up=0).chunks_hit == 1
+    assert simulate(prompts, [TierPlan("host", 3, "lru")], warm_up=0).chunks_hit == 0
+
+
+def test_what_is_evicted_goes_down_and_what_is_hit_comes_up() -> None:
+    prompts = keys("a b c\nd e f\na b c\na b c")
+    served = simulate(prompts, [TierPlan("host", 3, "lru"), TierPlan("disk", 6, "lru")], warm_up=0)
+    host, disk = served.tiers
+    assert (host.chunks_hit, disk.chunks_hit) == (3, 3)
+    assert (host.chunks_stored, host.chunks_evicted) == (9, 6)
+    assert (disk.chunks_stored, disk.chunks_evicted) == (6, 0)
+
+
+def test_a_chain_across_two_tiers_is_one_hit() -> None:
+    prompts = keys("a b c\nd\na b c")  # c is spilled for d
+    served = simulate(prompts, [TierPlan("host", 3, "lru"), TierPlan("disk", 9, "lru")], warm_up=0)
+    assert [tier.chunks_hit for tier in served.tiers] == [2, 1]
+
+
+def test_a_full_lower_tier_loses_for_good() -> None:
+    prompts = keys("a\nb\nc\na")
+    served = simulate(prompts, [TierPlan("host", 1, "lru"), TierPlan("disk", 1, "lru")], warm_up=0)
+    assert served.chunks_hit == 0
+    assert served.tiers[1].chunks_evicted == 2
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no eviction policy 'belady'"):
+        simulate(keys(SMALL), [TierPlan("host", 5, "belady")])
+
+
+def test_the_optimum_by_hand() -> None:
+    assert optimum(keys("a b\nc d\na b\nc d"), 2, warm_up=0) == 2 / 8  # one pair, not a half of each
+    assert optimum(keys("a b\nc d\na b\nc d"), 4, warm_up=0) == 4 / 8
+    assert optimum(keys("a\nb\nc\na"), 1, warm_up=0) == 1 / 4  # b and c are not kept at all
+
+
+chains = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=4).map(
+        lambda way: [ChunkKey(bytes(way[: depth + 1])) for depth in range(len(way))]
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(prompts=chains, capacity=st.integers(1, 12), name=st.sampled_from(POLICY_NAMES))
+@settings(deadline=None, max_examples=150)
+def test_no_policy_passes_the_optimum(prompts: list[list[ChunkKey]], capacity: int, name: str) -> None:
+    ratio = simulate(prompts, [TierPlan("host", capacity, name)], warm_up=0).hit_ratio
+    assert ratio <= optimum(prompts, capacity, warm_up=0) + 1e-12
+
+
+@given(prompts=chains, name=st.sampled_from(POLICY_NAMES))
+@settings(deadline=None, max_examples=50)
+def test_with_room_for_all_every_repeat_is_a_hit(prompts: list[list[ChunkKey]], name: str) -> None:
+    seen: set[ChunkKey] = set()
+    hits = 0
+    for prompt in prompts:
+        hits += sum(key in seen for key in prompt)
+        seen.update(prompt)
+    assert simulate(prompts, [TierPlan("host", len(seen), name)], warm_up=0).chunks_hit == hits
+
+
+def test_both_formats_plain_and_gzipped(tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain", "# ours\n@1.5 1 2 3  # first\n\n@4 1 2 4\n")
+    lines = [{"timestamp": 1500, "hash_ids": [1, 2, 3]}, {"timestamp": 4000, "hash_ids": [1, 2, 4]}]
+    mooncake = "\n".join(map(json.dumps, lines))
+    gzipped = tmp_path / "mooncake.gz"
+    gzipped.write_bytes(gzip.compress(mooncake.encode()))
+    for path in (plain, written(tmp_path / "mooncake", mooncake), str(gzipped)):
+        trace = read_trace(path)
+        assert trace.prompts == keys("1 2 3\n1 2 4")
+        assert (trace.chunks_unique, trace.span_s) == (4, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a b\na c a\n", ":2: a chunk id is there twice"),
+        ("a b\nb c\n", ":2: chunk b follows another chunk than before"),
+        ("@soon a\n", ":1: '@soon' is no time"),
+        ("a\n@3\n", ":2: a request without chunks"),
+        ('{"hash_ids": [1, 2\n', ":1: begins like a JSON object and is none"),
+        ('{"hash_ids": [1]}\n{"ids": [1]}\n', ":2: hash_ids must be a list of whole numbers"),
+        ('{"hash_ids": [1, true]}\n', ":1: hash_ids must be a list of whole numbers"),
+        ('{"hash_ids": []}\n', ":1: a request without chunks"),
+        ('{"hash_ids": [1], "timestamp": "now"}\n', ":1: timestamp must be a number"),
+        ("# nothing\n", "no request in it"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = written(tmp_path / "bad", text)
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(path)
+    assert complaint in str(caught.value)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(SMALL.encode() * 100)
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="the gzip file is damaged"):
+        read_trace(str(cut))
+    (tmp_path / "latin").write_bytes(b"a b\n\xff\xfe\n")
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_trace(str(tmp_path / "latin"))
+
+
+def test_the_command_counts_and_converts(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", small, "--capacity", "5", "--warm-up", "0%", "--json", "--policy", "lru,opt"]
+    assert main([*words, "--chunk-tokens", "16", "--token-bytes", "1KiB", "--bandwidth", "host=1"]) == 0
+    lru, opt = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (lru["policy"], lru["capacity_chunks"], lru["capacity_bytes"]) == ("lru", 5, 5 * 16 * 1024)
+    assert (lru["tokens_asked"], lru["tokens_hit"]) == (14 * 16, 6 * 16)
+    assert lru["hit_ratio"] == pytest.approx(6 / 14)
+    (host,) = lru["tiers"]
+    assert (host["bytes_read"], host["bytes_written"]) == (6 * 16384, 8 * 16384)
+    assert host["read_s"] == pytest.approx(6 * 16384 / 1e9)
+    assert (opt["policy"], "tiers" in opt) == ("opt", False)
+    assert opt["hit_ratio"] >= lru["hit_ratio"]
+
+
+def test_capacities_are_chunks_bytes_or_a_part(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", small, "--capacity", "5,50%,1.5MiB,2MB", "--json", "--token-bytes", "512KiB", "--chunk-tokens", "1"]
+    assert main(words) == 0
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["capacity_chunks"] for line in lines] == [5, 3, 3, 3]  # of 7 unique chunks of 512 KiB
+
+
+def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", small, "--capacity", "3", "--below", "disk=100%", "--warm-up", "0%"]) == 0
+    out = capsys.readouterr().out
+    assert "5 requests, 7 unique chunks" in out
+    host, disk = out.splitlines()[2:]
+    assert host.split()[:3] == ["lru", "3", "42.86%"]
+    assert " host " in host
+    assert disk.split()[0] == "disk"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--capacity", "lots"], "--capacity lots: write a number with a unit"),
+        (["--capacity", "0"], "--capacity 0 holds no chunk"),
+        (["--capacity", "120%"], "from 0% to 100%"),
+        (["--capacity", "1KiB"], "holds no chunk; one takes 64 MiB"),
+        (["--capacity", "3", "--policy", "lru,belady"], "no eviction policy 'belady'"),
+        (["--capacity", "3", "--below", "disk"], "--below disk: write NAME=CAPACITY"),
+        (["--capacity", "3", "--below", "host=3"], "names must differ"),
+        (["--capacity", "3", "--below", "disk=3:lur"], "did you mean 'lru'"),
+        (["--capacity", "3", "--below", "disk=3", "--policy", "opt"], "opt is of one tier"),
+        (["--capacity", "3", "--bandwidth", "disk=3"], "there is no such tier; there are host"),
+        (["--capacity", "3", "--bandwidth", "host=fast"], "write NAME=GB/S"),
+        (["--capacity", "3", "--chunk-tokens", "0"], "at least one token"),
+        (["--capacity", "3", "--warm-up", "half"], "--warm-up half: write a part"),
+        (["--capacity", "3", "--plot", "hits.gif"], "end the name in one of .svg"),
+    ],
+)
+def test_a_wrong_option_is_answered(
+    small: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", small, *words]) == 2
+    captured = capsys.readouterr()
+    assert complaint in captured.err
+    assert captured.out == ""
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", str(tmp_path / "none"), "--capacity", "3"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "hits.svg"
+    assert main(["sim", small, "--capacity", "2,5", "--policy", "lru,opt", "--plot", str(path)]) == 0
+    drawn = path.read_text()
+    assert drawn.startswith("<?xml")
+    assert "small.txt" in drawn
+    assert "opt" in drawn
+
+
+def test_without_its_library_a_plot_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'kv-tiers\[plot\]'"):
+        sim_plot.check("hits.svg")
+
+
+def test_long_runs_say_how_far_they_are(
+    small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kv_tiers.sim_cli._PROGRESS_EVERY_S", 0.0)
+    path = written(tmp_path / "long", "a b\n" * 256)
+    assert main(["sim", path, "--capacity", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "kv sim:  25% done" in captured.err
+    assert "done" not in captured.out
