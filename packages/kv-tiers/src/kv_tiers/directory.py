@@ -70,11 +70,12 @@ def least_worth_first(records: Sequence[Record]) -> list[Record]:
 def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int, int]) -> list[int]:
     """The same of chunks by slot: the number of each one's commit, and its parent's slot or one that is none."""
     last_commit = dict(number_of)
-    for slot in sorted(number_of, key=number_of.__getitem__, reverse=True):
+    newest_first = sorted(number_of, key=number_of.__getitem__, reverse=True)
+    for slot in newest_first:
         parent = parent_of[slot]
         if parent in last_commit:
             last_commit[parent] = max(last_commit[parent], last_commit[slot])
-    return sorted(number_of, key=lambda slot: (last_commit[slot], -number_of[slot]))
+    return sorted(newest_first, key=last_commit.__getitem__)  # which keeps that order among equals
 
 
 class Directory:

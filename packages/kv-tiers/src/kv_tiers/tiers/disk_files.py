@@ -45,6 +45,17 @@ _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQQ16s")
 _RECORD_MAGIC: Final = b"kvslot\r\n"
 _RECORD: Final = struct.Struct(f"<8sQQ{codec.HEADER_NBYTES}s224x")
+_RECORD_HEADER_AT: Final = 24
+_RECORD_LAYOUT: Final = np.dtype(
+    [
+        ("magic", "S8"),
+        ("number", "<u8"),
+        ("slot", "<u8"),
+        ("header", f"V{codec.HEADER_NBYTES}"),
+        ("zeros", "V224"),
+        ("checksum", "<u8"),
+    ]
+)
 _U64: Final = struct.Struct("<Q")
 _SLAB_NBYTES: Final = 1 << 30
 _MOST_SLABS: Final = 64
@@ -210,17 +221,22 @@ class DiskDirectory:
         number: counts commits, so what was committed later has the larger one.
         """
         # Plain tuples, soon dropped: a hundred thousand live objects would cost the garbage collector half a second.
-        piece = memoryview(bytearray(_RECORDS_AT_ONCE * RECORD_NBYTES))
+        piece = bytearray(_RECORDS_AT_ONCE * RECORD_NBYTES)
+        records = np.frombuffer(piece, _RECORD_LAYOUT)
+        slab_slots = min(self._slab_slots, self.slots)
+        slabs = range(-(-self.slots // slab_slots))
+        backed_slots = np.array([self._backed.get(number, 0) // self.stride for number in slabs])
         for start in range(0, self.slots, _RECORDS_AT_ONCE):
-            got = self.index.read([piece], PAGE_NBYTES + start * RECORD_NBYTES) // RECORD_NBYTES
-            magics = np.frombuffer(piece, "S8").reshape(-1, RECORD_NBYTES // 8)[: min(got, self.slots - start), 0]
-            for at in np.flatnonzero(magics == _RECORD_MAGIC).tolist():
-                data = bytes(piece[at * RECORD_NBYTES : (at + 1) * RECORD_NBYTES])
-                fields = data[: _RECORD.size]
-                _, number, slot, header = _RECORD.unpack(fields)
-                vouched = _U64.unpack_from(data, _RECORD.size)[0] == xxhash.xxh3_64_intdigest(fields)
-                if vouched and slot == start + at and self._is_backed(slot):
-                    yield slot, number, *codec.names_in(header)
+            got = self.index.read([memoryview(piece)], PAGE_NBYTES + start * RECORD_NBYTES) // RECORD_NBYTES
+            found = records[: min(got, self.slots - start)]
+            slots = np.arange(start, start + len(found))
+            ours = (found["magic"] == _RECORD_MAGIC) & (found["slot"] == slots)
+            (at_all,) = np.nonzero(ours & (slots % slab_slots < backed_slots[slots // slab_slots]))
+            columns = (at_all, found["number"][at_all], found["checksum"][at_all])
+            for at, number, checksum in zip(*(column.tolist() for column in columns), strict=True):
+                fields = bytes(piece[at * RECORD_NBYTES : (at + 1) * RECORD_NBYTES - _U64.size])
+                if xxhash.xxh3_64_intdigest(fields) == checksum:
+                    yield start + at, number, *codec.names_in(fields, _RECORD_HEADER_AT)
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """By slot; neighbours in one call."""
@@ -363,10 +379,6 @@ class DiskDirectory:
 
     def _slots_in(self, number: int) -> int:
         return min(self._slab_slots, self.slots - number * self._slab_slots)
-
-    def _is_backed(self, slot: int) -> bool:
-        number, at = divmod(slot, self._slab_slots)
-        return self._backed.get(number, 0) >= (at + 1) * self.stride
 
     def _grow(self, number: int, least: int) -> None:
         """Give the slab all of its room, or as much as there is, but `least` bytes."""
