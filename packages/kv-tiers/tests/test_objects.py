@@ -1,6 +1,7 @@
 """The object store's tier against a server that speaks S3, and against some that only listen."""
 
 import contextlib
+import gc
 import itertools
 import logging
 import mmap
@@ -121,7 +122,7 @@ def listening(answer: bytes | Callable[[bytes], bytes] | None) -> Iterator[str]:
                 with client, contextlib.suppress(OSError):
                     asked = client.recv(1 << 16)
                     client.sendall(answer if isinstance(answer, bytes) else answer(asked))
-                    while client.recv(1 << 16):
+                    while callable(answer) and client.recv(1 << 16):
                         pass
         for client in open_ones:
             client.close()
@@ -181,6 +182,37 @@ def test_who_may_only_read_is_refused_what_it_stores() -> None:
         (outcome,) = contract.tier.store(contract.writes(key_chain(1)))
         assert isinstance(outcome, Refused)
         assert contract.tier.holds(key_chain(1)) == [False]
+        contract.teardown_method()
+
+
+def test_the_lent_memory_can_be_unmapped_after_a_store_that_failed() -> None:
+    def answer(asked: bytes) -> bytes:
+        return b"" if asked.startswith(b"PUT") else b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(answer) as endpoint:
+        trouble: dict[str, object] = {"endpoint": endpoint, "timeout_s": 0.3, "retries": 0}
+        contract.tier = make_objects_tier(contract.options | trouble, contract.context)
+        (key,) = key_chain(1)
+        memory = mmap.mmap(-1, contract.context.slot_bytes)
+        lent = memoryview(memory)
+        gc.disable()
+        try:
+            with contextlib.suppress(TierDown):
+                contract.tier.store([Write(key, None, bytes(256), lent, contract.context.chunk_nbytes)])
+            until = time.monotonic() + 2
+            while True:
+                try:
+                    lent.release()
+                    break
+                except BufferError:
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+        finally:
+            gc.enable()
+        memory.close()
         contract.teardown_method()
 
 

@@ -236,7 +236,14 @@ class ObjectsTier:
         futures = [self._threads.submit(unless_down, item) for item in items]
         wait(futures)
         if down:
-            raise down[0]
+            error = down[0]
+            # Else a ring of references would keep the lent memory until it is collected.
+            down.clear()
+            futures.clear()
+            try:
+                raise error
+            finally:
+                del error
         return [future.result() for future in futures]
 
 

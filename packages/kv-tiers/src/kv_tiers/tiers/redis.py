@@ -209,10 +209,15 @@ class RedisTier:
                 self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
             futures = {whom: self._threads.submit(talk, whom, mine) for whom, mine in groups.items()}
         # All must have ended before this returns, for the memory is lent for the length of the call.
-        errors = [future.exception() for future in futures.values()]
-        for error in errors:
-            if error is not None:
+        error = next(
+            (error for error in [future.exception() for future in futures.values()] if error is not None), None
+        )
+        if error is not None:
+            futures.clear()  # a ring of references would keep the lent memory until it is collected
+            try:
                 raise error
+            finally:
+                del error
         return [(whom, mine, futures[whom].result()) for whom, mine in groups.items()]
 
     def _addresses(self, keys: Sequence[ChunkKey]) -> list[Address]:
