@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import xxhash
+from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored
@@ -678,6 +679,21 @@ def test_a_store_does_not_wait_for_ever(box: Box, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(File, "read", read)
     assert load(tier, key) == Loaded(CONTEXT.chunk_nbytes)
+
+
+def test_room_that_others_always_take_ends_the_wait_too(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = HandClock()
+    config = DiskConfig(path=str(box.path), capacity_bytes=bytes_for(CONTEXT, 2), wait_s=1.0)
+    tier = box.tier = DiskTier(config, CONTEXT, LruPolicy(), clock=clock)
+
+    def released(releases: int, timeout_s: float) -> bool:
+        clock.advance(0.3)
+        return True
+
+    monkeypatch.setattr(tier._index, "wait_for_room", released)
+    outcomes = tier.store(writes_of(key_chain(3)))
+    assert [type(outcome) for outcome in outcomes] == [Stored, Stored, Refused]
+    assert clock.now_s() == pytest.approx(1.2)
 
 
 def test_what_the_system_does_in_part_is_finished(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

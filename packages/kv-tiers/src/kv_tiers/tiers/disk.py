@@ -188,8 +188,10 @@ class DiskTier:
             if taken and not written:
                 why = "the disk is full"
                 break
-            if left and not taken and not self._index.wait_for_room(releases, until_s - self._clock.now_s()):
-                break
+            if left and not taken:
+                wait_s = until_s - self._clock.now_s()
+                if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s):
+                    break
         return [Stored() if write.key in stored else Refused(why) for write in writes]
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
