@@ -319,6 +319,22 @@ class TestCluster(OnAServer):
         assert self.tier.holds([key]) == [True]  # by MOVED
         assert self.loaded([key]) == [True]
 
+    def test_a_cluster_that_lost_a_server_is_down_and_comes_back(self) -> None:
+        keys = key_chain(30)
+        self.store(keys)
+        lost = cluster()[2]
+        lost.stop()
+        start = time.monotonic()
+        for call in (lambda: self.tier.holds(keys), lambda: self.tier.store(self.writes(keys)), self.tier.probe):
+            with pytest.raises(TierDown):
+                call()
+        assert time.monotonic() - start < 5
+        lost.start()
+        eventually(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in cluster()))
+        self.tier.probe()
+        self.store(keys)  # those of the lost server are written anew
+        assert self.loaded(keys) == [True] * 30
+
     def test_a_tier_that_takes_a_cluster_for_one_server_is_told(self) -> None:
         options = self.options() | {"mode": "single"}
         with closing(make_redis_tier(options, self.context)) as tier, pytest.raises(TierDown, match='mode = "cluster"'):
