@@ -63,6 +63,27 @@ class TestPrefix(PolicyContract):
     def make(self) -> EvictionPolicy:
         return make_policy("prefix", 6)
 
+    def test_chunks_of_an_earlier_process_are_joined_when_they_are_asked_for(self) -> None:
+        policy = self.make()
+        stem, branch = key_chain(4), key_chain(2, branch="other")
+        for slot, key in [(4, branch[0]), (5, branch[1]), (3, stem[3]), (2, stem[2]), (1, stem[1]), (0, stem[0])]:
+            policy.added([key], [slot])
+        policy.used(stem, [0, 1, 2, 3])
+        policy.used([*stem[:2], *branch], [0, 1, 4, 5])
+        order = self.drained(policy)
+        assert [slot for slot in order if slot < 4] == [3, 2, 1, 0]
+        assert [slot for slot in order if slot not in (2, 3)] == [5, 4, 1, 0]
+
+    def test_a_forgotten_head_that_comes_back_leaves_after_its_tail(self) -> None:
+        policy = self.filled(4)
+        keys = key_chain(4)
+        policy.extended(keys, [0, 1, 2, 3])
+        policy.removed(1)
+        policy.added([keys[1]], [5])
+        policy.extended(keys, [0, 5, 2, 3])
+        policy.used(keys, [0, 5, 2, 3])
+        assert self.drained(policy) == [3, 2, 5, 0]
+
 
 def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'prefx'; did you mean 'prefix'"):
@@ -159,6 +180,27 @@ def test_no_head_leaves_before_its_tail(name: str, prompts: list[list[ChunkKey]]
         bench.store(prompt[: len(prompt) // 2])
         bench.store(prompt)
     # Nothing is lost: what is resident can all be offered, once each.
+    offered = []
+    while (slot := bench.policy.victim()) is not None:
+        offered.append(slot)
+        bench.policy.removed(slot)
+    assert sorted(offered) == sorted(bench.slot_of.values())
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@given(prompts=some_prompts, forgotten=st.lists(st.integers(0, 11), max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_chunks_that_are_forgotten_confuse_nobody(
+    name: str, prompts: list[list[ChunkKey]], forgotten: list[int]
+) -> None:
+    bench = Bench(make_policy(name, 12), 12, lambda bench, slot: None)
+    for prompt in prompts:
+        bench.ask(prompt)
+        bench.store(prompt)
+        if forgotten and (slot := forgotten.pop()) in bench.key_at:
+            bench.policy.removed(slot)
+            del bench.slot_of[bench.key_at.pop(slot)]
+            bench.free.append(slot)
     offered = []
     while (slot := bench.policy.victim()) is not None:
         offered.append(slot)

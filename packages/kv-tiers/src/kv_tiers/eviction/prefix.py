@@ -21,6 +21,7 @@ from kv_tiers.eviction.returns import Class, Returns, Sample
 _STALE: Class = (0,)  # the rest of a prompt whose beginning went on differently since
 _LAST: Class = (1,)  # the last chunk of a prompt; where it is partial, it is never asked for again
 _FIRST_TURN, _RETURNED, _SHARED = 2, 3, 4
+_UNPLACED: Class = (5,)  # from an earlier process; which chunks it follows is told when it is first asked for
 _MANY_BRANCHES = 3
 
 
@@ -46,7 +47,7 @@ class _Segment:
         self.is_last = self.is_stale = self.returned = False
         self.gap: float | None = None
         self.last_use = now
-        self.kind = _STALE
+        self.kind = _UNPLACED
         self.sample: Sample | None = None
         self.queue: OrderedDict[_Segment, None] | None = None
 
@@ -149,6 +150,8 @@ class PrefixPolicy:
         self._attach(tail, segment)
         self._watch(tail)
         self._characterize(tail, returned, max(0, len(body) + 1 - known))
+        if slots[-1] != last:  # it fills a gap that a forgotten chunk left
+            self._mend(slots)
 
     def removed(self, slot: int) -> None:
         segment = self._segment_of.pop(slot)
