@@ -630,7 +630,7 @@ class TestTroubles:
                     return data
 
         seen = {"right": 0, "caught by the checksum": 0, "not loaded": 0, "down": 0}
-        for _ in range(150):
+        for _ in range(100):
             proxy.spoil = spoil
             read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(303_104), self.nbytes)
             try:
