@@ -115,7 +115,8 @@ def rows(name: str, cache: dict[str, Any], numbers: list[int], model: str) -> li
         pairs = []
         found = 0
         for count, number in enumerate(numbers):
-            print(f"\r{name}: {count + 1} of {len(numbers)}", end="", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                print(f"\r{name}: {count + 1} of {len(numbers)}", end="", file=sys.stderr, flush=True)
             engines = (without, ours) if count % 2 else (ours, without)
             answers = {engine: engine.ask(prompt(number)) for engine in engines}
             pairs.append((answers[ours][0], answers[without][0]))
