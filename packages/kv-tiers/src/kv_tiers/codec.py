@@ -96,12 +96,12 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     return Header(named, above, nbytes, format_id, checksum)
 
 
-def names_in(data: bytes, at: int = 0) -> tuple[ChunkKey, ChunkKey | None]:
-    """The key and the parent in the header at `at`. Only of one that something vouches for, as a checksum over it."""
+def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
+    """The key and the parent in the header at `at`, as bytes for `ChunkKey`. Only of one that something vouches for."""
     key_nbytes, parent_nbytes = _NAMES.unpack_from(data, at + _NAMES_NBYTES_AT)
     key_at, parent_at = at + _KEY_AT, at + _KEY_AT + MAX_KEY_NBYTES
-    parent = ChunkKey(data[parent_at : parent_at + parent_nbytes]) if parent_nbytes else None
-    return ChunkKey(data[key_at : key_at + key_nbytes]), parent
+    parent = data[parent_at : parent_at + parent_nbytes] if parent_nbytes else None
+    return data[key_at : key_at + key_nbytes], parent
 
 
 def checksum_in(header: bytes | bytearray) -> bytes:

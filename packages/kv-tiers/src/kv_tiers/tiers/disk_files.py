@@ -31,7 +31,6 @@ from typing import Final
 import numpy as np
 import xxhash
 from kv_core.errors import ConfigError
-from kv_core.keys import ChunkKey
 
 from kv_tiers import codec
 from kv_tiers.machine import spelled
@@ -215,12 +214,12 @@ class DiskDirectory:
             return True
         return (found.st_ino, found.st_dev) != self._lock_is
 
-    def records(self) -> Iterator[tuple[int, int, ChunkKey, ChunkKey | None]]:
+    def records(self) -> Iterator[tuple[int, int, bytes, bytes | None]]:
         """Slot, number, key and parent of every record that reads well and whose slot is there. Other slots are free.
 
         number: counts commits, so what was committed later has the larger one.
         """
-        # Plain tuples, soon dropped: a hundred thousand live objects would cost the garbage collector half a second.
+        # Plain tuples of plain bytes: the garbage collector would spend half a second on a hundred thousand records.
         piece = bytearray(_RECORDS_AT_ONCE * RECORD_NBYTES)
         records = np.frombuffer(piece, _RECORD_LAYOUT)
         slab_slots = min(self._slab_slots, self.slots)

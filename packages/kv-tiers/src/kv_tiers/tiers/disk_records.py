@@ -41,9 +41,9 @@ class SlotRecords:
         Of two records of a chunk the newer counts: the other's wipe did not last.
         """
         count = len(self._directories)
-        slot_of: dict[ChunkKey, int] = {}
-        key_of: dict[int, ChunkKey] = {}
-        above: dict[int, ChunkKey | None] = {}
+        slot_of: dict[bytes, int] = {}
+        key_of: dict[int, bytes] = {}
+        above: dict[int, bytes | None] = {}
         number_of: dict[int, int] = {}
         for at, directory in enumerate(self._directories):
             for local, number, key, parent in directory.records():
@@ -60,9 +60,12 @@ class SlotRecords:
         self._next_number = max(number_of.values(), default=-1) + 1
         self.wipe(())
         parent_of = {slot: NO_PARENT if key is None else slot_of.get(key, NO_PARENT) for slot, key in above.items()}
+        keys = {slot: ChunkKey(key) for slot, key in key_of.items()}
         for slot in slots_least_worth_first(number_of, parent_of):
-            # The parent's own key object, where it is here: half as many keys, and compared at a glance.
-            yield key_of[slot], key_of.get(parent_of[slot], above[slot]), slot
+            parent = keys.get(parent_of[slot])  # its own object, where it is here: half as many, and equal at a glance
+            if parent is None and (elsewhere := above[slot]) is not None:
+                parent = ChunkKey(elsewhere)
+            yield keys[slot], parent, slot
 
     def write(self, headers: Iterable[tuple[int, bytes]]) -> None:
         """Vouch for the chunks, by slot, whose headers and bytes are in their slots."""
