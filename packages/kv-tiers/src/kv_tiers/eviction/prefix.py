@@ -12,54 +12,12 @@ not win, are in docs/adr/0008-the-prefix-policy.md.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.eviction.returns import Class, Returns, Sample
-
-_STALE: Class = (0,)  # the rest of a prompt whose beginning went on differently since
-_LAST: Class = (1,)  # the last chunk of a prompt; where it is partial, it is never asked for again
-_FIRST_TURN, _RETURNED, _SHARED = 2, 3, 4
-_UNPLACED: Class = (5,)  # from an earlier process; which chunks it follows is told when it is first asked for
-_MANY_BRANCHES = 3
-
-
-class _Segment:
-    """Chunks of one prompt that were always used together. Eviction may take its tail, and growth brings it back.
-
-    start, end: its places in the prompt, evicted chunks too. slots: of its resident chunks, but those set aside, head
-    first. branches: segments that ever began where it ends; kids: those that have chunks now. returned: its session
-    has come back. grown_by: chunks that were new to the world in the last request through here. gap: between its uses.
-    """
-
-    __slots__ = (
-        "branches", "end", "first_key", "gap", "grown_by", "is_last", "is_stale", "kids", "kind", "last_use", "parent",
-        "queue", "returned", "sample", "slots", "start", "uses",
-    )  # fmt: skip
-
-    def __init__(self, parent: "_Segment | None", start: int, now: int) -> None:
-        self.parent = parent
-        self.start = self.end = start
-        self.slots: dict[int, None] = {}
-        self.first_key: ChunkKey | None = None
-        self.branches = self.kids = self.uses = self.grown_by = 0
-        self.is_last = self.is_stale = self.returned = False
-        self.gap: float | None = None
-        self.last_use = now
-        self.kind = _UNPLACED
-        self.sample: Sample | None = None
-        self.queue: OrderedDict[_Segment, None] | None = None
-
-    def ends_with(self, slot: int) -> bool:
-        return next(reversed(self.slots), None) == slot
-
-    def path(self) -> "Iterator[_Segment]":
-        """This and all above it."""
-        segment: _Segment | None = self
-        while segment is not None:
-            yield segment
-            segment = segment.parent
+from kv_tiers.eviction.returns import Class, Returns
+from kv_tiers.eviction.segment import MANY_BRANCHES, Segment
 
 
 class PrefixPolicy:
@@ -72,13 +30,13 @@ class PrefixPolicy:
         self._capacity = capacity_chunks
         self._now = 0  # chunks added ever
         self._returns = Returns(capacity_chunks)
-        self._segment_of: dict[int, _Segment] = {}
+        self._segment_of: dict[int, Segment] = {}
         self._aside: set[int] = set()
-        self._oldest_first: dict[Class, OrderedDict[_Segment, None]] = {}
-        self._gone: OrderedDict[ChunkKey, _Segment] = OrderedDict()  # evicted whole, by the key of the first chunk
-        self._recalled: list[_Segment] = []  # of these, the ones that the latest chunks belong to
-        self._fresh: _Segment | None = None  # the latest chunks, while it is not known what they follow
-        self._offer: _Segment | None = None
+        self._oldest_first: dict[Class, OrderedDict[Segment, None]] = {}
+        self._gone: OrderedDict[ChunkKey, Segment] = OrderedDict()  # evicted whole, by the key of the first chunk
+        self._recalled: list[Segment] = []  # of these, the ones that the latest chunks belong to
+        self._fresh: Segment | None = None  # the latest chunks, while it is not known what they follow
+        self._offer: Segment | None = None
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._offer = None
@@ -87,7 +45,7 @@ class PrefixPolicy:
         self._recalled = [gone for key in keys if (gone := self._gone.pop(key, None)) is not None]
         for gone in self._recalled:
             self._came_back(gone)
-        segment = self._fresh = _Segment(None, 0, self._now)
+        segment = self._fresh = Segment(None, 0, self._now)
         segment.first_key = keys[0]
         self._move(slots, segment)
         segment.end = len(slots)
@@ -115,7 +73,7 @@ class PrefixPolicy:
         parent = self._deepest(slots[:first]) if first else None
         known = sum(max(1, gone.end - gone.start) for gone in self._recalled)
         *body, last = fresh.slots
-        segment: _Segment | None = fresh
+        segment: Segment | None = fresh
         returned = bool(self._recalled)
         fresh.start, fresh.end = first, first + len(body)
         if parent is not None and self._goes_on(parent, first, slots[first - 1]):
@@ -132,19 +90,16 @@ class PrefixPolicy:
                 parent = self._split(parent, slots[first - 1], first)
             if self._recalled:
                 fresh.uses, fresh.gap = self._recalled[-1].uses, self._recalled[-1].gap
-            returned |= parent is not None and parent.branches < _MANY_BRANCHES
+            returned |= parent is not None and parent.branches < MANY_BRANCHES
             if body:
                 self._attach(fresh, parent)
                 self._watch(fresh)
             else:
                 self._dequeue(fresh)
                 segment = parent
-        tail = _Segment(None, fresh.end, self._now)
-        tail.end, tail.is_last, tail.first_key = (
-            fresh.end + 1,
-            True,
-            keys[first + len(body)] if body else fresh.first_key,
-        )
+        tail = Segment(None, fresh.end, self._now)
+        tail.end, tail.is_last = fresh.end + 1, True
+        tail.first_key = keys[first + len(body)] if body else fresh.first_key
         fresh.slots.pop(last, None)
         self._move([last], tail)
         self._attach(tail, segment)
@@ -196,7 +151,7 @@ class PrefixPolicy:
             segment.last_use = self._now
             self._enqueue(segment)
 
-    def _least_worth(self) -> _Segment | None:
+    def _least_worth(self) -> Segment | None:
         best, least = None, math.inf
         for kind, queue in self._oldest_first.items():
             while queue:
@@ -209,30 +164,18 @@ class PrefixPolicy:
                 self._dequeue(segment)  # until its last kid has left: then it is the oldest again
         return best
 
-    def _kind(self, segment: _Segment) -> Class:
-        if segment.is_last and not segment.uses:
-            return _LAST
-        if segment.is_stale:
-            return _STALE
-        if segment.branches > _MANY_BRANCHES:
-            gap = self._capacity if segment.gap is None else segment.gap
-            return _SHARED, max(-5, min(4, round(math.log2((gap + 1) / self._capacity))))
-        if not segment.returned:
-            return _FIRST_TURN, min(7, segment.end.bit_length())
-        return _RETURNED, (segment.grown_by > 3) + (segment.grown_by > 7), min(2, segment.uses)
-
-    def _watch(self, segment: _Segment) -> None:
+    def _watch(self, segment: Segment) -> None:
         self._lose(segment)
-        segment.kind = self._kind(segment)
+        segment.kind = segment.classified(self._capacity)
         segment.sample = self._returns.watch(segment.kind, self._now)
         self._enqueue(segment)
 
-    def _lose(self, segment: _Segment) -> None:
+    def _lose(self, segment: Segment) -> None:
         if segment.sample is not None:
             self._returns.lose(segment.sample)
             segment.sample = None
 
-    def _came_back(self, segment: _Segment) -> None:
+    def _came_back(self, segment: Segment) -> None:
         if segment.sample is not None:
             self._returns.came_back(segment.sample, self._now)
             segment.sample = None
@@ -240,29 +183,29 @@ class PrefixPolicy:
         gap = self._now - segment.last_use
         segment.gap = gap if segment.gap is None else math.sqrt(segment.gap * gap + 1)
 
-    def _characterize(self, segment: _Segment, returned: bool, grown_by: int) -> None:
+    def _characterize(self, segment: Segment, returned: bool, grown_by: int) -> None:
         """Say of a request's whole way, as far as it is its session's own, what the session is like."""
         for own in segment.path():
-            if own.branches > _MANY_BRANCHES:
+            if own.branches > MANY_BRANCHES:
                 return
             own.returned, own.grown_by = returned, grown_by
-            own.kind = self._kind(own)
+            own.kind = own.classified(self._capacity)
             if own.sample is not None:
                 own.sample.kind = own.kind
             self._enqueue(own)
 
-    def _goes_on(self, segment: _Segment, place: int, slot: int) -> bool:
+    def _goes_on(self, segment: Segment, place: int, slot: int) -> bool:
         if segment.kids or not segment.ends_with(slot):
             return False
         return segment.end > place or (segment.is_last and not segment.uses)
 
-    def _deepest(self, slots: Sequence[int]) -> _Segment:
+    def _deepest(self, slots: Sequence[int]) -> Segment:
         """The segment of the last of these, which are a prompt from its first chunk on; whole up to there."""
         deepest = self._segment_of[slots[-1]]
         *_, top = deepest.path()
         return deepest if top is self._segment_of[slots[0]] else self._mend(slots)
 
-    def _mend(self, slots: Sequence[int]) -> _Segment:
+    def _mend(self, slots: Sequence[int]) -> Segment:
         """Join what came one by one, from an earlier process, or back into a gap that a forgotten chunk left."""
         above = self._segment_of[slots[0]]
         for place in range(1, len(slots)):
@@ -279,9 +222,9 @@ class PrefixPolicy:
             above = segment
         return above
 
-    def _split(self, segment: _Segment, slot: int, place: int) -> _Segment:
+    def _split(self, segment: Segment, slot: int, place: int) -> Segment:
         """Set apart what comes after this slot, and is before `place` in the prompt; the segment that ends there."""
-        upper = _Segment(segment.parent, segment.start, self._now)
+        upper = Segment(segment.parent, segment.start, self._now)
         upper.end, upper.first_key, upper.branches, upper.kids = place, segment.first_key, 1, 1
         upper.returned, upper.grown_by, upper.uses = segment.returned, segment.grown_by, max(1, segment.uses)
         upper.gap = self._now - segment.last_use if segment.gap is None else segment.gap
@@ -298,7 +241,7 @@ class PrefixPolicy:
         self._watch(upper)
         return upper
 
-    def _join_parent(self, segment: _Segment) -> _Segment:
+    def _join_parent(self, segment: Segment) -> Segment:
         """Make one segment of two that nothing tells apart any more; the segment that has the chunks then."""
         parent = segment.parent
         if (
@@ -317,18 +260,18 @@ class PrefixPolicy:
         self._enqueue(parent)
         return parent
 
-    def _move(self, slots: Sequence[int] | dict[int, None], segment: _Segment) -> None:
+    def _move(self, slots: Sequence[int] | dict[int, None], segment: Segment) -> None:
         for slot in slots:
             self._segment_of[slot] = segment
             segment.slots[slot] = None
 
-    def _attach(self, segment: _Segment, parent: _Segment | None) -> None:
+    def _attach(self, segment: Segment, parent: Segment | None) -> None:
         segment.parent = parent
         if parent is not None:
             parent.kids += 1
             parent.branches += not segment.is_last
 
-    def _emptied(self, segment: _Segment) -> None:
+    def _emptied(self, segment: Segment) -> None:
         self._dequeue(segment)
         parent = segment.parent
         if parent is not None:
@@ -336,7 +279,7 @@ class PrefixPolicy:
             if not parent.kids and parent.slots and parent.queue is None:
                 self._enqueue(parent, oldest=True)
 
-    def _enqueue(self, segment: _Segment, *, oldest: bool = False) -> None:
+    def _enqueue(self, segment: Segment, *, oldest: bool = False) -> None:
         self._dequeue(segment)
         if segment.slots:
             queue = segment.queue = self._oldest_first.setdefault(segment.kind, OrderedDict())
@@ -344,7 +287,7 @@ class PrefixPolicy:
             if oldest:
                 queue.move_to_end(segment, last=False)
 
-    def _dequeue(self, segment: _Segment) -> None:
+    def _dequeue(self, segment: Segment) -> None:
         if segment.queue is not None:
             del segment.queue[segment]
             segment.queue = None
