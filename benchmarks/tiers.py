@@ -56,10 +56,8 @@ def main() -> int:
     made.add_argument("--layouts", action="store_true", help="compare layouts of a disk instead")
     arguments = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-tiers-", dir=arguments.path) as path:
-        if arguments.layouts:
-            rows = layout_rows(Path(path))
-        else:
-            rows = [*pool_rows(), *disk_rows(Path(path)), *redis_rows(Path(path))]
+        directory = Path(path)
+        rows = layout_rows(directory) if arguments.layouts else [*pool_rows(), *disk_rows(directory), *redis_rows()]
     return report(rows, arguments.json)
 
 

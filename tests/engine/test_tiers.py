@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
-from kv_tiers.testing.servers import StallingProxy, ValkeyServer
+from kv_tiers.testing.servers import Proxy, ValkeyServer
 from kv_vllm import build
 
 POOL = {"capacity": "2MiB"}
@@ -172,7 +172,7 @@ def test_a_valkey_that_does_not_answer_delays_no_step(
     """While one request waits for it, another generates to its end. When it answers at last, that is a hit."""
     from vllm import SamplingParams, TokensPrompt
 
-    line = StallingProxy(valkey.port)
+    line = Proxy(valkey.port)
     tier = {"type": "valkey", "url": f"redis://127.0.0.1:{line.port}", "timeout_s": 30.0}
     try:
         with started(tiny_llama, cache={"host": POOL, "tiers": [tier], "cold": {"wait_s": 600.0}}) as engine:

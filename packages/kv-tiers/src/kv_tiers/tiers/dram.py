@@ -56,17 +56,10 @@ class DramTier:
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         slots = self._index.begin_load([read.key for read in reads])
-        outcomes: list[LoadOutcome] = []
-        for read, slot in zip(reads, slots, strict=True):
-            if slot is None:
-                outcomes.append(Absent())
-                continue
-            with self._pool.chunk(slot) as chunk:
-                _copy(read.chunk, chunk)
-            read.header[:] = self._headers[slot]
-            outcomes.append(Loaded(read.nbytes))
-        self._index.end_load(slots)
-        return outcomes
+        try:
+            return [self._load(read, slot) for read, slot in zip(reads, slots, strict=True)]
+        finally:
+            self._index.end_load(slots)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         if not writes:
@@ -103,6 +96,14 @@ class DramTier:
     def close(self) -> None:
         with self._closing:
             self._pool.close()
+
+    def _load(self, read: Read, slot: int | None) -> LoadOutcome:
+        if slot is None:
+            return Absent()
+        with self._pool.chunk(slot) as chunk:
+            _copy(read.chunk, chunk)
+        read.header[:] = self._headers[slot]
+        return Loaded(read.nbytes)
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

@@ -69,7 +69,7 @@ class SlotIndex:
             self._residency.lease([slot for _, slot in here])
             self._reading += len(here)
             if here:
-                self._touch_prompt(here[0][0], [key for key, _ in here], [slot for _, slot in here])
+                self._residency.touch(*self._prompt([key for key, _ in here], [slot for _, slot in here]))
             return slots
 
     def end_load(self, slots: Sequence[int | None]) -> None:
@@ -123,7 +123,7 @@ class SlotIndex:
                     self._parents[place.slot] = parent
                     kept.append(place)
             if kept:
-                self._touch_prompt(kept[0].key, [place.key for place in kept], [place.slot for place in kept])
+                self._residency.extend(*self._prompt([place.key for place in kept], [place.slot for place in kept]))
         return [place for place in places if place.slot in gone]
 
     def abort(self, places: Sequence[Place]) -> None:
@@ -223,9 +223,8 @@ class SlotIndex:
             key = self._parents[slot]
         return above[::-1]
 
-    def _touch_prompt(self, first: ChunkKey, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Tell the policy that these were used, and all that they build on."""
-        slot = self._residency.find(first)
-        above = [] if slot is None else self._slots_above(self._parents[slot])
+    def _prompt(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
+        """These, which follow each other, with all that they build on before them."""
+        above = self._slots_above(self._parents[slots[0]])
         above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
-        self._residency.touch([*above_keys, *keys], [*above, *slots])
+        return [*above_keys, *keys], [*above, *slots]
