@@ -257,7 +257,7 @@ class Lane:
         """Refuse what is queued, wait for what is running, close the tier. False: a call to it never came back, so it
         stays open and the memory it was lent stays lent."""
         with self._changed:
-            already, self._closed = self._closed, True
+            self._closed = True
             waiting: list[_Job] = [*self._loads, *self._stores]
             self._loads.clear()
             self._stores.clear()
@@ -271,8 +271,7 @@ class Lane:
         if any(thread.is_alive() for thread in self._threads):
             _log.warning("tier %s does not come back from a call; it is left as it is", self.name)
             return False
-        if not already:
-            self.tier.close()
+        self.tier.close()
         return True
 
     def step(self) -> bool:

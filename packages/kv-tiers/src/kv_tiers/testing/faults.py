@@ -79,6 +79,7 @@ class FaultyTier:
         return self._tier.usage()
 
     def close(self) -> None:
+        self.calls.append("close")
         self._tier.close()
 
     def _fail(self, call: str) -> None:
