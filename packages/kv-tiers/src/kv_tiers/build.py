@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 
 from kv_core.clock import Clock
@@ -30,10 +31,12 @@ def build_local_cache(
     tiers: Sequence[Mapping[str, object]] = (),
     cold: ColdConfig | None = None,
     clock: Clock | None = None,
+    shared: bool = False,
 ) -> LocalCache:
     """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
 
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
+    shared: its pool has a descriptor that other processes can map it by (`HostPool.shared`), and no name.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
@@ -48,8 +51,13 @@ def build_local_cache(
             f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
         )
     policy = make_policy(config.policy, slots)
+    if config.name and shared:
+        raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
     if config.name:
         pool = HostPool.named(config.name, chunk_nbytes, slots, fingerprint=fingerprint)
+    elif shared:
+        # Unique for all time, as who meets it across a server's restart must not take the one for the other.
+        pool = HostPool.shared(f"shared-{os.getpid()}-{secrets.token_hex(8)}", chunk_nbytes, slots)
     else:
         # The name is only what extents say; this process has no other pool of this number.
         pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_nbytes, slots)

@@ -5,7 +5,8 @@ again first, and new ones in ascending order. It is plain memory. Whoever owns a
 maps it by name. A pool counts no leases and does not lock: its cache does.
 
 An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
-what is in it (`kv_tiers.directory`), which the next process to open it finds.
+what is in it (`kv_tiers.directory`), which the next process to open it finds. A shared one has no name in any file
+system: other processes map it by the descriptor they are handed, and it ends with the last of them.
 """
 
 import errno
@@ -35,11 +36,19 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 class HostPool:
     """Slots of `slot_bytes` in one mapping; chunk i of a plan lies at the start of its slot.
 
-    Made by `anonymous` or `named`. Use by one thread at a time, but for `view` and `extent`.
+    Made by `anonymous`, `named` or `shared`. Use by one thread at a time, but for `view` and `extent`.
     """
 
     def __init__(
-        self, name: str, chunk_nbytes: int, slots: int, mapping: mmap.mmap, *, file: int = -1, fingerprint: str = ""
+        self,
+        name: str,
+        chunk_nbytes: int,
+        slots: int,
+        mapping: mmap.mmap,
+        *,
+        file: int = -1,
+        keeps_directory: bool = False,
+        fingerprint: str = "",
     ) -> None:
         self.name = name
         self.chunk_nbytes = chunk_nbytes
@@ -49,7 +58,8 @@ class HostPool:
         self._mapping = mapping
         self._file = file
         self._slots_from = 0
-        if file >= 0:
+        self._can_run_dry = file >= 0
+        if keeps_directory:
             self._slots_from = nbytes_for(slots)
             self.directory = Directory(
                 mapping,
@@ -112,12 +122,41 @@ class HostPool:
                 slots,
                 _map_file(file, path, nbytes, slots_nbytes),
                 file=file,
+                keeps_directory=True,
                 fingerprint=fingerprint,
             )
         except BaseException:
             os.close(file)
             raise
         pool._start_directory(path, nbytes)
+        return pool
+
+    @classmethod
+    def shared(cls, name: str, chunk_nbytes: int, slots: int) -> "HostPool":
+        """Memory without a name in any file system, which whoever is handed `descriptor` can map too.
+
+        Nothing is taken from the machine before it is written, and nothing is left when the last process that maps it
+        is gone. It can be neither cut short nor made longer, so that no process can take pages from under another.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        nbytes = _check_size(name, chunk_nbytes, slots)
+        file, is_sealed = _open_unnamed(name)
+        try:
+            os.ftruncate(file, nbytes)
+            if is_sealed:
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            pool = cls(name, chunk_nbytes, slots, mmap.mmap(file, nbytes), file=file)
+        except OSError as error:
+            os.close(file)
+            raise ConfigError(
+                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
+                "write a smaller capacity"
+            ) from None
+        # A memfd lies in no file system that somebody else could fill; memory set aside slot by slot would be zeroed on
+        # the thread that asks, which for a server is the only one.
+        pool._can_run_dry = not is_sealed
         return pool
 
     @staticmethod
@@ -129,6 +168,17 @@ class HostPool:
     def view(self) -> memoryview:
         """The slots' bytes, writable; offsets of extents count from its start. Release what you make of it."""
         return self._view
+
+    @property
+    def descriptor(self) -> int:
+        """The file that the slots lie in, from its first byte; for a shared pool only. It stays the pool's own.
+
+        Raises:
+            MisuseError: not a shared pool.
+        """
+        if self._file < 0 or self.directory is not None:
+            raise MisuseError(f"pool {self.name!r} is not shared, so it has no descriptor to hand out")
+        return self._file
 
     @property
     def slots_used(self) -> int:
@@ -165,9 +215,9 @@ class HostPool:
         """Have the file system set memory aside for these slots; those for which it has none left.
 
         Without it a write to a slot never used before kills the process (SIGBUS) when somebody else has filled the file
-        system. It costs what the first write would have cost. Anonymous memory needs none of it.
+        system. It costs what the first write would have cost. Memory outside file systems needs none of it.
         """
-        if self._file < 0:
+        if not self._can_run_dry:
             return set()
         short: set[int] = set()
         for slot in slots:
@@ -269,6 +319,14 @@ def _check_size(name: str, chunk_nbytes: int, slots: int) -> int:
             f"{spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the engine room"
         )
     return nbytes
+
+
+def _open_unnamed(name: str) -> tuple[int, bool]:
+    """A file in memory without a name, and whether it can be sealed. Pythons built for old systems know no memfd."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"kv-tiers-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
+    with tempfile.NamedTemporaryFile(prefix="kv-tiers-", dir=_parent()) as named:  # unlinked with the block, mode 0600
+        return os.dup(named.fileno()), False
 
 
 def _make_private(directory: Path) -> None:
