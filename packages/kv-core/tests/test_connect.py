@@ -138,12 +138,15 @@ def test_while_slower_tiers_bring_up_more_the_engine_is_told_to_ask_again() -> N
     assert [scheduler.match(asked, 0) for _ in range(5)] == [None, None, None, 8, 8]
     scheduler.allocated("b", 0, ())  # declined
     assert service.promised == {}
+    assert not scheduler.is_waiting()
     service.pending = 1  # preempted: another wait, and it may end while waiting
     assert scheduler.match(asked, 0) is None
+    assert scheduler.is_waiting()
     assert service.promised == {"e/b": 2}
     scheduler.finished("b")
     assert service.promised == {}
     assert scheduler.tracked_phases() == {}
+    assert not scheduler.is_waiting()
 
 
 def test_a_wait_is_had_once() -> None:
@@ -267,6 +270,7 @@ class ToyEngine(RuleBasedStateMachine):
         live = self.live[name]
         self.service.pending = pending
         external = self.scheduler.match(self.tokens_of(name), 0)
+        assert self.scheduler.is_waiting() == (Phase.PENDING in self.scheduler.tracked_phases().values())
         if external is None:
             return
         assert 0 <= external < len(live.tokens)

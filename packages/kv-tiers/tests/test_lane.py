@@ -267,6 +267,27 @@ def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     assert bench.outcomes() == [Loaded, Loaded]
 
 
+def test_a_load_does_not_wait_for_stores_that_take_long() -> None:
+    bench = Bench(threads=2)
+    keys = key_chain(2)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    bench.tier.fault = "hang"
+    bench.store(key_chain(1, branch="one"))
+    bench.store(key_chain(1, branch="two"))
+    while bench.tier.calls.count("store") < 2:
+        time.sleep(0.001)
+    bench.tier.fault = ""  # for the calls to come
+    bench.load(keys)
+    while not bench.arrived:
+        time.sleep(0.001)
+    assert bench.outcomes() == [Loaded, Loaded]
+    assert len(bench.stored) == 2
+    bench.tier.let_go()
+    assert bench.lane.close()
+    assert len(bench.stored) == 4
+
+
 def test_closing_refuses_what_waits_and_ends_the_threads() -> None:
     bench = Bench(threads=2)
     bench.tier.fault = "delay"

@@ -143,6 +143,8 @@ class Lane:
         self.name = tier.name
         self.answers_from_memory = tier.answers_from_memory
         self._format_id = format_id
+        # A store may take the medium's time to make things durable, and a load should not wait for that.
+        self._most_stores = max(1, threads - 1)
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._rest_s, self._max_rest_s, self._stuck_s = rest_s, max_rest_s, stuck_s
         self._changed = threading.Condition()
@@ -343,7 +345,7 @@ class Lane:
             keys = [key for key in self._discards if key not in busy]
             if keys:
                 return _Discard(keys)
-        if self._stores and not self._clearing and not self._clear_next:
+        if self._stores and not self._clearing and not self._clear_next and len(self._storing) < self._most_stores:
             first = self._stores[0]
             if not any(chunk.key in self._discarding for chunk in first.chunks):
                 return self._stores.popleft()

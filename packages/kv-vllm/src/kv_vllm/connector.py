@@ -10,6 +10,7 @@ No exception leaves a hook: a bug of ours turns the cache off with a traceback i
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+
+_IDLE_STEP_S = 0.0005
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -230,6 +233,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan(0)
+        if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler.is_waiting():
+            # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
+            # the very threads that it waits for.
+            time.sleep(_IDLE_STEP_S)
         scheduled = []
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)

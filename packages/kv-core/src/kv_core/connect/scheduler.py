@@ -110,6 +110,7 @@ class SchedulerHalf:
         self._loads: list[LoadStep] = []
         self._refused: list[str] = []
         self._generation = 0
+        self._pending = 0
         self.counts = SchedulerCounts()
 
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
@@ -241,7 +242,12 @@ class SchedulerHalf:
         for request_id in self._tracked:
             self._service.end(self._holder(request_id))
         self._tracked.clear()
+        self._pending = 0
         self._loads, self._refused = [], []
+
+    def is_waiting(self) -> bool:
+        """Whether some request waits for what slower tiers bring up."""
+        return self._pending > 0
 
     def tracked_phases(self) -> dict[str, Phase]:
         """Every request we know and where it stands; empty when the engine is idle."""
@@ -303,6 +309,7 @@ class SchedulerHalf:
         """Advance the request's life, and give its promise back where the table says that it ends."""
         before = tracked.phase
         tracked.phase = advance(before, event)
+        self._pending += (tracked.phase is Phase.PENDING) - (before is Phase.PENDING)
         if (before in HOLDING or had_promise) and tracked.phase not in HOLDING:
             self._service.end(self._holder(request_id))
             tracked.promised_chunks = 0
