@@ -1,0 +1,112 @@
+"""`kv-server`: the cache in a process of its own. Prints one line when it serves, and stops on SIGTERM or SIGINT."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.server.config import ServerConfig, default_socket, read_config_text
+from kv_tiers.server.connection import PACKAGE
+from kv_tiers.server.server import CacheServer
+
+_PR_SET_PDEATHSIG: Final = 1
+
+_EPILOG = """\
+The settings are a file of TOML or JSON:
+
+  name = "default"            # tells servers of one user apart
+  socket = "/run/…/kv.sock"   # instead of the place that the name gives
+  max_formats = 4             # formats of chunks (models) served at once
+  max_sessions = 128          # clients served at once
+
+  [host]
+  capacity_bytes = "4GiB"     # of each format's pool at most; taken from the machine as it is used
+  lease_s = 300.0             # how long chunks stay put for a client from whom nothing more is heard
+  policy = "lru"              # what leaves when room is needed
+
+  [[tiers]]                   # below the pool, hottest first; as many as you like
+  type = "disk"
+  directory = "/var/cache/kv"
+  capacity_bytes = "100GiB"
+
+  [cold]
+  wait_s = 1.0                # how long a request may wait for chunks on their way up
+  drain_s = 5.0               # how long stopping may take
+
+When it serves it prints READY, its socket and its process number on one line. SIGTERM and SIGINT stop it: it accepts
+nobody, stores below what is to be stored there, and ends. Only processes of the user that started it are served.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        server = CacheServer(_config(arguments))
+    except ConfigError as error:
+        print(f"kv-server: {error}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    if arguments.lifeline is not None:
+        server.watch(arguments.lifeline)
+    if arguments.parent is not None:
+        _die_with(arguments.parent)
+    print(f"READY {server.socket_path} {os.getpid()}", flush=True)
+    server.serve()
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> ServerConfig:
+    """
+    Raises:
+        ConfigError: there are no settings, or they cannot be honoured.
+    """
+    where = arguments.config
+    if where is None:
+        text = "{}"
+    else:
+        try:
+            text = sys.stdin.read() if where == "-" else Path(where).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the settings cannot be read from {where}: {error}") from None
+    changes: dict[str, object] = {}
+    if arguments.socket is not None:
+        changes["socket"] = arguments.socket
+    if arguments.name is not None:
+        changes["name"] = arguments.name
+    if arguments.capacity is not None:
+        changes["host"] = {"capacity_bytes": arguments.capacity}
+    return read_config_text(text, "standard input" if where == "-" else str(where), changes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kv-server",
+        description="Keep KV chunks in a process of its own, which any number of engines of this user can share.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="the settings; - reads them from standard input")
+    parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB; enough without a file")
+    parser.add_argument("--name", help=f"instead of the file's; by default it listens at {default_socket()}")
+    parser.add_argument("--socket", metavar="PATH", help="where to listen, instead of the place that the name gives")
+    parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
+    parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, ends")
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--version", action="version", version=f"kv-server {PACKAGE}")
+    return parser
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel send SIGTERM when the thread that started us ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,86 @@
+"""A server's settings, where its socket is, and how both are read from a file or a caller's mapping."""
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from kv_core.errors import ConfigError
+
+from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.options import read_options
+
+_MAX_PATH_NBYTES: Final = 107
+"""What the kernel takes for a socket's path."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server: a host pool and the tiers below it for each format of chunks that clients register."""
+
+    host: HostConfig
+    """Each format's pool may become as large as `capacity_bytes`; memory is taken as it is used."""
+    tiers: list[dict[str, object]] = []
+    cold: ColdConfig = ColdConfig()
+    socket: str = ""
+    """Where it listens; empty: a file `NAME.sock` in a directory of the user's own."""
+    name: str = "default"
+    """Tells servers of one user apart."""
+    max_formats: int = 4
+    """How many formats are served at once. The machine must be able to hold so many pools."""
+    max_sessions: int = 128
+    """How many clients are served at once."""
+
+    def socket_path(self) -> Path:
+        return Path(self.socket) if self.socket else default_socket(self.name)
+
+
+def default_socket(name: str = "default") -> Path:
+    """Where a server of this name is looked for if nothing else is said."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    parent = Path(runtime) if Path(runtime).is_dir() else Path(tempfile.gettempdir())
+    return parent / f"kv-tiers-{os.geteuid()}" / f"{name}.sock"
+
+
+def read_config(options: Mapping[str, object]) -> ServerConfig:
+    """The settings that a mapping says, as it comes from a file. Bytes may be spelled as in "4GiB".
+
+    Raises:
+        ConfigError: an unknown option, or a value of the wrong type or out of range.
+    """
+    given = dict(options)
+    for name, settings in (("host", HostConfig), ("cold", ColdConfig)):
+        part = given.get(name)
+        if isinstance(part, Mapping):
+            given[name] = msgspec.to_builtins(read_options(settings, part, name))
+    config = read_options(ServerConfig, given, "server")
+    if config.max_formats < 1 or config.max_sessions < 1:
+        raise ConfigError("server: max_formats and max_sessions are at least 1")
+    if config.host.name:
+        raise ConfigError(f"host: a pool that a server shares has no name; leave out name: {config.host.name}")
+    if "/" in config.name or not config.name or config.name.startswith("."):
+        raise ConfigError(f"server: name is {config.name!r}; write a plain word")
+    if len(os.fsencode(config.socket_path())) > _MAX_PATH_NBYTES:
+        raise ConfigError(
+            f"server: {config.socket_path()} is longer than the {_MAX_PATH_NBYTES} bytes that a socket's path may have"
+        )
+    return config
+
+
+def read_config_text(text: str, where: str, changes: Mapping[str, Any] | None = None) -> ServerConfig:
+    """As `read_config`, from JSON (what begins with a brace) or TOML. where: the file, for the errors.
+
+    changes: what a command line says instead; a mapping is merged with the file's.
+    """
+    try:
+        options = msgspec.json.decode(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{where} is neither JSON nor TOML: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where} holds no settings")
+    for name, value in (changes or {}).items():
+        before = options.get(name)
+        options[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return read_config(options)

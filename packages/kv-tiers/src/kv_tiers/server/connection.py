@@ -1,0 +1,181 @@
+"""One socket to a server: it connects, is greeted, and asks. Whoever holds it decides what a failure means.
+
+A connection that has failed in any way is of no more use: an answer that comes late would be taken for the next one's.
+"""
+
+import os
+import socket
+import struct
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError, InputError, TierDown
+
+from kv_tiers.server import wire
+
+_READ_NBYTES: Final = 1 << 16
+_PEER: Final = struct.Struct("3i")
+PACKAGE: Final = version("kv-tiers")
+
+
+class Connection:
+    """Not safe to use from several threads at once."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        """Connect, which a socket of this machine does at once or not at all, and say hello.
+
+        timeout_s: how long anything may take; 0 waits for nothing.
+
+        Raises:
+            TierDown: nobody listens there.
+            ConfigError: whoever listens is another user.
+        """
+        self.timeout_s = timeout_s
+        self._frames = wire.Frames(wire.MAX_ANSWER_NBYTES)
+        self._descriptors: list[int] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.setblocking(False)
+            try:
+                self._socket.connect(os.fspath(path))
+            except OSError as error:
+                raise TierDown(f"no server answers at {path}: {error.strerror}") from None
+            _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if uid != os.geteuid():
+                raise ConfigError(f"the server at {path} is of user {uid}, not ours; join one of your own")
+            self.send(wire.Hello(PACKAGE))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, request: wire.Request) -> None:
+        """
+        Raises:
+            TierDown: the server did not take it in time.
+        """
+        try:
+            self._socket.settimeout(self.timeout_s)
+            self._socket.sendall(wire.frame(request))
+        except OSError as error:
+            # It may have said why before it hung up.
+            said = self.receive(0)
+            why = said.text if isinstance(said, wire.Failed) else error
+            raise TierDown(f"the server takes no requests: {why}") from None
+
+    def receive(self, timeout_s: float) -> wire.Answer | None:
+        """The next answer; None: it is not here in time. 0 does not wait.
+
+        Raises:
+            TierDown: there will be none.
+        """
+        until = time.monotonic() + timeout_s
+        try:
+            self._socket.settimeout(timeout_s)
+            while (body := self._frames.next()) is None:
+                data = self._read()
+                if not data:
+                    raise TierDown("the server has closed the connection")
+                self._frames.feed(data)
+                if time.monotonic() > until and timeout_s:
+                    return None
+            return wire.read_answer(body)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except (OSError, InputError) as error:
+            raise TierDown(f"no answer from the server: {error}") from None
+
+    def ask(self, request: wire.Request) -> wire.Answer:
+        """
+        Raises:
+            TierDown: there was no answer in time; the connection is of no more use.
+        """
+        self.send(request)
+        answer = self.receive(self.timeout_s)
+        if answer is None:
+            raise TierDown(f"the server did not answer within {self.timeout_s} s")
+        return answer
+
+    def take_descriptor(self) -> int:
+        """The pool's, which came with `Pool`. The caller closes it.
+
+        Raises:
+            TierDown: none came.
+        """
+        if not self._descriptors:
+            raise TierDown("the server sent no pool")
+        return self._descriptors.pop()
+
+    def drop_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def close(self) -> None:
+        self.drop_descriptors()
+        self._socket.close()
+
+    def _read(self) -> bytes:
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_NBYTES, 2)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._descriptors += descriptors
+        return data
+
+
+class Opening:
+    """A connection being greeted and registered, which can be looked at without waiting for it."""
+
+    def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
+        """
+        Raises:
+            TierDown, ConfigError: as of `Connection`.
+        """
+        self.connection = Connection(path, timeout_s)
+        self.register = register
+        try:
+            self.connection.send(register)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def finish(self, timeout_s: float) -> wire.Pool | None:
+        """The pool, once the server has answered; None: not yet.
+
+        Raises:
+            TierDown: it will not answer.
+            ConfigError: it refuses, and says why.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            match self.connection.receive(max(0.0, until - time.monotonic())):
+                case None:
+                    return None
+                case wire.Welcome():
+                    pass
+                case wire.Pool() as pool:
+                    return pool
+                case wire.Failed(_, text):
+                    raise ConfigError(f"the cache server refuses us: {text}")
+                case other:
+                    raise TierDown(f"the server answers a greeting with {type(other).__name__}")
+
+
+def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> wire.Answer:
+    """One question about a server (`Ping`, `Status`, `Registered`) from somebody who has no cache there.
+
+    Raises:
+        TierDown: it cannot be reached, or does not answer in time.
+        ConfigError: it refuses, or is of another user.
+    """
+    connection = Connection(path, timeout_s)
+    try:
+        for _ in range(2):
+            connection_answer = connection.receive(timeout_s)
+            if isinstance(connection_answer, wire.Welcome):
+                return connection.ask(request)
+            if isinstance(connection_answer, wire.Failed):
+                raise ConfigError(f"the cache server refuses us: {connection_answer.text}")
+        raise TierDown(f"the server at {path} does not answer")
+    finally:
+        connection.close()

@@ -1,0 +1,95 @@
+"""A private server: a child of this process that ends when this process does, however it ends."""
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from kv_core.errors import ConfigError
+
+READY_S: Final = 30.0
+"""How long a server may take to serve. It takes less than one."""
+_STOP_S: Final = 15.0
+
+
+class ServerProcess:
+    """A running server. `stop` it, or let it end with this process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None) -> None:
+        self.socket = socket
+        self.pid = process.pid
+        self._process = process
+        self._lifeline = lifeline
+        self._home = home
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """Have it store below what is to be stored there, and end. It is killed if that takes longer than allowed."""
+        if self._lifeline < 0:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._lifeline)
+        self._lifeline = -1
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._home is not None:
+            for name in (self.socket, Path(f"{self.socket}.lock")):
+                name.unlink(missing_ok=True)
+            self._home.rmdir()
+
+
+def launch(config: Mapping[str, object], *, socket: Path | None = None, ready_s: float = READY_S) -> ServerProcess:
+    """Start a server of these settings (as in its file) and wait until it serves.
+
+    It stops when this process ends, as the pipe that it watches closes then; and, if this is called on the main thread,
+    by the kernel's signal too (which is tied to the thread, so other threads must do without it).
+
+    socket: where it listens; None: in a directory made for it alone, which `stop` removes.
+
+    Raises:
+        ConfigError: it did not come to serve; the text is what it said.
+    """
+    home = None
+    if socket is None:
+        home = Path(tempfile.mkdtemp(prefix="kv-tiers-"))
+        socket = home / "kv.sock"
+    watched, lifeline = os.pipe()
+    command = [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--socket", str(socket)]
+    command += ["--lifeline", str(watched)]
+    if threading.current_thread() is threading.main_thread():
+        command += ["--parent", str(os.getpid())]
+    try:
+        process = subprocess.Popen(  # noqa: S603  # ourselves
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watched,), text=True
+        )
+    finally:
+        os.close(watched)
+    made = ServerProcess(process, socket, lifeline, home)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin:
+            process.stdin.write(msgspec.json.encode(dict(config)).decode())
+        if not select.select([process.stdout], [], [], ready_s)[0]:
+            raise ConfigError(f"the cache server was not ready within {ready_s} s")
+        said = process.stdout.readline()
+        if not said.startswith("READY"):
+            raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
+    except BaseException as error:
+        made.stop()
+        if isinstance(error, BrokenPipeError):
+            raise ConfigError("the cache server ended while it started; its error output says why") from None
+        raise
+    return made

@@ -1,0 +1,252 @@
+"""What one client holds, so that all of it can be given back when the client goes, however it goes.
+
+Holders are known to the cache by the session's number and their name, and leases to the session that opened them, so no
+client can touch what is another's. When the connection closes, promises and read leases end at once: a client that
+still reads learns from `release` that its bytes may have moved. Chunks half written are another matter. A client that
+was killed cannot write any more, and its slots are free as soon as its process is gone. One that only lost its
+connection may be in the middle of a copy, so its write leases stay until it says so or ends: see `CacheServer`.
+
+Everything is bounded. What a session holds is counted in keys and forgotten by the same clock as the leases
+themselves; beyond the bound a lookup is refused, a store gets no room and a load fails, which costs a miss.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.errors import MisuseError
+from kv_core.lookup import Ended
+from kv_core.service import Holder, LeaseId, LoadReady, ReadLease, Ticket, WriteLease
+
+from kv_tiers.local import LocalCache
+from kv_tiers.server import wire
+
+MAX_KEYS_HELD: Final = 1 << 20
+"""In all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
+MAX_WRITES: Final = 1 << 13
+MAX_TIMED: Final = 1 << 16
+MAX_HOLDERS: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A promise or a read lease of so many keys, void at `deadline_s` if not before."""
+
+    keys: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWrite:
+    """A write lease for a chain of so many keys."""
+
+    holder: Holder
+    keys: int
+
+
+class Session:
+    """One registered client's. Used by the server's thread only."""
+
+    def __init__(
+        self,
+        number: int,
+        cache: LocalCache,
+        *,
+        lease_s: float,
+        clock: Clock,
+        is_open_elsewhere: Callable[[int], bool],
+    ) -> None:
+        """is_open_elsewhere: whether a lease of this number is open in another session of the same cache."""
+        self.cache = cache
+        self.writes: dict[int, OpenWrite] = {}
+        self._prefix = f"{number}/"
+        self._writer = f"{number}w"
+        self._lease_s = lease_s
+        self._clock = clock
+        self._is_open_elsewhere = is_open_elsewhere
+        self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
+        self._tickets: dict[Holder, dict[Ticket, int]] = {}  # loads not polled yet, and their keys
+        self._holders: OrderedDict[Holder, None] = OrderedDict()
+        self._keys_held = 0
+
+    def reads(self, lease: int) -> bool:
+        return lease in self._timed
+
+    def answer(self, verb: wire.Verb) -> wire.Answer:
+        """
+        Raises:
+            InputError: the keys are none.
+            MisuseError: the call breaks the service's contract.
+        """
+        match verb:
+            case wire.Lookup():
+                return self._lookup(verb)
+            case wire.Renew(holder):
+                return self._renew(holder)
+            case wire.BeginLoad():
+                return self._begin_load(verb)
+            case wire.BeginStore():
+                return self._begin_store(verb)
+            case wire.Commit(lease):
+                self._commit(lease)
+            case wire.Release(lease, is_write):
+                return wire.Truth(self._give_up(lease) if is_write else self._release(lease))
+            case wire.Forget(keys):
+                self.cache.forget(keys.unpack())
+            case wire.End(holder):
+                self._end(holder)
+            case wire.Poll(holder):
+                return self._poll(holder)
+            case wire.Clear():
+                self.cache.clear()
+            case wire.Counts():
+                return wire.Counted(self.cache.counts())
+        return wire.Done()
+
+    def end_reads(self) -> None:
+        """Give back everything but the write leases, which are the caller's to end."""
+        for holder in self._holders:
+            self.cache.end(self._prefix + holder)
+        self._holders.clear()
+        self._timed.clear()
+        self._tickets.clear()
+        self._keys_held = sum(write.keys for write in self.writes.values())
+
+    def adopt(self, writes: dict[int, OpenWrite]) -> None:
+        """Take over the write leases of this client's session before."""
+        self.writes.update(writes)
+        self._keys_held += sum(write.keys for write in writes.values())
+
+    def _lookup(self, verb: wire.Lookup) -> wire.Planned:
+        keys = verb.keys.unpack()
+        if not self._has_room(len(keys)):
+            self._end_promise(verb.holder)
+            return wire.Planned(0, Ended.REFUSED.name, ())
+        plan = self.cache.lookup(
+            keys, self._prefix + verb.holder, keys_per_chunk=verb.keys_per_chunk, patient=verb.patient
+        )
+        self._forget_timed(verb.holder)
+        if plan.chunks:
+            self._remember_timed(verb.holder, plan.chunks * verb.keys_per_chunk)
+        if plan.chunks or verb.patient:
+            self._meet(verb.holder)
+        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers)
+
+    def _renew(self, holder: Holder) -> wire.Truth:
+        is_renewed = self.cache.renew(self._prefix + holder)
+        timed = self._timed.get(holder)
+        if is_renewed and timed is not None:
+            timed.deadline_s = self._clock.now_s() + self._lease_s
+            self._timed.move_to_end(holder)
+        return wire.Truth(is_renewed)
+
+    def _begin_load(self, verb: wire.BeginLoad) -> wire.Ticketed:
+        keys = verb.keys.unpack()
+        if not self._has_room(len(keys)):
+            return wire.Ticketed(0)
+        ticket = self.cache.begin_load(keys, self._prefix + verb.holder)
+        self._tickets.setdefault(verb.holder, {})[ticket] = len(keys)
+        self._keys_held += len(keys)
+        self._meet(verb.holder)
+        return wire.Ticketed(ticket)
+
+    def _poll(self, holder: Holder) -> wire.Polled:
+        tickets = self._tickets.pop(holder, {})
+        done: list[wire.Ready | wire.Missed] = []
+        for completion in self.cache.poll(self._prefix + holder):
+            keys = tickets.pop(completion.ticket)
+            self._keys_held -= keys
+            if isinstance(completion, LoadReady):
+                lease = completion.lease
+                self._remember_timed(lease.id, keys)
+                slots = [extent.offset // self.cache.pool.slot_bytes for extent in lease.extents]
+                done.append(wire.Ready(completion.ticket, lease.id, slots))
+            else:
+                done.append(wire.Missed(completion.ticket, wire.pack_keys(completion.missing), completion.reason))
+        if tickets:
+            self._tickets[holder] = tickets
+        return wire.Polled(done)
+
+    def _begin_store(self, verb: wire.BeginStore) -> wire.Leased:
+        keys = verb.keys.unpack()
+        if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
+            return wire.Leased(0, [], [], "this session holds as much as one may")
+        lease = self.cache.begin_store(keys, self._writer)
+        self.writes[lease.id] = OpenWrite(verb.holder, len(keys))
+        self._keys_held += len(keys)
+        places: list[int] = []
+        for key in lease.keys:  # in the order asked for
+            places.append(keys.index(key, places[-1] if places else 0))
+        slots = [extent.offset // self.cache.pool.slot_bytes for extent in lease.extents]
+        return wire.Leased(lease.id, places, slots, lease.refused)
+
+    def _commit(self, lease: int) -> None:
+        self._strike_write(lease, must=True)
+        self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
+
+    def _give_up(self, lease: int) -> bool:
+        return self._strike_write(lease) and self.cache.release(WriteLease(LeaseId(lease), (), (), ""))
+
+    def _release(self, lease: int) -> bool:
+        if lease not in self._timed:
+            self._check_not_anothers(lease)
+            return False
+        self._forget_timed(lease)
+        return self.cache.release(ReadLease(LeaseId(lease), (), ()))
+
+    def _end(self, holder: Holder) -> None:
+        self._holders.pop(holder, None)
+        self._end_reads_of(holder)
+        for lease in [lease for lease, write in self.writes.items() if write.holder == holder]:
+            self._give_up(lease)
+
+    def _strike_write(self, lease: int, *, must: bool = False) -> bool:
+        write = self.writes.pop(lease, None)
+        if write is None:
+            self._check_not_anothers(lease)
+            if must:
+                raise MisuseError(f"write lease {lease} is not open in this session")
+            return False
+        self._keys_held -= write.keys
+        return True
+
+    def _check_not_anothers(self, lease: int) -> None:
+        if self._is_open_elsewhere(lease):
+            raise MisuseError(f"lease {lease} belongs to another session")
+
+    def _end_promise(self, holder: Holder) -> None:
+        self._forget_timed(holder)
+        self.cache.lookup([], self._prefix + holder)
+
+    def _meet(self, holder: Holder) -> None:
+        self._holders[holder] = None
+        self._holders.move_to_end(holder)
+        if len(self._holders) > MAX_HOLDERS:
+            oldest, _ = self._holders.popitem(last=False)
+            self._end_reads_of(oldest)
+
+    def _end_reads_of(self, holder: Holder) -> None:
+        """Its read leases stay in the books until their time is over; the cache knows them no more."""
+        self.cache.end(self._prefix + holder)
+        self._forget_timed(holder)
+        self._keys_held -= sum(self._tickets.pop(holder, {}).values())
+
+    def _has_room(self, keys: int) -> bool:
+        now_s = self._clock.now_s()
+        while self._timed:
+            key, oldest = next(iter(self._timed.items()))
+            if oldest.deadline_s > now_s:
+                break
+            self._forget_timed(key)
+        return self._keys_held + keys <= MAX_KEYS_HELD and len(self._timed) < MAX_TIMED
+
+    def _remember_timed(self, what: Holder | int, keys: int) -> None:
+        self._timed[what] = _Timed(keys, self._clock.now_s() + self._lease_s)
+        self._keys_held += keys
+
+    def _forget_timed(self, what: Holder | int) -> None:
+        timed = self._timed.pop(what, None)
+        if timed is not None:
+            self._keys_held -= timed.keys

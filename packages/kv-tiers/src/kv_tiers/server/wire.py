@@ -1,0 +1,383 @@
+"""What crosses the socket: one message for each verb of `CacheService` and its answer, and a few about the session.
+
+A frame is a header of five bytes (length of what follows as u32, little-endian; protocol version as u8) and one
+MessagePack array whose first element names the message. The header is the same in every version, so that either side
+can tell the other which one it speaks. Lengths are checked before anything is set aside for them, and every field
+against its type and bounds before anything is done with it. `docs/formats/wire.md` says it for other languages.
+
+Chunks never cross: their places do, as slot numbers of the pool whose descriptor came with `Pool`. Keys cross as one
+run of bytes, which is much cheaper to read than an array of them.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import msgspec
+from kv_core.errors import InputError, MisuseError
+from kv_core.keys import KEY_VERSION, ChunkKey
+from kv_core.service import CacheCounts
+
+VERSION: Final = 1
+"""Of the protocol. Both sides must speak the same; the package's version may differ."""
+
+HEADER: Final = struct.Struct("<IB")
+MAX_KEYS: Final = 1 << 16
+"""Keys in one message: 16 million tokens in chunks of 256."""
+MAX_REQUEST_NBYTES: Final = 4 << 20
+MAX_ANSWER_NBYTES: Final = 64 << 20
+_KEY_NBYTES: Final = (39, 55)
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Of a fixed number of elements, all of them given."""
+
+
+class Keys(_Message):
+    """Keys of one length, one after another."""
+
+    key_nbytes: Annotated[int, msgspec.Meta(ge=0, le=max(_KEY_NBYTES))] = 0
+    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(_KEY_NBYTES))] = b""
+
+    def unpack(self) -> list[ChunkKey]:
+        """
+        Raises:
+            InputError: no keys of this release.
+        """
+        nbytes, joined = self.key_nbytes, self.joined
+        if not joined:
+            return []
+        if nbytes not in _KEY_NBYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
+            raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
+        if set(joined[::nbytes]) != {KEY_VERSION}:
+            raise InputError(f"a chunk key of another version than {KEY_VERSION}")
+        return [ChunkKey(joined[at : at + nbytes]) for at in range(0, len(joined), nbytes)]
+
+
+def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
+    """
+    Raises:
+        MisuseError: not all of one length. The keys of one prompt are, as one scheme made them.
+    """
+    if not keys:
+        return Keys()
+    nbytes, joined = len(keys[0]), b"".join(keys)
+    if nbytes * len(keys) != len(joined) or set(map(len, keys)) != {nbytes}:
+        raise MisuseError("the keys of one call have digests of one length")
+    return Keys(nbytes, joined)
+
+
+# Requests: about the session.
+
+
+class Hello(_Message, tag="hello"):
+    """The first message. package: the client's version, for the log."""
+
+    package: Name
+
+
+class Register(_Message, tag="register"):
+    """What this session's chunks are. Answered by `Pool`, with the pool's descriptor beside it.
+
+    engine, shards, facts: what other processes of the same engine may ask for (`Registered`); facts are opaque here.
+    resume: the token of this client's session before, if there was one; writes: the write leases of it that the client
+        still has. The server gives back all others of that session.
+    forgotten, is_cleared: what was forgotten while the server was away. Done before this session's first lookup.
+    """
+
+    engine: Name
+    chunk_nbytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
+    fingerprint: Text
+    shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
+    facts: Facts
+    resume: Annotated[bytes, msgspec.Meta(max_length=16)]
+    writes: list[Number]
+    forgotten: Keys
+    is_cleared: bool
+
+
+class Unregister(_Message, tag="unregister"):
+    """Everything of this session is given back: the client holds nothing, and writes nothing any more."""
+
+
+class Registered(_Message, tag="registered"):
+    """Which sessions an engine has registered."""
+
+    engine: Name
+
+
+class Ping(_Message, tag="ping"):
+    pass
+
+
+class Status(_Message, tag="status"):
+    pass
+
+
+# Requests: the verbs of `CacheService`, with its words.
+
+
+class Lookup(_Message, tag="lookup"):
+    keys: Keys
+    holder: Name
+    keys_per_chunk: Annotated[int, msgspec.Meta(gt=0, le=MAX_KEYS)]
+    patient: bool
+
+
+class Renew(_Message, tag="renew"):
+    holder: Name
+
+
+class BeginLoad(_Message, tag="begin_load"):
+    keys: Keys
+    holder: Name
+
+
+class BeginStore(_Message, tag="begin_store"):
+    keys: Keys
+    holder: Name
+
+
+class Commit(_Message, tag="commit"):
+    lease: Number
+
+
+class Release(_Message, tag="release"):
+    lease: Number
+    is_write: bool
+
+
+class Forget(_Message, tag="forget"):
+    keys: Keys
+
+
+class End(_Message, tag="end"):
+    holder: Name
+
+
+class Poll(_Message, tag="poll"):
+    holder: Name
+
+
+class Clear(_Message, tag="clear"):
+    pass
+
+
+class Counts(_Message, tag="counts"):
+    pass
+
+
+Verb = Lookup | Renew | BeginLoad | BeginStore | Commit | Release | Forget | End | Poll | Clear | Counts
+Request = Hello | Register | Unregister | Registered | Ping | Status | Verb
+
+# Answers.
+
+
+FailedKind = Literal["misuse", "refused", "malformed", "fault"]
+
+
+class Failed(_Message, tag="failed"):
+    """misuse: a bug of the client; the session goes on. Everything else ends it."""
+
+    kind: FailedKind
+    text: str
+
+
+class Welcome(_Message, tag="welcome"):
+    package: Name
+    pid: int
+
+
+class Pool(_Message, tag="pool"):
+    """name: of this pool and of no other, ever. token: to resume this session. writes: those that were resumed."""
+
+    name: str
+    chunk_nbytes: int
+    slots: int
+    token: bytes
+    writes: list[int]
+
+
+class Done(_Message, tag="done"):
+    """Also the answer to a ping."""
+
+
+class Truth(_Message, tag="truth"):
+    value: bool
+
+
+class Planned(_Message, tag="planned"):
+    """ended: the name of an `Ended`."""
+
+    chunks: int
+    ended: str
+    tiers: tuple[str, ...]
+
+
+class Ticketed(_Message, tag="ticketed"):
+    """0: this session holds so much that the load was not begun."""
+
+    ticket: int
+
+
+class Leased(_Message, tag="leased"):
+    """A write lease. places: which of the keys asked for. lease 0: there is none, for the reason given."""
+
+    lease: int
+    places: list[int]
+    slots: list[int]
+    refused: str
+
+
+class Ready(_Message, tag="ready"):
+    ticket: int
+    lease: int
+    slots: list[int]
+
+
+class Missed(_Message, tag="missed"):
+    ticket: int
+    missing: Keys
+    reason: str
+
+
+class Polled(_Message, tag="polled"):
+    done: list[Ready | Missed]
+
+
+class Counted(_Message, tag="counted"):
+    counts: CacheCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One session. pid: 0 if its process is not in sight, as in another container."""
+
+    session: int
+    pid: int
+    engine: str
+    chunk_nbytes: int
+    fingerprint: str
+    shards: int
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """health: the name of a `Health`, and why. waiting, under_way: chunks on their way there."""
+
+    name: str
+    health: str
+    why: str
+    chunks: int | None
+    used_bytes: int | None
+    capacity_bytes: int | None
+    waiting: int
+    under_way: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """One format's cache. sessions: of clients that use it now."""
+
+    chunk_nbytes: int
+    fingerprint: str
+    pool: str
+    sessions: int
+    counts: CacheCounts
+    tiers: list[TierReport]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The server at this moment. orphans: sessions that ended while their process lived and might still write."""
+
+    pid: int
+    package: str
+    sessions: list[Registration]
+    orphans: int
+    caches: list[CacheReport]
+
+
+class Registrations(_Message, tag="registrations"):
+    sessions: list[Registration]
+
+
+class Stated(_Message, tag="stated"):
+    report: Report
+
+
+Answer = (
+    Failed | Welcome | Pool | Done | Truth | Planned | Ticketed | Leased | Polled | Counted | Registrations | Stated
+)
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Request | Answer) -> bytes:
+    """The message as it crosses the socket."""
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body), VERSION) + body
+
+
+def read_request(body: bytes) -> Request:
+    """
+    Raises:
+        InputError: anything but one of the requests, within its bounds.
+    """
+    try:
+        request: Request = _REQUESTS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not a request: {error}") from None
+    return request
+
+
+def read_answer(body: bytes) -> Answer:
+    """
+    Raises:
+        InputError: anything but one of the answers.
+    """
+    try:
+        answer: Answer = _ANSWERS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not an answer: {error}") from None
+    return answer
+
+
+class Frames:
+    """Bytes in as they arrive, whole messages out. Holds one frame of `max_nbytes` at most, and what was read last."""
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._arrived = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._arrived += data
+
+    def next(self) -> bytes | None:
+        """The next message's body; None: not all of it is here.
+
+        Raises:
+            InputError: another version of the protocol, or longer than is allowed.
+        """
+        if len(self._arrived) < HEADER.size:
+            return None
+        nbytes, version = HEADER.unpack_from(self._arrived)
+        if version != VERSION:
+            raise InputError(f"this side speaks version {VERSION} of the protocol, the other {version}")
+        if nbytes > self._max_nbytes:
+            raise InputError(f"a message of {nbytes} bytes; at most {self._max_nbytes} are allowed")
+        end = HEADER.size + nbytes
+        if len(self._arrived) < end:
+            return None
+        body = bytes(memoryview(self._arrived)[HEADER.size : end])
+        del self._arrived[:end]
+        return body
