@@ -33,7 +33,7 @@ The settings are a file of TOML or JSON:
 
   [[tiers]]                   # below the pool, hottest first; as many as you like
   type = "disk"
-  directory = "/var/cache/kv"
+  path = "/var/cache/kv"
   capacity_bytes = "100GiB"
 
   [cold]

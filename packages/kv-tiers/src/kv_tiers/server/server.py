@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 MAX_QUEUED_FRAMES: Final = 64
 """Answers that a client has not read; one that follows the protocol has at most two."""
 FRAMES_A_TURN: Final = 16
+ACCEPTED_A_TURN: Final = 16
 _READ_NBYTES: Final = 1 << 18
 _PEER: Final = struct.Struct("3i")
 _ORPHANS_LOOK_S: Final = 1.0
@@ -165,11 +166,17 @@ class CacheServer:
     # Connections.
 
     def _accept(self) -> None:
-        try:
-            accepted, _ = self._address.listener.accept()
-        except OSError as error:
-            _log.warning("a client could not be accepted: %s", error)
-            return
+        for _ in range(ACCEPTED_A_TURN):
+            try:
+                accepted, _ = self._address.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.warning("a client could not be accepted: %s", error)
+                return
+            self._greet(accepted)
+
+    def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         self._last_number += 1
