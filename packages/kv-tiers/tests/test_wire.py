@@ -1,0 +1,184 @@
+"""Messages: what was said is what is heard, however it is cut up, and nothing else is taken for a message."""
+
+import contextlib
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import InputError, MisuseError
+from kv_core.keys import ChunkKey
+from kv_core.service import CacheCounts
+from kv_core.testing import chunk_keys, key_chain
+from kv_tiers.server import wire
+
+COUNTS = CacheCounts(*range(18))
+KEYS = wire.pack_keys(key_chain(3))
+REQUESTS: list[wire.Request] = [
+    wire.Hello("0.1.0"),
+    wire.Register("engine", 4096, "fingerprint", 2, {"space": "model"}, b"t" * 16, [1, 2], KEYS, True),
+    wire.Unregister(),
+    wire.Registered("engine"),
+    wire.Ping(),
+    wire.Status(),
+    wire.Lookup(KEYS, "holder", 2, True),
+    wire.Renew("holder"),
+    wire.BeginLoad(KEYS, "holder"),
+    wire.BeginStore(KEYS, "holder"),
+    wire.Commit(7),
+    wire.Release(7, True),
+    wire.Forget(KEYS),
+    wire.End("holder"),
+    wire.Poll("holder"),
+    wire.Clear(),
+    wire.Counts(),
+]
+REPORT = wire.Report(
+    pid=1,
+    package="0.1.0",
+    sessions=[wire.Registration(1, 2, "engine", 4096, "f", 1, {"a": "b"})],
+    orphans=0,
+    caches=[wire.CacheReport(4096, "f", "pool", 1, COUNTS, [wire.TierReport("disk", "UP", "", None, 1, 2, 3, 4)])],
+)
+ANSWERS: list[wire.Answer] = [
+    wire.Failed("misuse", "why"),
+    wire.Welcome("0.1.0", 1),
+    wire.Pool("pool", 4096, 8, b"t" * 16, [1]),
+    wire.Done(),
+    wire.Truth(True),
+    wire.Planned(1, "ABSENT", ("host",)),
+    wire.Ticketed(3),
+    wire.Leased(3, [0, 2], [5, 6], "no room"),
+    wire.Polled([wire.Ready(1, 2, [3, 4]), wire.Missed(5, KEYS, "gone")]),
+    wire.Counted(COUNTS),
+    wire.Registrations(REPORT.sessions),
+    wire.Stated(REPORT),
+]
+
+
+def body_of(message: wire.Request | wire.Answer) -> bytes:
+    return wire.frame(message)[wire.HEADER.size :]
+
+
+def test_every_message_is_heard_as_it_was_said() -> None:
+    assert {type(request) for request in REQUESTS} == set(wire.Request.__args__)  # type: ignore[attr-defined]
+    assert {type(answer) for answer in ANSWERS} == set(wire.Answer.__args__)  # type: ignore[attr-defined]
+    for request in REQUESTS:
+        assert wire.read_request(body_of(request)) == request
+    for answer in ANSWERS:
+        assert wire.read_answer(body_of(answer)) == answer
+
+
+@given(st.lists(st.sampled_from(REQUESTS), max_size=8), st.lists(st.integers(1, 300), max_size=30))
+def test_messages_may_arrive_in_any_pieces(requests: list[wire.Request], cuts: list[int]) -> None:
+    sent, heard = b"".join(map(wire.frame, requests)), []
+    frames = wire.Frames(wire.MAX_REQUEST_NBYTES)
+    for cut in [*cuts, len(sent)]:
+        frames.feed(sent[:cut])
+        sent = sent[cut:]
+        while (body := frames.next()) is not None:
+            heard.append(wire.read_request(body))
+    assert heard == requests
+
+
+@pytest.mark.parametrize("length", [16, 32])
+def test_keys_are_one_run_of_bytes(length: int) -> None:
+    keys = [ChunkKey(key[:23] + key.digest[:length]) for key in key_chain(5)]
+    packed = wire.pack_keys(keys)
+    assert (packed.key_nbytes, packed.joined) == (23 + length, b"".join(keys))
+    assert packed.unpack() == keys
+    assert all(type(key) is ChunkKey for key in packed.unpack())
+    assert wire.pack_keys([]).unpack() == []
+
+
+@given(st.lists(chunk_keys(), max_size=6))
+def test_keys_of_different_lengths_are_a_bug_of_the_caller(keys: list[ChunkKey]) -> None:
+    if len(set(map(len, keys))) <= 1:
+        assert wire.pack_keys(keys).unpack() == keys
+    else:
+        with pytest.raises(MisuseError):
+            wire.pack_keys(keys)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        wire.Keys(0, b"x"),
+        wire.Keys(39, b"\x01" * 38),
+        wire.Keys(40, b"\x01" * 40),
+        wire.Keys(39, b"\x02" * 39),
+        wire.Keys(39, b"\x01" * 39 + b"\x02" * 39),
+        wire.Keys(39, b"\x01" * 39 * (wire.MAX_KEYS + 1)),
+    ],
+)
+def test_what_are_no_keys_is_refused(wrong: wire.Keys) -> None:
+    with pytest.raises(InputError):
+        wrong.unpack()
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(REQUESTS), st.data())
+def test_a_bent_request_is_refused_or_is_another_one(request: wire.Request, data: st.DataObject) -> None:
+    body = bytearray(body_of(request))
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(InputError):
+        assert type(wire.read_request(bytes(body))) in {type(known) for known in REQUESTS}
+
+
+@given(st.sampled_from(REQUESTS), st.integers(0, 200))
+def test_a_cut_request_is_refused(request: wire.Request, cut: int) -> None:
+    body = body_of(request)
+    if cut < len(body):
+        with pytest.raises(InputError):
+            wire.read_request(body[:cut])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["ping", 1],
+        ["pong"],
+        ["renew", "h" * 257],
+        ["renew"],
+        ["renew", 5],
+        ["commit", -1],
+        ["commit", 1 << 40],
+        ["lookup", [55, b""], "h", 0, False],
+        ["lookup", [56, b""], "h", 1, False],
+        ["lookup", [55, "text"], "h", 1, False],
+        ["register", "e", 0, "f", 1, {}, b"", [], [0, b""], False],
+        ["register", "e", 1, "f", 0, {}, b"", [], [0, b""], False],
+        ["register", "e", 1, "f", 1, {str(n): "" for n in range(17)}, b"", [], [0, b""], False],
+        ["register", "e", 1, "f", 1, {"a": "b" * 4097}, b"", [], [0, b""], False],
+        ["register", "e", 1, "f", 1, {}, b"t" * 17, [], [0, b""], False],
+        ["welcome", "0.1.0", 1],
+        {"ping": 1},
+        [],
+        7,
+    ],
+)
+def test_every_field_has_its_bounds(wrong: object) -> None:
+    with pytest.raises(InputError):
+        wire.read_request(msgspec.msgpack.encode(wrong))
+    with pytest.raises(InputError):
+        wire.read_answer(b"\xc1")
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(InputError):
+        wire.read_request(b"\x91" * 100_000)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 255))
+def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) -> None:
+    frames = wire.Frames(1000)
+    frames.feed(struct.pack("<IB", nbytes, version))
+    if version == wire.VERSION and 0 < nbytes <= 1000:
+        assert frames.next() is None
+    elif version == wire.VERSION and nbytes == 0:
+        assert frames.next() == b""
+    else:
+        with pytest.raises(InputError, match="version" if version != wire.VERSION else "at most"):
+            frames.next()
