@@ -58,9 +58,9 @@ def test_a_backend_without_an_update_to_prove_with_is_refused() -> None:
     assert "no cache update of its own" in refused.reason
 
 
-def test_more_than_one_rank_is_an_error_at_start_that_says_what_to_write() -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    with pytest.raises(ConfigError, match=r"2 ranks.*--tensor-parallel-size 1"):
+def test_pipeline_stages_are_an_error_at_start_that_says_what_to_write() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"2 pipeline stages.*--pipeline-parallel-size 1"):
         build.check_parallelism(config)
 
 

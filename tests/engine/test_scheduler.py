@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from kv_core.errors import ConfigError, CopyFailed
 from kv_core.service import LoadFailed
+from kv_vllm import connector
 from oracle import BLOCK_TOKENS, Oracle
 from vllm.lora.request import LoRARequest
 
@@ -131,6 +132,25 @@ def test_a_load_that_comes_up_short_is_computed_and_asked_for_once(
     before = loaded(oracle)
     ask(oracle, "c", [*SHARED[:200], 9])
     assert loaded(oracle) == before + 192  # and what was computed instead is held again
+
+
+def test_loads_that_fail_one_after_another_turn_the_cache_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the scheduler sees of a worker in another process that was turned off."""
+    oracle = make()
+
+    def fail(plan: object) -> None:
+        raise CopyFailed("the bus is on fire")
+
+    monkeypatch.setattr(connector, "_MOST_FAILURES", 3)
+    monkeypatch.setattr(oracle.engine.copiers[0], "load", fail)
+    ask(oracle, "stores", SHARED[:200])
+    for number in range(3):
+        assert oracle.engine.off == ""
+        ask(oracle, f"loads {number}", SHARED[:200])
+    assert "the last 3 loads have failed" in oracle.engine.off
+    ask(oracle, "goes on", SHARED[:200])
+    oracle.engine.off = ""  # as it should be at rest; and so it was meant
+    oracle.engine.faults.clear()
 
 
 def test_under_the_default_policy_a_failed_load_ends_in_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

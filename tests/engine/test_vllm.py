@@ -175,16 +175,6 @@ def test_the_engine_core_in_its_own_process(tiny_llama: str, reference: list[Ans
         assert apart.ask_in_turn(PROMPTS)[:4] != reference[:4]
 
 
-def test_a_worker_in_a_third_process_is_refused_aloud_and_served_without_us(
-    tiny_llama: str, reference: list[Answer], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """vLLM's default on CPUs. Until the cache has a server, that engine runs as if we were not there."""
-    with started(tiny_llama, cache=CACHE, own_process=True) as apart:
-        assert apart.ask_in_turn(PROMPTS[:2] * 2) == reference[:2] * 2
-        assert apart.hits == [0] * 4
-    assert ONE_PROCESS in capfd.readouterr().err
-
-
 def test_opaque_blocks_serve_as_well(tiny_llama: str, reference: list[Answer]) -> None:
     with started(tiny_llama, cache=CACHE | {"format": "blocks"}) as opaque:
         assert opaque.ask_in_turn(PROMPTS) == reference

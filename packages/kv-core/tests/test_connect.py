@@ -209,7 +209,10 @@ def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, lef
     assert report.failed == {"b"}
     assert len(service.held) == left
     scheduler.loads_ended(report.finished, report.failed)
+    assert scheduler.counts.loads_failed_in_a_row == 1
     assert scheduler.match(asked, 0) == left * CHUNK
+    scheduler.loads_ended(["another"], [])
+    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 0)
 
 
 def test_closing_the_worker_gives_everything_back() -> None:

@@ -1,8 +1,9 @@
 """Objects out of settings: one engine's cache, its key space, and both halves around it.
 
-Scheduler and worker share one process here (tensor and pipeline parallel size 1), so they share one `LocalCache`, found
-by vLLM's engine id. The worker comes first: only it sees the engine's cache, and only after the canary is it known how
-a chunk's bytes lie and hence what the keys are. vLLM makes the scheduler's connector after that.
+The workers come first: only they see the engine's cache, and only after the canary is it known how a chunk's bytes lie
+and hence what the keys are. vLLM makes the scheduler's connector after that. Where both are in one process they share
+one `LocalCache`, found by vLLM's engine id; where they are apart each worker registers at the engine's server, and the
+scheduler reads there what it must know.
 """
 
 import logging
@@ -16,32 +17,39 @@ from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_cuda import CpuCopier
-from kv_tiers import HostConfig, LocalCache, build_local_cache
+from kv_tiers import HostPool, LocalCache
+from kv_tiers.server.client import RemoteCache
+from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.mapped import MappedPool
 
 from kv_vllm.canary import LayerGroup, Refusal, prove
 from kv_vllm.config import Settings
 from kv_vllm.identity import key_space
 from kv_vllm.layouts import read_groups
+from kv_vllm.place import Format, in_one_process, open_here, open_there, workers_of
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Engine:
-    """One vLLM engine's cache and the halves on it.
+    """What this process has of one vLLM engine: its cache, and the half or halves on it.
 
     off: why nothing is loaded or stored; empty while it works. Both halves look at it before they do anything.
     faults: every reason for which it was ever turned off.
+    server: the private one, in the process that started it.
     """
 
     id: str
     off: str = ""
-    cache: LocalCache | None = None
+    cache: LocalCache | RemoteCache | None = None
+    server: ServerProcess | None = None
     shape: ConnectShape | None = None
     formats: tuple[ChunkFormat, ...] = ()
     copiers: tuple[CpuCopier, ...] = ()
     scheduler: SchedulerHalf | None = None
     worker: WorkerHalf | None = None
+    rank: int = 0
     faults: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
 
@@ -62,7 +70,7 @@ class Engine:
 
     def start_worker(self) -> WorkerHalf:
         assert self.cache is not None and self.shape is not None
-        self.worker = WorkerHalf(self.cache, self.shape, self.copiers, shard=0, name=self.id)
+        self.worker = WorkerHalf(self.cache, self.shape, self.copiers, shard=self.rank, name=self.id)
         self.roles.add("WORKER")
         return self.worker
 
@@ -87,16 +95,16 @@ def engine(engine_id: str) -> Engine:
 
 
 def check_parallelism(vllm_config: Any) -> None:
-    """Refuse what this release cannot share between processes.
+    """Refuse what this release cannot serve.
 
     Raises:
-        ConfigError: the engine has more than one rank.
+        ConfigError: the engine's layers are spread over ranks.
     """
-    ranks = vllm_config.parallel_config.world_size
-    if ranks > 1:
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
         raise ConfigError(
-            f"the engine has {ranks} ranks (tensor × pipeline parallel), and this release of kv-vllm keeps its cache "
-            "inside one process; start with --tensor-parallel-size 1 --pipeline-parallel-size 1, or without it"
+            f"the engine has {stages} pipeline stages, each with layers of its own, and this release of kv-vllm caches "
+            "engines whose ranks have all layers; start with --pipeline-parallel-size 1, or without it"
         )
 
 
@@ -108,7 +116,6 @@ def bind_worker(
     Raises:
         ConfigError: the settings do not fit this engine or this machine.
     """
-    scheme = settings.scheme()
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
     if isinstance(groups, Refusal):
         return bound.refuse(groups.reason)
@@ -124,32 +131,52 @@ def bind_worker(
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
         return bound.refuse("the groups' chunks differ in size, which one pool of equal slots cannot hold")
-    bound.cache = build_local_cache(
-        HostConfig(
-            capacity_bytes=settings.host.capacity_bytes,
-            name=settings.host.name,
-            lease_s=settings.host.lease_s,
-            policy=settings.host.policy,
-        ),
-        chunk_nbytes=formats[0].nbytes,
-        fingerprint="-".join(chunk_format.fingerprint for chunk_format in formats),
-        tiers=settings.tiers,
-        cold=settings.cold,
-    )
-    bound.shape = ConnectShape(
-        scheme=scheme,
-        space=key_space(
-            vllm_config,
-            kv_dtype=formats[0].dtype if formats[0].kind == "canonical" else str(groups[0].tensors[0].dtype),
-            format_fingerprint="-".join(chunk_format.fingerprint for chunk_format in formats),
-            world=1,
-            chain=scheme.name,
-        ),
-        block_tokens=tuple(group.block_tokens for group in groups),
-    )
+    _, bound.rank = _ranks(vllm_config)
+    fingerprint = "-".join(chunk_format.fingerprint for chunk_format in formats)
+    chunks = Format(formats[0].nbytes, fingerprint)
+    known = {
+        "rank": str(bound.rank),
+        "block_tokens": " ".join(str(group.block_tokens) for group in groups),
+        "kv_dtype": formats[0].dtype if formats[0].kind == "canonical" else str(groups[0].tensors[0].dtype),
+    }
+    if in_one_process(vllm_config) and not settings.server.socket:
+        bound.cache = open_here(settings, chunks)
+    else:
+        try:
+            bound.cache, bound.server = open_there(
+                settings,
+                chunks,
+                engine_id=bound.id,
+                rank=bound.rank,
+                facts=known,
+                on_new_pool=lambda pool: _exchange_pool(bound, pool),
+            )
+        except ConfigError as error:
+            if bound.rank == 0:
+                raise  # the user can mend it
+            return bound.refuse(f"rank {bound.rank} finds no cache server: {error}")
+    bound.shape = _shape(vllm_config, settings, chunks, known)
     bound.formats, bound.copiers = tuple(formats), tuple(copiers)
-    for copier in copiers:
-        copier.attach(bound.cache.pool.name, bound.cache.pool.view)
+    _attach(bound, bound.cache.pool)
+    return None
+
+
+def bind_scheduler(bound: Engine, vllm_config: Any, settings: Settings) -> None:
+    """Meet the workers, which are in other processes, at the engine's server. `off` says why not, if there is nothing.
+
+    Raises:
+        ConfigError: the server is another user's, or refuses us.
+    """
+    world, _ = _ranks(vllm_config)
+    workers = workers_of(settings, bound.id)
+    if len(workers) < world:
+        return bound.refuse(f"{len(workers)} of {world} workers have a cache; the log of the others says why")
+    chunks = {Format(worker.chunk_nbytes, worker.fingerprint) for worker in workers}
+    if len(chunks) > 1:
+        return bound.refuse("the ranks' chunks are of different formats")
+    (only,) = chunks
+    bound.cache, _ = open_there(settings, only, engine_id=bound.id, rank=None, facts={})
+    bound.shape = _shape(vllm_config, settings, only, workers[0].facts)
     return None
 
 
@@ -170,6 +197,46 @@ def release(engine_id: str, role: str) -> None:
                 bound.cache.close()
             except BufferError as error:  # whoever still looks at the pool keeps it mapped; the engine is going anyway
                 _log.warning("the host pool stays mapped: %s", error)
+        if bound.server is not None:
+            bound.server.stop()
+
+
+def _ranks(vllm_config: Any) -> tuple[int, int]:
+    """How many ranks share every chunk, and which one this process is (0 in the scheduler's)."""
+    world = int(vllm_config.parallel_config.tensor_parallel_size)
+    if world == 1:
+        return 1, 0
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+
+    return world, int(get_tensor_model_parallel_rank()) if model_parallel_is_initialized() else 0
+
+
+def _shape(vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[str, str]) -> ConnectShape:
+    scheme = settings.scheme()
+    world, _ = _ranks(vllm_config)
+    space = key_space(
+        vllm_config,
+        kv_dtype=known["kv_dtype"],
+        format_fingerprint=chunks.fingerprint,
+        world=world,
+        chain=scheme.name,
+    )
+    return ConnectShape(
+        scheme=scheme, space=space, block_tokens=tuple(map(int, known["block_tokens"].split())), shards=world
+    )
+
+
+def _attach(bound: Engine, pool: HostPool | MappedPool) -> None:
+    for copier in bound.copiers:
+        copier.attach(pool.name, pool.view)
+
+
+def _exchange_pool(bound: Engine, pool: MappedPool) -> None:
+    """The server was started anew. Copies on the CPU are over before anything else is asked of it."""
+    assert bound.cache is not None
+    for copier in bound.copiers:
+        copier.detach(bound.cache.pool.name)
+    _attach(bound, pool)
 
 
 def _check_blocks(chunk_tokens: int, group: LayerGroup) -> None:

@@ -39,6 +39,14 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return byte_count(self.capacity, "host.capacity")
 
 
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A cache in a process of its own."""
+
+    socket: str = ""
+    """Empty: the cache is in the engine's process, or where that has several in a private server that ends with it. A
+    path: join the kv-server that listens there; host, tiers and cold are then its own."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set."""
 
@@ -57,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
     party's), write (through, back or never), and the options of the type."""
     cold: ColdConfig = ColdConfig()
+    server: ServerSettings = ServerSettings()
 
     def scheme(self) -> ChainScheme:
         """How tokens become digests.

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _IDLE_STEP_S = 0.0005
+_MOST_FAILURES = 32
+"""Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -165,6 +167,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
+            if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MOST_FAILURES:
+                self._engine.turn_off(f"the last {failed} loads have failed, one after another")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._finished(request.request_id)
@@ -192,16 +196,17 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
                 failure_policy,
             )
-        if self._engine.off:
-            return  # the worker half has said why
-        if self._engine.cache is None:
-            self._engine.refuse(
-                "vLLM runs its worker in another process than its scheduler (the mp executor, its default on CPUs), "
-                "and this release shares its cache inside one process: add "
-                "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
-            )
-            return
-        self._scheduler = self._engine.start_scheduler()
+        if not self.off and self._engine.cache is None:
+            self._meet_workers()
+        if not self.off:  # else whoever turned it off has said why
+            self._scheduler = self._engine.start_scheduler()
+
+    def _meet_workers(self) -> None:
+        """They are in other processes, and have registered at the engine's server."""
+        try:
+            build.bind_scheduler(self._engine, self._vllm_config, self._settings)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
+            self._engine.turn_off(f"meeting the workers raised {type(error).__name__}: {error}", error)
 
     def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         try:

@@ -79,6 +79,7 @@ class SchedulerCounts:
     loads: int = 0
     tokens_to_load: int = 0
     loads_failed: int = 0
+    loads_failed_in_a_row: int = 0
     loads_refused: int = 0
     stores: int = 0
 
@@ -212,6 +213,10 @@ class SchedulerHalf:
 
     def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         """All workers have reported these loads; `failed` ones will be asked about again or computed."""
+        finished, failed = set(finished), set(failed)
+        if finished - failed:
+            self.counts.loads_failed_in_a_row = 0
+        self.counts.loads_failed_in_a_row += len(failed)
         for request_id in failed:
             self.counts.loads_failed += 1
             if (tracked := self._tracked.get(request_id)) is not None:

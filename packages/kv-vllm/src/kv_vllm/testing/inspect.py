@@ -8,6 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from kv_tiers import LocalCache
+from kv_tiers.server.client import RemoteCache
 
 from kv_vllm import build
 
@@ -18,31 +20,26 @@ class Inspect:
     def kv_snapshot(self) -> dict[str, Any]:
         """Counts of the cache and of both halves, as plain data."""
         engine = _only_engine()
-        assert engine.cache is not None and engine.scheduler is not None and engine.worker is not None
+        assert engine.cache is not None and engine.worker is not None
+        scheduler = engine.scheduler  # where it is in another process, there is no way to it from here
         return {
             "off": engine.off,
             "faults": list(engine.faults),
             "formats": [chunk_format.kind for chunk_format in engine.formats],
             "cache": asdict(engine.cache.counts()),
-            "tiers": {
-                state.name: {
-                    "health": state.health.name,
-                    "chunks": state.usage.chunks,
-                    "lane": asdict(state.lane),
-                    "spill": asdict(state.spill),
-                }
-                for state in engine.cache.below.states()
-            },
-            "scheduler": asdict(engine.scheduler.counts),
+            "tiers": _tiers(engine.cache),
             "worker": asdict(engine.worker.counts),
-            "phases": {request: phase.name for request, phase in engine.scheduler.tracked_phases().items()},
+            "scheduler": asdict(scheduler.counts) if scheduler else None,
+            "phases": {request: phase.name for request, phase in scheduler.tracked_phases().items()}
+            if scheduler
+            else {},
         }
 
     def kv_settle(self) -> None:
         """Let what is on its way to and from the tiers below arrive."""
         engine = _only_engine()
-        assert engine.cache is not None
-        engine.cache.below.drain(10)
+        if isinstance(engine.cache, LocalCache):
+            engine.cache.below.drain(10)
 
     def kv_corrupt(self) -> None:
         """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""
@@ -54,8 +51,23 @@ class Inspect:
     def kv_forget_half(self) -> None:
         """Forget every second chunk that was stored, as eviction at the worst places would."""
         engine = _only_engine()
-        assert engine.cache is not None
+        assert isinstance(engine.cache, LocalCache)
         engine.cache.forget(engine.cache.resident_keys()[::2])
+
+
+def _tiers(cache: LocalCache | RemoteCache) -> dict[str, Any]:
+    """What is below, where that is in this process."""
+    if not isinstance(cache, LocalCache):
+        return {}
+    return {
+        state.name: {
+            "health": state.health.name,
+            "chunks": state.usage.chunks,
+            "lane": asdict(state.lane),
+            "spill": asdict(state.spill),
+        }
+        for state in cache.below.states()
+    }
 
 
 def _only_engine() -> build.Engine:

@@ -1,0 +1,96 @@
+"""Real vLLM whose cache is in another process: a private server for an engine of several, and a shared one."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PROMPTS, WARM_HITS, Answer, started
+from kv_tiers.server.launch import ServerProcess, launch
+
+CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+def serve(directory: Path) -> ServerProcess:
+    disk = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    return launch({"host": {"capacity_bytes": 64 << 20}, "tiers": [disk]}, socket=directory / "private" / "s")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    made = serve(tmp_path)
+    yield made
+    made.stop()
+
+
+def joined(server: ServerProcess) -> dict[str, Any]:
+    return {"server": {"socket": str(server.socket)}}
+
+
+def test_a_worker_in_a_process_of_its_own(tiny_llama: str, reference: list[Answer]) -> None:
+    """vLLM's default on CPUs: scheduler and worker meet at a private server."""
+    with started(tiny_llama, cache=CACHE, own_process=True) as apart:
+        assert apart.ask_in_turn(PROMPTS) == reference
+        assert apart.ask_in_turn(PROMPTS) == reference
+        assert apart.hits == WARM_HITS
+        apart.assert_at_rest()
+        apart.inside("kv_corrupt")
+        assert apart.ask_in_turn(PROMPTS)[:4] != reference[:4]
+
+
+def test_two_ranks_each_with_its_share(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with started(tiny_llama, cache=None, **TWO_RANKS) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    with started(tiny_llama, cache=CACHE, **TWO_RANKS) as ranks:
+        assert ranks.ask_in_turn(PROMPTS) == expected
+        assert ranks.hits == [0, 512, 512, 768, 0, 0]
+        assert ranks.ask_in_turn(PROMPTS) == expected
+        assert ranks.hits == WARM_HITS
+        assert ranks.ask(PROMPTS) == expected
+        assert ranks.assert_at_rest()["cache"]["chunks_resident"] == 12  # six chunks, two shares of each
+        ranks.inside("kv_corrupt")
+        assert ranks.ask_in_turn(PROMPTS)[:4] != expected[:4]
+
+
+def test_two_engines_on_one_server(
+    tiny_llama: str, reference: list[Answer], server: ServerProcess, tmp_path: Path
+) -> None:
+    """At the same time, each in its own process; a third with another model finds nothing."""
+    from kv_vllm.testing.tiny import TinyLlama
+
+    with started(tiny_llama, cache=joined(server), own_process=True) as one:
+        assert one.ask_in_turn(PROMPTS) == reference
+        with started(tiny_llama, cache=joined(server), own_process=True) as two:
+            assert two.ask_in_turn(PROMPTS) == reference
+            assert two.hits == WARM_HITS
+            assert one.ask(PROMPTS) == reference
+            two.assert_at_rest()
+    other_model = str(TinyLlama(seed=1).write(tmp_path / "other"))
+    with started(other_model, cache=joined(server), own_process=True) as other:
+        assert other.ask_in_turn(PROMPTS) != reference
+        assert other.hits == [0, 512, 512, 768, 0, 0]
+
+
+def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_disk(
+    tiny_llama: str, reference: list[Answer], server: ServerProcess, tmp_path: Path
+) -> None:
+    with started(tiny_llama, cache=joined(server)) as engine:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        os.kill(server.pid, signal.SIGKILL)
+        assert engine.ask(PROMPTS * 2) == reference * 2
+        assert engine.hits == [0] * (2 * len(PROMPTS))
+        server.stop()
+        successor = serve(tmp_path)
+        try:
+            until = time.monotonic() + 20
+            while engine.hits[0] == 0 and time.monotonic() < until:
+                assert engine.ask_in_turn(PROMPTS) == reference
+            assert engine.hits[0] == 512
+            engine.assert_at_rest()
+        finally:
+            successor.stop()
