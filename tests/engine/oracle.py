@@ -45,6 +45,10 @@ class Work:
     samples: bool
 
 
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Both halves of the connector are here, and vLLM would have them apart on a CPU."""
+
+
 class Oracle:
     """One engine: scheduler, connector halves, cache tensors. `step` is one round of the engine's loop."""
 
@@ -78,6 +82,7 @@ class Oracle:
             enable_prefix_caching=prefix_caching,
             async_scheduling=asynchronous,
             enforce_eager=True,
+            distributed_executor_backend=ONE_PROCESS,
             kv_transfer_config=transfer if connector else None,
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = blocks
