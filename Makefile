@@ -33,7 +33,7 @@ lint: ## formatting, types, imports
 
 bench: ## the benchmarks' tables (JSON=1 for one object a line)
 	@scripts/setup.sh workspace
-	@status=0; for name in keys lookup copy tiers policy; do \
+	@status=0; for name in keys lookup copy tiers policy server; do \
 	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
 
 bench-engine: ## real vLLM with and without us, on workloads that a cache can only lose (JSON=1 as above)

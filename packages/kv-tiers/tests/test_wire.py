@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -182,3 +183,18 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
     else:
         with pytest.raises(InputError, match="version" if version != wire.VERSION else "at most"):
             frames.next()
+
+
+def test_the_examples_on_the_formats_page_are_true() -> None:
+    """Whoever writes a client in another language checks it against these."""
+    page = (Path(__file__).parents[3] / "docs" / "formats" / "wire.md").read_text()
+    blocks = page.split("```")[1].strip().split("\n\n")
+    hello, lookup, planned = (bytes.fromhex(block.replace("\n", " ")) for block in blocks)
+    assert hello == wire.frame(wire.Hello("0.1.0"))
+    said = wire.read_request(lookup[wire.HEADER.size :])
+    assert isinstance(said, wire.Lookup)
+    assert (len(said.keys.unpack()), said.holder, said.keys_per_chunk, said.patient) == (1, "request-1", 1, False)
+    assert wire.frame(said) == lookup
+    assert planned == wire.frame(wire.Planned(0, "ABSENT", ()))
+    for message in [*REQUESTS, *ANSWERS]:
+        assert f"`{type(message).__struct_config__.tag}`" in page
