@@ -377,9 +377,61 @@ def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.M
     served.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_held_is_what_living_clients_hold(data: st.DataObject) -> None:
+    """Whatever clients do and whenever they die, in any order."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server_module, "_is_gone", lambda pidfd: True)
+        served = Served()
+        judge = served.join()
+        clients = [served.join() for _ in range(3)]
+        reads: list[dict[str, int]] = [{}, {}, {}]
+        writes: list[dict[str, list[WriteLease]]] = [{}, {}, {}]
+        for _ in range(data.draw(st.integers(0, 25))):
+            who = data.draw(st.integers(0, 2))
+            cache, holder = clients[who], data.draw(st.sampled_from("ab"))
+            keys = key_chain(data.draw(st.integers(1, 4)), branch=data.draw(st.sampled_from("xyz")))
+            match data.draw(st.sampled_from(["store", "lookup", "write", "end", "die", "leave"])):
+                case "store":
+                    store(cache, keys, holder)
+                case "lookup":
+                    reads[who].pop(holder, None)
+                    if cache.lookup(keys, holder).chunks:
+                        reads[who][holder] = 1
+                case "write":
+                    writes[who].setdefault(holder, []).append(cache.begin_store(keys, holder))
+                case "end":
+                    cache.end(holder)
+                    reads[who].pop(holder, None)
+                    writes[who].pop(holder, None)
+                case fate:
+                    if fate == "die":
+                        assert cache._link is not None
+                        cache._link.close()
+                    else:
+                        cache.close()
+                    reads[who], writes[who] = {}, {}
+                    clients[who] = served.join()
+                    until(lambda: len(served.report().sessions) == 4)
+            counts = judge.counts()
+            assert counts.read_leases == sum(map(len, reads))
+            assert counts.write_leases == sum(len(leases) for held in writes for leases in held.values())
+            assert_adds_up(counts)
+        for cache in clients:
+            cache.close()
+        counts = judge.counts()
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        (behind,) = served.server.caches.values()
+        assert not behind._holdings
+        judge.close()
+        served.close()
+
+
 def test_killed_at_any_moment() -> None:
     """Nothing of a killed client is left, and what it committed is whole."""
-    done = subprocess.run([sys.executable, __file__, "150"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, __file__, "kill", "150"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout)
     assert counted["kills"] == 150
@@ -677,6 +729,54 @@ def test_a_client_that_is_closed_says_so(served: Served) -> None:
     assert served.report().sessions == []
 
 
+def test_an_old_pool_is_unmapped_when_nobody_uses_it(home: Path) -> None:
+    server = start(home)
+    cache = join(home)
+    name = cache.pool.name
+    in_use = cache.pool.view[:10]
+    end(server)
+    server = start(home)
+    until(lambda: cache.lookup([], "r").ended is Ended.ALL_HELD)
+    assert name in Path("/proc/self/maps").read_text()
+    in_use.release()
+    maps = Path("/proc/self/maps").read_text()
+    assert name not in maps
+    assert cache.pool.name in maps
+    cache.close()
+    server.stop()
+
+
+def test_an_interrupted_call_is_not_answered_by_the_next_ones_answer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = served.join()
+    store(cache, key_chain(2))
+    assert cache._link is not None
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(cache._link, "receive", lambda timeout_s: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            cache.lookup(key_chain(2), "r")
+    assert not cache.renew("nobody")
+    until(lambda: cache.lookup(key_chain(1), "r").ended is Ended.ALL_HELD)
+    cache.close()
+
+
+def test_a_return_whose_answer_was_never_read_may_be_repeated(served: Served) -> None:
+    writer, other = served.join(), served.join()
+    writing = writer.begin_store(key_chain(3), "w")
+    assert writer._link is not None
+    writer._link.close()
+    with served.raw(wire.Hello("t"), writer._register()):
+        until(lambda: not served.report().orphans and len(served.report().sessions) == 2)
+    until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
+    fill(writer, writing)
+    writer.commit(writing)
+    assert read(other, key_chain(3))
+    assert served.report().orphans == 0
+    writer.close()
+    other.close()
+
+
 def test_an_address_where_nobody_serves_is_refused_with_words(home: Path) -> None:
     with pytest.raises(ConfigError, match="no server answers"):
         join(home)
@@ -869,7 +969,7 @@ def test_who_floods_the_server_delays_nobody(served: Served) -> None:
 @pytest.fixture(scope="module")
 def sturdy() -> Iterator[ServerProcess]:
     """A server that hostile clients share: in a process of its own, so that its memory can be seen."""
-    server = launch({"host": {"capacity_bytes": 64 * SLOT_NBYTES}, "max_sessions": 64})
+    server = launch({"host": {"capacity_bytes": 64 * SLOT_NBYTES}, "max_sessions": 64}, log_level="error")
     yield server
     server.stop()
 
@@ -924,6 +1024,47 @@ def test_hostile_bytes_neither_crash_nor_wedge_it(sturdy: ServerProcess, sent: b
         for answer in answers(connection):
             assert not isinstance(answer, wire.Failed) or answer.kind != "fault"
     assert ask_server(sturdy.socket, wire.Ping(), timeout_s=10) == wire.Done()
+
+
+def test_bent_messages_by_the_thousand() -> None:
+    done = subprocess.run([sys.executable, __file__, "bend", "20000"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counted = json.loads(done.stdout)
+    assert counted["refused"] > 2000
+    assert counted["grown_bytes"] < 8 << 20
+
+
+def bend_often(messages: int) -> dict[str, int]:
+    """Bent and cut requests, many to a connection, until it is ended: nothing must be left of them."""
+    rng = random.Random(messages)
+    server = launch({"host": {"capacity_bytes": 64 * SLOT_NBYTES}}, log_level="error")
+    stays = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", timeout_s=30)
+    whole = [wire.frame(request) for request in REQUESTS]
+    sent = refused = connections = grown_from = 0
+    while sent < messages:
+        with contextlib.suppress(BrokenPipeError), raw(server.socket, whole[0], whole[1]) as connection:
+            batch = b""
+            for _ in range(6):
+                data = bytearray(rng.choice(whole))
+                for _ in range(rng.choice([0, 0, 1, 1, 2, 9])):
+                    data[rng.randrange(5, max(6, len(data))) % len(data)] = rng.randrange(256)
+                if rng.random() < 0.02:
+                    del data[rng.randrange(len(data)) :]
+                batch += bytes(data)
+            sent += 6
+            connections += 1
+            connection.sendall(batch)
+            connection.shutdown(socket.SHUT_WR)
+            refused += any(isinstance(answer, wire.Failed) for answer in answers(connection))
+        if connections == 100:
+            grown_from = peak_rss_bytes(server.pid)
+    until(lambda: len(report(server.socket).sessions) == 1)
+    assert stays.counts().read_leases == 0
+    assert_adds_up(stays.counts())
+    grown = peak_rss_bytes(server.pid) - grown_from
+    stays.close()
+    server.stop()
+    return {"sent": sent, "connections": connections, "refused": refused, "grown_bytes": grown}
 
 
 def test_hostile_bytes_left_nothing_behind(sturdy: ServerProcess) -> None:
@@ -1153,4 +1294,4 @@ def test_only_a_shared_pool_has_a_descriptor() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(kill_often(int(sys.argv[1]))))
+    print(json.dumps({"kill": kill_often, "bend": bend_often}[sys.argv[1]](int(sys.argv[2]))))

@@ -275,6 +275,10 @@ class RemoteCache:
         except TierDown as why:
             self._lose(str(why))
             return None
+        except BaseException:
+            # Interrupted between question and answer: that answer must not be taken for the next question's.
+            self._lose("a call was interrupted")
+            raise
         if isinstance(got, answer):
             return got
         if isinstance(got, wire.Failed) and got.kind == "misuse":

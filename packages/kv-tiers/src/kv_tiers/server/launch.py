@@ -51,13 +51,16 @@ class ServerProcess:
             self._home.rmdir()
 
 
-def launch(config: Mapping[str, object], *, socket: Path | None = None, ready_s: float = READY_S) -> ServerProcess:
+def launch(
+    config: Mapping[str, object], *, socket: Path | None = None, ready_s: float = READY_S, log_level: str = "warning"
+) -> ServerProcess:
     """Start a server of these settings (as in its file) and wait until it serves.
 
     It stops when this process ends, as the pipe that it watches closes then; and, if this is called on the main thread,
     by the kernel's signal too (which is tied to the thread, so other threads must do without it).
 
     socket: where it listens; None: in a directory made for it alone, which `stop` removes.
+    log_level: of what it says on our error output.
 
     Raises:
         ConfigError: it did not come to serve; the text is what it said.
@@ -68,7 +71,7 @@ def launch(config: Mapping[str, object], *, socket: Path | None = None, ready_s:
         socket = home / "kv.sock"
     watched, lifeline = os.pipe()
     command = [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--socket", str(socket)]
-    command += ["--lifeline", str(watched)]
+    command += ["--lifeline", str(watched), "--log-level", log_level]
     if threading.current_thread() is threading.main_thread():
         command += ["--parent", str(os.getpid())]
     try:

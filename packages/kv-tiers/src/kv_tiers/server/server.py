@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 from typing import Final
@@ -224,22 +225,33 @@ class CacheServer:
         for _ in range(FRAMES_A_TURN):
             if client.waiting or client.is_ending or client.number not in self._clients:
                 break
-            try:
-                body = client.frames.next()
-                if body is None:
-                    break
-                self._answer(client, wire.read_request(body))
-            except InputError as error:
-                self._refuse(client, str(error), kind="malformed")
-            except MisuseError as error:
-                self._send(client, wire.Failed("misuse", str(error)))
-            except Exception:  # noqa: BLE001  # a bug of ours must not take the other clients down
-                _log.exception("session %d ends, as its request met a bug", client.number)
-                self._refuse(client, "a bug in the server; its log has the rest", kind="fault")
+            if not self._attempt(client, partial(self._take_next, client)):
+                break
         else:
             self._eager[client.number] = client
         if client.number in self._clients:
             self._watch(client)
+
+    def _take_next(self, client: _Client) -> bool:
+        """False: no whole request is here."""
+        body = client.frames.next()
+        if body is None:
+            return False
+        self._answer(client, wire.read_request(body))
+        return True
+
+    def _attempt(self, client: _Client, act: Callable[[], bool]) -> bool:
+        """What comes of wrong requests, and of bugs of ours: one client's trouble and nobody else's."""
+        try:
+            return act()
+        except InputError as error:
+            self._refuse(client, str(error), kind="malformed")
+        except MisuseError as error:
+            self._send(client, wire.Failed("misuse", str(error)))
+        except Exception:  # noqa: BLE001  # whatever it is, the other clients must not notice
+            _log.exception("session %d ends, as its request met a bug", client.number)
+            self._refuse(client, "a bug in the server; its log has the rest", kind="fault")
+        return True
 
     def _send(self, client: _Client, answer: wire.Answer, descriptor: int = -1) -> None:
         client.unsent.append((wire.frame(answer), descriptor))
@@ -405,11 +417,16 @@ class CacheServer:
                 if request is None or (request.chunk_nbytes, request.fingerprint) != opened.format:
                     continue
                 client.waiting = None
-                if opened.cache is not None:
-                    self._begin_session(client, request, opened.cache)
-                else:
-                    self._refuse(client, opened.failure.text, kind=opened.failure.kind)
+                self._attempt(client, partial(self._go_on, client, request, opened))
                 self._work(client)
+
+    def _go_on(self, client: _Client, request: wire.Register, opened: _Opened) -> bool:
+        """A client whose cache was being opened."""
+        if opened.cache is not None:
+            self._begin_session(client, request, opened.cache)
+        else:
+            self._refuse(client, opened.failure.text, kind=opened.failure.kind)
+        return True
 
     def _begin_session(self, client: _Client, request: wire.Register, cache: LocalCache) -> None:
         session = Session(
@@ -430,7 +447,9 @@ class CacheServer:
         if request.is_cleared:
             cache.clear()
         cache.forget(request.forgotten.unpack())
-        client.session, client.register, client.token = session, request, token_bytes(16)
+        client.session, client.register = session, request
+        # The same for as long as the client is: it may never have read what we answered last time.
+        client.token = request.resume or token_bytes(16)
         pool = cache.pool
         answer = wire.Pool(pool.name, pool.chunk_nbytes, pool.slots, client.token, list(session.writes))
         self._send(client, answer, pool.descriptor)
