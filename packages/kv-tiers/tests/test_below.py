@@ -101,6 +101,31 @@ def test_a_tier_that_is_always_too_slow_soon_costs_next_to_nothing_and_earns_its
     tower.close()
 
 
+def test_a_tier_far_away_that_hardly_ever_has_anything_is_asked_and_not_waited_for() -> None:
+    tower = Tower("through", remote=[True])
+    tower.tiers[0].fault = "delay"
+    waits = []
+    for number in range(60):
+        keys = key_chain(2, branch=f"unique {number}")
+        waits.append(tower.ask(keys).ended is Ended.PENDING)
+        tower.fetch(keys)
+        tower.run()
+        tower.cache.end("r")
+    assert waits[0]
+    assert not waits[-1]
+    assert tower.tiers[0].calls.count("holds") == 60  # asked all the same
+    for number in range(3):  # and when it has something again, it is
+        keys = key_chain(2, branch=f"comes back {number}")
+        tower.store(keys)
+        tower.run()
+        tower.crowd_out()
+        tower.ask(keys, "s")
+        tower.run()
+        tower.cache.end("s")
+    assert tower.ask(key_chain(2, branch="another")).ended is Ended.PENDING
+    tower.close()
+
+
 @pytest.mark.parametrize("fault", ["flip", "truncate"])
 def test_a_gap_gives_up_what_lies_behind_it(fault: str) -> None:
     tower = Tower()

@@ -8,9 +8,11 @@ behind it is worthless and given up.
 
 Each tier earns its patience. A wait that ends before all has come halves what the next request will wait for that tier,
 and what arrives in time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing,
-and what it brings late still serves later requests.
+and what it brings late still serves later requests. And a tier that has to be asked, answers slowly and hardly ever has
+anything is still asked, but its answer is not waited for until it has something again.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,9 @@ from kv_tiers.spill import Spills
 from kv_tiers.tier import Read
 
 _LEAST_PATIENCE_S: Final = 0.01
+_LEAST_WORTH: Final = 0.05
+_LEAST_ANSWER_S: Final = 0.005
+_LATELY: Final = 16
 
 
 @dataclass(slots=True)
@@ -37,6 +42,21 @@ class PromoteCounts:
     arrived: int = 0
     given_up: int = 0
     waits_over: int = 0
+
+
+@dataclass(slots=True)
+class _Answers:
+    """How a tier that has to be asked has answered lately: how often with anything, and after how long."""
+
+    worth: float = 1.0
+    seconds: float = 0.0
+
+    def came(self, leading: int, seconds: float) -> None:
+        self.worth += (float(leading > 0) - self.worth) / _LATELY
+        self.seconds += (seconds - self.seconds) / _LATELY
+
+    def are_worth_waiting_for(self) -> bool:
+        return self.worth > _LEAST_WORTH or self.seconds < _LEAST_ANSWER_S
 
 
 @dataclass(slots=True)
@@ -103,6 +123,7 @@ class Promotions:
         self._spills = spills
         self._wait_s, self._keep_s = wait_s, keep_s
         self._patience_s = [wait_s] * len(self._lanes)
+        self._answers = [_Answers() for _ in self._lanes]
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
@@ -200,6 +221,8 @@ class Promotions:
                     if answer is None and now_s >= wait.began_s + self._patience_s[tier]:
                         wait.answers[tier, at] = answer = 0  # it answers too late, if it does
                         self._disappoint(tier)
+                    if answer is None and not self._answers[tier].are_worth_waiting_for():
+                        answer = 0
                     if answer is None:
                         return runs or None  # what is known already need not wait for the rest
                     chunks = answer
@@ -219,7 +242,11 @@ class Promotions:
         if place not in wait.answers:
             wait.answers[place] = None
 
+            asked_s = time.monotonic()
+
             def answered(leading: int) -> None:
+                with self._host.lock:
+                    self._answers[tier].came(leading, time.monotonic() - asked_s)
                 if wait.answers[place] is None:
                     wait.answers[place] = leading
 
