@@ -30,8 +30,10 @@ from kv_tiers import HostPool
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
+from kv_tiers.server import caches as caches_module
 from kv_tiers.server import client as client_module
-from kv_tiers.server import server as server_module
+from kv_tiers.server import clients as clients_module
+from kv_tiers.server import orphans as orphans_module
 from kv_tiers.server import session as session_module
 from kv_tiers.server.config import default_socket, read_config, read_config_text
 from kv_tiers.server.connection import ask_server
@@ -313,7 +315,6 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: Served) -> No
     writer, other = served.join(), served.join()
     keys = key_chain(5)
     kept, lost = writer.begin_store(keys[:3], "w"), writer.begin_store(keys, "x")
-    old_read = LoadReady
     assert writer._link is not None
     writer._link.close()  # as after a time-out
     until(lambda: served.report().orphans == 1)
@@ -321,7 +322,6 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: Served) -> No
     greedy = other.begin_store(key_chain(8, branch="greedy"), "g")
     assert len(greedy.keys) == 3
     assert set(greedy.extents).isdisjoint(kept.extents + lost.extents)
-    del old_read
     fill(writer, kept)
     until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
     assert writer.generation == 0
@@ -361,8 +361,8 @@ def test_what_was_given_up_while_away_is_given_back_at_the_return(served: Served
 
 
 def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_open_pidfd", lambda pid: -1)
-    monkeypatch.setattr(server_module, "_ORPHANS_LOOK_S", 0.01)
+    monkeypatch.setattr(clients_module, "open_pidfd", lambda pid: -1)
+    monkeypatch.setattr(orphans_module, "_LOOK_S", 0.01)
     served = Served()
     stays = served.join()
     with raw_session(served) as ask:
@@ -377,46 +377,53 @@ def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.M
     served.close()
 
 
+DEEDS = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(["store", "lookup", "write", "end", "die", "leave"]),
+    st.sampled_from("ab"),
+    st.builds(lambda chunks, branch: key_chain(chunks, branch=branch), st.integers(1, 4), st.sampled_from("xyz")),
+)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_what_is_held_is_what_living_clients_hold(data: st.DataObject) -> None:
+@given(st.lists(DEEDS, max_size=25))
+def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, str, list[ChunkKey]]]) -> None:
     """Whatever clients do and whenever they die, in any order."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(server_module, "_is_gone", lambda pidfd: True)
+        patched.setattr(orphans_module, "is_gone", lambda pidfd: True)
         served = Served()
         judge = served.join()
         clients = [served.join() for _ in range(3)]
-        reads: list[dict[str, int]] = [{}, {}, {}]
-        writes: list[dict[str, list[WriteLease]]] = [{}, {}, {}]
-        for _ in range(data.draw(st.integers(0, 25))):
-            who = data.draw(st.integers(0, 2))
-            cache, holder = clients[who], data.draw(st.sampled_from("ab"))
-            keys = key_chain(data.draw(st.integers(1, 4)), branch=data.draw(st.sampled_from("xyz")))
-            match data.draw(st.sampled_from(["store", "lookup", "write", "end", "die", "leave"])):
+        reads: list[set[str]] = [set(), set(), set()]
+        writes: list[list[str]] = [[], [], []]
+        for who, deed, holder, keys in deeds:
+            cache = clients[who]
+            match deed:
                 case "store":
                     store(cache, keys, holder)
                 case "lookup":
-                    reads[who].pop(holder, None)
+                    reads[who].discard(holder)
                     if cache.lookup(keys, holder).chunks:
-                        reads[who][holder] = 1
+                        reads[who].add(holder)
                 case "write":
-                    writes[who].setdefault(holder, []).append(cache.begin_store(keys, holder))
+                    cache.begin_store(keys, holder)
+                    writes[who].append(holder)
                 case "end":
                     cache.end(holder)
-                    reads[who].pop(holder, None)
-                    writes[who].pop(holder, None)
-                case fate:
-                    if fate == "die":
+                    reads[who].discard(holder)
+                    writes[who] = [writer for writer in writes[who] if writer != holder]
+                case "die" | "leave":
+                    if deed == "die":
                         assert cache._link is not None
                         cache._link.close()
                     else:
                         cache.close()
-                    reads[who], writes[who] = {}, {}
+                    reads[who], writes[who] = set(), []
                     clients[who] = served.join()
                     until(lambda: len(served.report().sessions) == 4)
             counts = judge.counts()
             assert counts.read_leases == sum(map(len, reads))
-            assert counts.write_leases == sum(len(leases) for held in writes for leases in held.values())
+            assert counts.write_leases == sum(map(len, writes))
             assert_adds_up(counts)
         for cache in clients:
             cache.close()
@@ -427,6 +434,18 @@ def test_what_is_held_is_what_living_clients_hold(data: st.DataObject) -> None:
         assert not behind._holdings
         judge.close()
         served.close()
+
+
+def test_a_process_that_comes_and_goes_costs_one_descriptor(served: Served) -> None:
+    stays = served.join()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(12):
+        with raw_session(served) as ask:
+            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w"))
+        until(lambda: len(served.report().sessions) == 1)
+    assert served.report().orphans == 8  # one for each slot; who got no room leaves nothing
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    stays.close()
 
 
 def test_killed_at_any_moment() -> None:
@@ -849,14 +868,14 @@ def test_settings_that_cannot_be_honoured_are_told_to_the_client() -> None:
 
 
 def test_opening_a_new_models_tiers_delays_nobody_else(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, build = threading.Event(), server_module.build_local_cache
+    go_on, build = threading.Event(), caches_module.build_local_cache
 
     def slow(*args: object, **options: object) -> object:
         assert go_on.wait(10)
         return build(*args, **options)  # type: ignore[arg-type]
 
     before = served.join()
-    monkeypatch.setattr(server_module, "build_local_cache", slow)
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
     joined: list[RemoteCache] = []
     threads = [threading.Thread(target=lambda: joined.append(served.join("new"))) for _ in range(2)]
     for thread in threads:

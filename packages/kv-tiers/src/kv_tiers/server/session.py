@@ -40,10 +40,11 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class OpenWrite:
-    """A write lease for a chain of so many keys."""
+    """A write lease for a chain of so many keys, of which `slots` got room."""
 
     holder: Holder
     keys: int
+    slots: int
 
 
 class Session:
@@ -174,7 +175,7 @@ class Session:
         if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
             return wire.Leased(0, [], [], "this session holds as much as one may")
         lease = self.cache.begin_store(keys, self._writer)
-        self.writes[lease.id] = OpenWrite(verb.holder, len(keys))
+        self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
         self._keys_held += len(keys)
         places: list[int] = []
         for key in lease.keys:  # in the order asked for

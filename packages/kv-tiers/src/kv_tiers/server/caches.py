@@ -1,0 +1,103 @@
+"""The caches of one server: one for each format of chunks, opened when a client first registers it.
+
+Opening takes as long as the tiers below take, so it happens on a thread of its own while other clients are served.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError
+
+from kv_tiers.build import build_local_cache
+from kv_tiers.local import LocalCache
+from kv_tiers.server import wire
+from kv_tiers.server.config import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+Format = tuple[int, str]
+"""A chunk's size in bytes and what its bytes mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What became of a new format's cache. failure: meant only where there is no cache."""
+
+    format: Format
+    cache: LocalCache | None
+    failure: wire.Failed
+
+
+class Caches:
+    """Owns them and closes them. Used by the server's thread only."""
+
+    def __init__(self, config: ServerConfig, clock: Clock, wake: Callable[[], None]) -> None:
+        """wake: called on another thread when `opened` has something new."""
+        self._config = config
+        self._clock = clock
+        self._wake = wake
+        self._caches: dict[Format, LocalCache] = {}
+        self._opening: dict[Format, threading.Thread] = {}
+        self._opened: deque[Opened] = deque()
+
+    def by_format(self) -> dict[Format, LocalCache]:
+        return dict(self._caches)
+
+    def find(self, wanted: Format) -> LocalCache | None:
+        return self._caches.get(wanted)
+
+    def open(self, wanted: Format) -> bool:
+        """Begin to, if nobody has. False: there are as many formats as may be."""
+        if wanted in self._opening:
+            return True
+        if len(self._caches) + len(self._opening) >= self._config.max_formats:
+            return False
+        self._opening[wanted] = thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
+        thread.start()
+        return True
+
+    def opened(self) -> list[Opened]:
+        """What has been opened, or could not be, since this was asked last."""
+        news = []
+        while self._opened:
+            opened = self._opened.popleft()
+            self._opening.pop(opened.format).join()
+            if opened.cache is not None:
+                self._caches[opened.format] = opened.cache
+            news.append(opened)
+        return news
+
+    def close(self) -> None:
+        """Have stored below what is to be stored there. It takes some seconds a cache at most."""
+        for thread in self._opening.values():
+            thread.join()
+        self.opened()
+        for cache in self._caches.values():
+            try:
+                cache.close()
+            except BufferError as error:
+                _log.warning("%s", error)  # the process ends, and the pool with it
+
+    def _open(self, wanted: Format) -> None:
+        cache, failure = None, wire.Failed("refused", "")
+        try:
+            cache = build_local_cache(
+                self._config.host,
+                chunk_nbytes=wanted[0],
+                fingerprint=wanted[1],
+                tiers=self._config.tiers,
+                cold=self._config.cold,
+                clock=self._clock,
+                shared=True,
+            )
+        except ConfigError as error:
+            failure = wire.Failed("refused", str(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits for an answer
+            _log.exception("no cache of %d bytes a chunk could be made", wanted[0])
+            failure = wire.Failed("fault", f"no cache could be made: {error}")
+        self._opened.append(Opened(wanted, cache, failure))
+        self._wake()
