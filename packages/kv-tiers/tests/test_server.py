@@ -315,8 +315,8 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: Served) -> No
     writer, other = served.join(), served.join()
     keys = key_chain(5)
     kept, lost = writer.begin_store(keys[:3], "w"), writer.begin_store(keys, "x")
-    assert writer._link is not None
-    writer._link.close()  # as after a time-out
+    assert writer._link.connection is not None
+    writer._link.connection.close()  # as after a time-out
     until(lambda: served.report().orphans == 1)
     assert other.counts().write_leases == 2
     greedy = other.begin_store(key_chain(8, branch="greedy"), "g")
@@ -339,17 +339,17 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: Served) -> No
 def test_what_was_given_up_while_away_is_given_back_at_the_return(served: Served) -> None:
     writer, other = served.join(), served.join()
     leases = [writer.begin_store(key_chain(2, branch=str(number)), f"w{number}") for number in range(4)]
-    assert writer._link is not None
-    writer._link.close()
+    assert writer._link.connection is not None
+    writer._link.connection.close()
     until(lambda: served.report().orphans == 1)
-    writer._retry_s = float("inf")
-    writer._lose("for the test")
+    writer._link.lose("for the test")
+    writer._link.rest(1000)
     writer.commit(leases[0])
     assert not writer.release(leases[1])
     writer.end("w2")
     with pytest.raises(MisuseError, match="not open"):
         writer.commit(leases[2])
-    writer._retry_s = 0
+    writer._link.rest(0)
     until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
     assert other.counts().write_leases == 1
     fill(writer, leases[3])
@@ -414,8 +414,8 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
                     writes[who] = [writer for writer in writes[who] if writer != holder]
                 case "die" | "leave":
                     if deed == "die":
-                        assert cache._link is not None
-                        cache._link.close()
+                        assert cache._link.connection is not None
+                        cache._link.connection.close()
                     else:
                         cache.close()
                     reads[who], writes[who] = set(), []
@@ -770,9 +770,9 @@ def test_an_interrupted_call_is_not_answered_by_the_next_ones_answer(
 ) -> None:
     cache = served.join()
     store(cache, key_chain(2))
-    assert cache._link is not None
+    assert cache._link.connection is not None
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(cache._link, "receive", lambda timeout_s: exec("raise KeyboardInterrupt"))
+        interrupted.setattr(cache._link.connection, "receive", lambda timeout_s: exec("raise KeyboardInterrupt"))
         with pytest.raises(KeyboardInterrupt):
             cache.lookup(key_chain(2), "r")
     assert not cache.renew("nobody")
@@ -783,8 +783,8 @@ def test_an_interrupted_call_is_not_answered_by_the_next_ones_answer(
 def test_a_return_whose_answer_was_never_read_may_be_repeated(served: Served) -> None:
     writer, other = served.join(), served.join()
     writing = writer.begin_store(key_chain(3), "w")
-    assert writer._link is not None
-    writer._link.close()
+    assert writer._link.connection is not None
+    writer._link.connection.close()
     with served.raw(wire.Hello("t"), writer._register()):
         until(lambda: not served.report().orphans and len(served.report().sessions) == 2)
     until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError, MisuseError, TierDown
+from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import (
@@ -35,7 +35,8 @@ from kv_core.service import (
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.server import wire
-from kv_tiers.server.connection import Connection, Opening
+from kv_tiers.server.connection import Opening
+from kv_tiers.server.link import Link
 from kv_tiers.server.mapped import MappedPool
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,6 @@ _log = logging.getLogger(__name__)
 MAX_REPLAY: Final = 1024
 """More keys than this forgotten while the server is away, and the whole cache is cleared when it is back. What is said
 at a reconnect must fit what a socket takes without its reader."""
-FIRST_BACK_OFF_S: Final = 0.02
-MAX_BACK_OFF_S: Final = 2.0
 _GENERATION: Final = 1 << 40
 _NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
 
@@ -86,17 +85,13 @@ class RemoteCache:
         self._chunk_nbytes = chunk_nbytes
         self._fingerprint = fingerprint
         self._about = (engine, shards, dict(facts or {}))
-        self._timeout_s = timeout_s
         self._on_new_pool = on_new_pool
-        self._clock: Clock = MonotonicClock() if clock is None else clock
         self._lock = threading.Lock()
-        self._link: Connection | None = None
-        self._opening: Opening | None = None
-        self._opened_s = self._retry_s = 0.0
-        self._back_off_s = FIRST_BACK_OFF_S
         self._token = b""
         self._writes: dict[LeaseId, Holder] = {}
         self._void: set[LeaseId] = set()  # of those, which the server does not know (any more)
+        self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
+        self._said: wire.Register | None = None  # to the server that was met last
         self._tickets: dict[Holder, dict[Ticket, tuple[ChunkKey, ...]]] = {}
         self._failed: dict[Holder, list[Completion]] = {}
         self._forgotten: dict[ChunkKey, None] = {}
@@ -104,21 +99,18 @@ class RemoteCache:
         self._own_numbers = 0
         self._counts = _NOTHING
         self._closed = False
-        self.generation = 0
-        try:
-            opening = Opening(socket, connect_timeout_s, self._register())
-            try:
-                answer = opening.finish(connect_timeout_s)
-                if answer is None:
-                    raise TierDown(f"no answer within {connect_timeout_s} s")
-                self.pool = self._map(opening, answer)
-            except BaseException:
-                opening.connection.close()
-                raise
-        except TierDown as why:
-            raise ConfigError(f"no cache server can be used at {socket}: {why}") from None
-        self._link, self._token = opening.connection, answer.token
-        self._link.timeout_s = timeout_s
+        self.generation = -1
+        self.pool: MappedPool
+        self._link = Link(
+            socket,
+            timeout_s,
+            MonotonicClock() if clock is None else clock,
+            register=self._register,
+            met=self._meet,
+            back=self._catch_up,
+            lost=self._fail_loads,
+        )
+        self._link.open(connect_timeout_s)
 
     def lookup(
         self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
@@ -187,7 +179,7 @@ class RemoteCache:
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
             # The server is met first, if it is back: it must hear of this lease as one that we still have.
-            is_up = self._is_up()
+            is_up = self._link.is_up()
             if self._strike_write(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
 
@@ -196,7 +188,7 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return False
-            is_up = self._is_up()  # before the lease is struck, as in `commit`
+            is_up = self._link.is_up()  # before the lease is struck, as in `commit`
             if is_write:
                 is_known = lease.id in self._writes and self._strike_write(lease.id)
             else:
@@ -253,10 +245,10 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
-            if self._link is not None:
+            if self._link.connection is not None:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
-            self._lose("it is closed here")
+            self._link.close()
 
     # What follows is called under the lock.
 
@@ -267,65 +259,14 @@ class RemoteCache:
     def _ask(self, request: wire.Request, answer: type[A]) -> A | None:
         """None: the server is away."""
         self._check_open()
-        if not self._is_up():
-            return None
-        assert self._link is not None
-        try:
-            got = self._link.ask(request)
-        except TierDown as why:
-            self._lose(str(why))
-            return None
-        except BaseException:
-            # Interrupted between question and answer: that answer must not be taken for the next question's.
-            self._lose("a call was interrupted")
-            raise
-        if isinstance(got, answer):
-            return got
-        if isinstance(got, wire.Failed) and got.kind == "misuse":
-            raise MisuseError(got.text)
-        self._lose(got.text if isinstance(got, wire.Failed) else f"its answer is a {type(got).__name__}")
-        return None
+        return self._link.ask(request, answer)
 
-    def _lose(self, why: str) -> None:
-        """The connection is of no more use, and what was under way on it has failed."""
-        if not self._closed:
-            _log.warning("the cache server at %s is away, so nothing is found there: %s", self._path, why)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        self._give_up_opening()
+    def _fail_loads(self) -> None:
+        """Those that were under way on a connection that is lost."""
         for holder, tickets in self._tickets.items():
             failed = [LoadFailed(ticket, keys, "the cache server is away") for ticket, keys in tickets.items()]
             self._failed.setdefault(holder, []).extend(failed)
         self._tickets.clear()
-
-    def _is_up(self) -> bool:
-        if self._link is not None:
-            return True
-        now_s = self._clock.now_s()
-        try:
-            if self._opening is None:
-                if now_s < self._retry_s:
-                    return False
-                self._opening = Opening(self._path, 0, self._register())
-                self._opened_s = now_s
-            answer = self._opening.finish(0)
-            if answer is None:
-                if now_s - self._opened_s > self._timeout_s:
-                    raise TierDown("it takes connections, and does not answer")
-                return False
-            self._meet(self._opening, answer)
-        except (TierDown, ConfigError) as why:
-            _log.debug("the cache server at %s is still away: %s", self._path, why)
-            self._give_up_opening()
-            self._retry_s = now_s + self._back_off_s
-            self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
-        return self._link is not None
-
-    def _give_up_opening(self) -> None:
-        if self._opening is not None:
-            self._opening.connection.close()
-            self._opening = None
 
     def _register(self) -> wire.Register:
         engine, shards, facts = self._about
@@ -343,18 +284,17 @@ class RemoteCache:
         )
 
     def _meet(self, opening: Opening, answer: wire.Pool) -> None:
-        """A server has answered again: the same, or another.
+        """A server has answered: the first, the same again, or another.
 
         Raises:
             TierDown: its pool cannot be used here.
         """
         resumed = set(answer.writes)
-        if answer.name == self.pool.name:
-            opening.connection.drop_descriptors()
-        else:
+        if self.generation < 0 or answer.name != self.pool.name:
             resumed.clear()
-            pool = self._map(opening, answer)
-            if self._on_new_pool is not None:
+            descriptor = opening.connection.take_descriptor()
+            pool = MappedPool(answer.name, answer.chunk_nbytes, answer.slots, descriptor)
+            if self.generation >= 0 and self._on_new_pool is not None:
                 try:
                     self._on_new_pool(pool)
                 except Exception as error:  # somebody else's code, and no exception of ours leaves a hook of the engine
@@ -364,27 +304,21 @@ class RemoteCache:
             self.generation += 1
         ours = {lease % _GENERATION for lease in self._writes if lease not in self._void}
         self._void.update(lease for lease in self._writes if lease % _GENERATION not in resumed)
-        self._link, self._token, self._opening = opening.connection, answer.token, None
-        self._link.timeout_s = self._timeout_s
-        self._back_off_s = FIRST_BACK_OFF_S
-        _log.warning("the cache server at %s is back, pool %s", self._path, self.pool.name)
-        for number in resumed - ours:  # given up here after the server was written to
-            self._ask(wire.Release(number, True), wire.Truth)
-        self._catch_up(opening.register)
+        self._surplus = resumed - ours
+        self._said, self._token = opening.register, answer.token
 
-    def _catch_up(self, said: wire.Register) -> None:
-        """Tell the server what was forgotten after it was written to."""
-        told = set(said.forgotten.unpack())
+    def _catch_up(self) -> None:
+        """Tell the server what was given up and forgotten after it was written to."""
+        assert self._said is not None
+        for number in self._surplus:
+            self._ask(wire.Release(number, True), wire.Truth)
+        told = set(self._said.forgotten.unpack())
         left = [key for key in self._forgotten if key not in told]
-        must_clear = self._is_cleared and not said.is_cleared
+        must_clear = self._is_cleared and not self._said.is_cleared
         self._forgotten.clear()
         self._is_cleared = must_clear and self._ask(wire.Clear(), wire.Done) is None
         if left and self._ask(wire.Forget(wire.pack_keys(left)), wire.Done) is None:
             self._remember(left)
-
-    def _map(self, opening: Opening, answer: wire.Pool) -> MappedPool:
-        descriptor = opening.connection.take_descriptor()
-        return MappedPool(answer.name, answer.chunk_nbytes, answer.slots, descriptor)
 
     def _remember(self, keys: Sequence[ChunkKey]) -> None:
         if not self._is_cleared:

@@ -1,0 +1,154 @@
+"""A client's way to its server, which comes and goes: asks while it is there, and never waits for one that is away.
+
+A question that is not answered in time ends the connection. The questions after it try again: at once first, then ever
+more seldom, and each time without waiting for more than a local socket's connect; the greeting is looked at by later
+calls, when it has come.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError, MisuseError, TierDown
+
+from kv_tiers.server import wire
+from kv_tiers.server.connection import Connection, Opening
+
+_log = logging.getLogger(__name__)
+
+FIRST_BACK_OFF_S: Final = 0.02
+MAX_BACK_OFF_S: Final = 2.0
+
+A = TypeVar("A", bound=wire.Answer)
+
+
+class Link:
+    """Not safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        path: Path,
+        timeout_s: float,
+        clock: Clock,
+        *,
+        register: Callable[[], wire.Register],
+        met: Callable[[Opening, wire.Pool], None],
+        back: Callable[[], None],
+        lost: Callable[[], None],
+    ) -> None:
+        """timeout_s: how long an answer may take.
+
+        register: what to say to a server that is met.
+        met: a server has answered that. It may raise `TierDown`, and the server counts as away.
+        back: it can be asked again. lost: it cannot, and what was under way has failed.
+        """
+        self._path = path
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._register = register
+        self._met = met
+        self._back = back
+        self._lost = lost
+        self.connection: Connection | None = None
+        self._opening: Opening | None = None
+        self._opened_s = self._retry_s = 0.0
+        self._back_off_s = FIRST_BACK_OFF_S
+
+    def open(self, timeout_s: float) -> None:
+        """The first time, which waits.
+
+        Raises:
+            ConfigError: no server can be used there; the text says why.
+        """
+        try:
+            self._opening = Opening(self._path, timeout_s, self._register())
+            answer = self._opening.finish(timeout_s)
+            if answer is None:
+                raise TierDown(f"no answer within {timeout_s} s")
+            self._meet(self._opening, answer)
+        except TierDown as why:
+            raise ConfigError(f"no cache server can be used at {self._path}: {why}") from None
+        finally:
+            self._give_up_opening()
+
+    def is_up(self) -> bool:
+        """The server can be asked. If it was away, this is what tries again."""
+        if self.connection is not None:
+            return True
+        now_s = self._clock.now_s()
+        try:
+            if self._opening is None:
+                if now_s < self._retry_s:
+                    return False
+                self._opening = Opening(self._path, 0, self._register())
+                self._opened_s = now_s
+            answer = self._opening.finish(0)
+            if answer is None:
+                if now_s - self._opened_s > self._timeout_s:
+                    raise TierDown("it takes connections, and does not answer")
+                return False
+            self._meet(self._opening, answer)
+        except (TierDown, ConfigError) as why:
+            _log.debug("the cache server at %s is still away: %s", self._path, why)
+            self._give_up_opening()
+            self.rest(self._back_off_s)
+            self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
+            return False
+        _log.warning("the cache server at %s is back", self._path)
+        self._back()
+        return self.connection is not None
+
+    def ask(self, request: wire.Request, answer: type[A]) -> A | None:
+        """None: the server is away.
+
+        Raises:
+            MisuseError: the server says that the request breaks the service's contract.
+        """
+        if not self.is_up():
+            return None
+        assert self.connection is not None
+        try:
+            got = self.connection.ask(request)
+        except TierDown as why:
+            self.lose(str(why))
+            return None
+        except BaseException:
+            # Interrupted between question and answer: that answer must not be taken for the next question's.
+            self.lose("a call was interrupted")
+            raise
+        if isinstance(got, answer):
+            return got
+        if isinstance(got, wire.Failed) and got.kind == "misuse":
+            raise MisuseError(got.text)
+        self.lose(got.text if isinstance(got, wire.Failed) else f"its answer is a {type(got).__name__}")
+        return None
+
+    def rest(self, seconds: float) -> None:
+        """Do not try again before so much time is over."""
+        self._retry_s = self._clock.now_s() + seconds
+
+    def lose(self, why: str) -> None:
+        """The connection is of no more use."""
+        _log.warning("the cache server at %s is away, so nothing is found there: %s", self._path, why)
+        self.close()
+        self._lost()
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        self._give_up_opening()
+
+    def _meet(self, opening: Opening, answer: wire.Pool) -> None:
+        self._met(opening, answer)
+        opening.connection.drop_descriptors()
+        opening.connection.timeout_s = self._timeout_s
+        self.connection, self._opening = opening.connection, None
+        self._back_off_s = FIRST_BACK_OFF_S
+
+    def _give_up_opening(self) -> None:
+        if self._opening is not None:
+            self._opening.connection.close()
+            self._opening = None
