@@ -12,7 +12,7 @@ from kv_core.testing import key_chain
 from kv_tiers import EvictionPolicy, LruPolicy
 from kv_tiers.eviction import POLICY_NAMES, make_policy
 from kv_tiers.eviction.arc import ArcPolicy
-from kv_tiers.eviction.returns import Returns
+from kv_tiers.eviction.returns import Returns, Trait
 from kv_tiers.sim import TierPlan, simulate
 from kv_tiers.sim_trace import Trace, read_trace
 from kv_tiers.testing.contract import PolicyContract
@@ -332,17 +332,44 @@ def test_a_prompt_stored_in_pieces_is_no_sign_of_use(name: str) -> None:
 
 
 def test_the_life_table_learns_who_comes_back() -> None:
-    """One class comes back when it is 30 old, the other never: what keeping them is worth must come to say so."""
+    """One role comes back when it is 30 old, the other never: what keeping them is worth must come to say so."""
     returns = Returns(100)
+    watch_returns(returns, ((1, []),), ((0, []),), 600)
+    back, never = returns.kind(1, []), returns.kind(0, [])
+    assert returns.worth(back, 10) > 20 * returns.worth(never, 10)
+    assert returns.worth(back, 10) > 5 * returns.worth(back, 60)
+
+
+def test_a_trait_tells_who_comes_back() -> None:
+    """Within one role, those with one trait come back, whatever their other trait is."""
+    returns = Returns(100)
+    watch_returns(
+        returns, ((0, [(0, 1), (1, 0)]), (0, [(0, 1), (1, 1)])), ((0, [(0, 0), (1, 0)]), (0, [(0, 0), (1, 1)])), 600
+    )
+
+    def worth(*traits: Trait) -> float:
+        return returns.worth(returns.kind(0, returns.factors(traits)), 10)
+
+    assert worth((0, 1), (1, 0)) > 10 * worth((0, 0), (1, 0))
+    assert worth((0, 1), (1, 2)) > 10 * worth((0, 0), (1, 2)), "nor need the two have been seen together"
+    assert worth((0, 1), (1, 0)) == pytest.approx(worth((0, 1), (1, 1)), rel=0.5)
+
+
+Likes = tuple[tuple[int, list[Trait]], ...]
+"""Roles, with traits."""
+
+
+def watch_returns(returns: Returns, back: Likes, never: Likes, rounds: int) -> None:
+    """Ten chunks a round: of these, the ones come `back` when they are 30 old."""
     waiting = []
-    for now in range(0, 6000, 10):
+    for now in range(0, 10 * rounds, 10):
         returns.advance(now)
-        waiting.append((now, returns.watch((1,), now)))
-        returns.watch((0,), now)
+        for role, traits in back:
+            waiting.append((now, returns.watch(role, returns.factors(traits), now)))
+        for role, traits in never:
+            returns.watch(role, returns.factors(traits), now)
         while waiting and waiting[0][0] <= now - 30:
             returns.came_back(waiting.pop(0)[1], now)
-    assert returns.worth((1,), 10) > 20 * returns.worth((0,), 10)
-    assert returns.worth((1,), 10) > 5 * returns.worth((1,), 60)
 
 
 @pytest.fixture(scope="module")

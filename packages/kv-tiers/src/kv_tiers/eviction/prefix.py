@@ -1,13 +1,14 @@
 """Ours: keep what is most likely to come back, judged by what its place in the tree of prefixes tells.
 
 Prompts that share a prefix make a tree, and a tree can tell what a list of chunks cannot: whether a prefix is shared by
-many, whether a session has come back before, and by how much its last turn made it longer. Chunks that were always used
-together form a segment, and segments fall into a few classes by these features. How likely one of a class comes back at
-which age is learnt while running (`kv_tiers.eviction.returns`); nothing is tuned to a workload. Of the oldest segment
-of each class that no resident segment follows, the one worth least loses its last chunk.
+many, how often a session has come back before, and by how much its last turn made it longer. Chunks that were always
+used together form a segment, which has a role and some traits (`kv_tiers.eviction.segment`). How likely it comes back
+at which age is learnt from these while running (`kv_tiers.eviction.returns`); nothing is tuned to a workload. Segments
+that are worth the same at the same age queue together. Of the oldest of each queue that no resident segment follows,
+the one worth least loses its last chunk.
 
-A lookup touches segments and not chunks, of which a session has about one a turn. The hit ratios, and where this does
-not win, are in docs/adr/0008-the-prefix-policy.md.
+A lookup touches segments and not chunks, of which a session has about one a turn. The hit ratios, what can be reached
+at all and where this does not win are in docs/adr/0008-the-prefix-policy.md.
 """
 
 import math
@@ -16,14 +17,14 @@ from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.eviction.returns import Class, Returns
-from kv_tiers.eviction.segment import MANY_BRANCHES, Segment
+from kv_tiers.eviction.returns import Factor, Kind, Returns
+from kv_tiers.eviction.segment import MANY_BRANCHES, Role, Segment
 
 
 class PrefixPolicy:
-    """Amortised constant time a chunk, and for a victim the number of classes, about thirty.
+    """Amortised constant time a chunk, and for a victim the number of queues, some dozens.
 
-    Memory: a segment for each run of chunks, as many remembered segments as chunks at most, as many samples.
+    Memory: a segment for each run of chunks, and at most as many remembered segments and samples as chunks.
     """
 
     def __init__(self, capacity_chunks: int) -> None:
@@ -32,7 +33,7 @@ class PrefixPolicy:
         self._returns = Returns(capacity_chunks)
         self._segment_of: dict[int, Segment] = {}
         self._aside: set[int] = set()
-        self._oldest_first: dict[Class, OrderedDict[Segment, None]] = {}
+        self._oldest_first: dict[Kind, OrderedDict[Segment, None]] = {}
         self._gone: OrderedDict[ChunkKey, Segment] = OrderedDict()  # evicted whole, by the key of the first chunk
         self._recalled: list[Segment] = []  # of these, the ones that the latest chunks belong to
         self._fresh: Segment | None = None  # the latest chunks, while it is not known what they follow
@@ -74,12 +75,12 @@ class PrefixPolicy:
         known = sum(max(1, gone.end - gone.start) for gone in self._recalled)
         *body, last = fresh.slots
         segment: Segment | None = fresh
-        returned = bool(self._recalled)
+        turns = 1 + max((gone.turns for gone in self._recalled), default=-1)
         fresh.start, fresh.end = first, first + len(body)
         if parent is not None and self._goes_on(parent, first, slots[first - 1]):
             # What was evicted of its tail is back, or the same request stores its next piece.
             known += parent.end - first if not parent.is_last else -parent.grown_by
-            returned |= parent.returned
+            turns = max(turns, parent.turns + (not parent.is_last))
             segment = self._join_parent(parent) if parent.is_last else parent
             segment.is_last = False
             segment.end = max(segment.end, fresh.end)
@@ -90,7 +91,8 @@ class PrefixPolicy:
                 parent = self._split(parent, slots[first - 1], first)
             if self._recalled:
                 fresh.uses, fresh.gap = self._recalled[-1].uses, self._recalled[-1].gap
-            returned |= parent is not None and parent.branches < MANY_BRANCHES
+            if parent is not None and parent.branches < MANY_BRANCHES:
+                turns = max(turns, parent.turns + 1)
             if body:
                 self._attach(fresh, parent)
                 self._watch(fresh)
@@ -104,7 +106,7 @@ class PrefixPolicy:
         self._move([last], tail)
         self._attach(tail, segment)
         self._watch(tail)
-        self._characterize(tail, returned, max(0, len(body) + 1 - known))
+        self._characterize(tail, turns, max(0, len(body) + 1 - known))
         if slots[-1] != last:  # it fills a gap that a forgotten chunk left
             self._mend(slots)
 
@@ -166,9 +168,14 @@ class PrefixPolicy:
 
     def _watch(self, segment: Segment) -> None:
         self._lose(segment)
-        segment.kind = segment.classified(self._capacity)
-        segment.sample = self._returns.watch(segment.kind, self._now)
+        segment.sample = self._returns.watch(*self._judge(segment), self._now)
         self._enqueue(segment)
+
+    def _judge(self, segment: Segment) -> tuple[Role, list[Factor]]:
+        role = segment.role()
+        factors = self._returns.factors(segment.traits(role))
+        segment.kind = self._returns.kind(role, factors)
+        return role, factors
 
     def _lose(self, segment: Segment) -> None:
         if segment.sample is not None:
@@ -183,15 +190,15 @@ class PrefixPolicy:
         gap = self._now - segment.last_use
         segment.gap = gap if segment.gap is None else math.sqrt(segment.gap * gap + 1)
 
-    def _characterize(self, segment: Segment, returned: bool, grown_by: int) -> None:
+    def _characterize(self, tail: Segment, turns: int, grown_by: int) -> None:
         """Say of a request's whole way, as far as it is its session's own, what the session is like."""
-        for own in segment.path():
+        for own in tail.path():
             if own.branches > MANY_BRANCHES:
                 return
-            own.returned, own.grown_by = returned, grown_by
-            own.kind = own.classified(self._capacity)
+            own.turns, own.length, own.grown_by = turns, tail.end, grown_by
+            role, factors = self._judge(own)
             if own.sample is not None:
-                own.sample.kind = own.kind
+                own.sample.role, own.sample.factors = role, factors
             self._enqueue(own)
 
     def _goes_on(self, segment: Segment, place: int, slot: int) -> bool:
@@ -226,7 +233,8 @@ class PrefixPolicy:
         """Set apart what comes after this slot, and is before `place` in the prompt; the segment that ends there."""
         upper = Segment(segment.parent, segment.start, self._now)
         upper.end, upper.first_key, upper.branches, upper.kids = place, segment.first_key, 1, 1
-        upper.returned, upper.grown_by, upper.uses = segment.returned, segment.grown_by, max(1, segment.uses)
+        upper.turns, upper.length, upper.grown_by = segment.turns, segment.length, segment.grown_by
+        upper.uses = max(1, segment.uses)
         upper.gap = self._now - segment.last_use if segment.gap is None else segment.gap
         moved = []
         for own in segment.slots:
@@ -244,13 +252,9 @@ class PrefixPolicy:
     def _join_parent(self, segment: Segment) -> Segment:
         """Make one segment of two that nothing tells apart any more; the segment that has the chunks then."""
         parent = segment.parent
-        if (
-            parent is None
-            or parent.kids != 1
-            or parent.branches > (not segment.is_last)
-            or segment.kids
-            or not parent.slots
-        ):
+        if parent is None or segment.kids or not parent.slots:
+            return segment
+        if parent.kids != 1 or parent.branches > (not segment.is_last):
             return segment
         self._dequeue(segment)
         self._lose(segment)

@@ -1,40 +1,73 @@
-"""How likely something comes back, learnt from what came back: by class and age, with nothing known beforehand.
+"""How likely something comes back, learnt from what came back: by role, age and traits, with nothing known beforehand.
 
-Samples are watched from a use to the next one, or until they are too old to tell anything. Of each class and each
+Samples are watched from a use to the next one, or until they are too old to tell anything. Of each role and each
 interval of age it is counted how many that reached the interval came back within it: a life table, in which those that
-were lost from sight halfway do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A class of which little is
-known leans on the coarser class that its name begins with.
+were lost from sight halfway do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role of which little is
+known leans on the table of all, and an age that nothing has reached yet on the age before it.
 
-From the table follows what keeping a chunk of some age is worth: the most returns per time of keeping it that any time
-of keeping gives (the index of Gittins, J. R. Stat. Soc. B 41, 1979, for a job that may be stopped). Beckmann et al.,
-"LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, rank cached objects by a similar one.
+A trait (a prompt of so many chunks, a turn that added so many) raises or lowers the chance at every age by one factor,
+and the factors of all traits multiply (Cox, "Regression models and life-tables", J. R. Stat. Soc. B 34, 1972). So a
+trait is learnt from all that have it, where a table for each combination would have a handful of samples in it. The
+factor is the returns seen over the returns expected without it, both counted as ages pass; the table counts a sample by
+its factors in turn (Breslow's estimate, in the discussion of Cox's paper).
+
+From the chances follows what keeping a chunk of some age is worth: the most returns per time of keeping it that any
+time of keeping gives (the index of Gittins, J. R. Stat. Soc. B 41, 1979, for a job that may be stopped). Beckmann et
+al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, rank cached objects by a similar one.
 """
 
 import math
 from collections import deque
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-Class = tuple[int, ...]
+Trait = tuple[int, ...]
+"""Which one, with which value; what it consists of is its user's affair."""
 
-_PER_OCTAVE: Final = 4
-_INTERVALS: Final = 36
-_AT_CAPACITY: Final = 20
-"""The interval that ends where the age is the tier's capacity; the first ends at a 32nd of it, the last at 13 times."""
+_PER_OCTAVE: Final = 2
+_INTERVALS: Final = 18
+_AT_CAPACITY: Final = 10
+"""The interval that ends where the age is the tier's capacity; the first ends at a 32nd of it, the last at 11 times."""
 _PRIOR_SAMPLES: Final = 16.0
-"""What a coarser class counts for in a finer one, in samples."""
+"""What an interval counts for in the next one, in samples."""
+_PRIOR_RETURNS: Final = 8.0
+"""Returns, seen and expected alike, that a factor begins with: that many must come before it is far from 1."""
 _NEVER: Final = 2e-4
-"""What is believed of every interval before anything is known: next to nobody comes back."""
+"""What is believed before anything is known: next to nobody comes back."""
+_STEPS_PER_OCTAVE: Final = 2
+_MOST_STEPS: Final = 12
+_MOST: Final = 2.0 ** (_MOST_STEPS / _STEPS_PER_OCTAVE)
+"""Chances are judged in steps of half an octave, from a 64th of the role's to 64 times as much."""
 _REFRESH_EVERY: Final = 100
 _LOST: Final = -1
+_ALL: Final = -1
+
+
+class Kind(NamedTuple):
+    """What is worth the same at the same age. step: the chance against the role's, in half octaves."""
+
+    role: int
+    step: int
+
+
+class Factor:
+    """Of one trait. value: returned / expected, kept because it is read far oftener than it changes."""
+
+    __slots__ = ("expected", "returned", "value")
+
+    def __init__(self) -> None:
+        self.returned = self.expected = _PRIOR_RETURNS
+        self.value = 1.0
 
 
 class Sample:
-    """One use, until the next. kind: its class, which may be corrected while nothing is counted yet."""
+    """One use, until the next. role, factors: may be corrected while nothing is counted yet."""
 
-    __slots__ = ("born", "ended_in", "kind")
+    __slots__ = ("born", "ended_in", "factors", "role")
 
-    def __init__(self, kind: Class, born: int) -> None:
-        self.kind = kind
+    def __init__(self, role: int, factors: list[Factor], born: int) -> None:
+        self.role = role
+        self.factors = factors
         self.born = born
         self.ended_in: int | None = None
 
@@ -48,14 +81,28 @@ class Returns:
         self._samples = 0
         self._ends = [max(1.0, capacity_chunks * 2 ** ((k - _AT_CAPACITY) / _PER_OCTAVE)) for k in range(_INTERVALS)]
         self._aging: list[deque[Sample]] = [deque() for _ in range(_INTERVALS - 1)]
-        self._returned: dict[Class, list[float]] = {}
-        self._stayed: dict[Class, list[float]] = {}
-        self._worth: dict[Class, list[float]] = {}
+        self._factors: dict[Trait, Factor] = {}
+        self._returned: dict[int, list[float]] = {_ALL: [0.0] * _INTERVALS}
+        self._exposed: dict[int, list[float]] = {_ALL: [0.0] * _INTERVALS}
+        self._chances: dict[int, list[float]] = {}
+        self._worth: dict[Kind, list[float]] = {}
         self._until_refresh = 1
 
-    def watch(self, kind: Class, now: int) -> Sample:
-        """Something of this class was used just now."""
-        sample = Sample(kind, now)
+    def factors(self, traits: Sequence[Trait]) -> list[Factor]:
+        found = []
+        for trait in traits:
+            factor = self._factors.get(trait)
+            if factor is None:
+                factor = self._factors[trait] = Factor()
+            found.append(factor)
+        return found
+
+    def kind(self, role: int, factors: Sequence[Factor]) -> Kind:
+        return Kind(role, round(math.log2(_product(factors)) * _STEPS_PER_OCTAVE))
+
+    def watch(self, role: int, factors: list[Factor], now: int) -> Sample:
+        """Something of this role and these traits was used just now."""
+        sample = Sample(role, factors, now)
         self._aging[0].append(sample)
         self._samples += 1
         if self._samples > self._most_samples:  # the oldest is lost from sight, which the table can bear
@@ -78,23 +125,27 @@ class Returns:
             while aging and aging[0].born < born_before:
                 sample = aging.popleft()
                 if sample.ended_in is None or sample.ended_in > interval:
-                    self._count(self._stayed, sample.kind, interval)
+                    self._count(sample, interval, 0.0)
                     if interval + 1 < len(self._aging):
                         self._aging[interval + 1].append(sample)
                         continue
                 elif sample.ended_in == interval:
-                    self._count(self._returned, sample.kind, interval)
+                    self._count(sample, interval, 1.0)
                 self._samples -= 1
         self._until_refresh -= 1
         if not self._until_refresh:
             self._until_refresh = _REFRESH_EVERY
+            self._chances.clear()
             self._worth.clear()
 
-    def worth(self, kind: Class, age: int) -> float:
+    def worth(self, kind: Kind, age: int) -> float:
         """Expected returns per time of keeping one that was last used so long ago."""
         by_interval = self._worth.get(kind)
         if by_interval is None:
-            by_interval = self._worth[kind] = self._rate(self._chances(kind))
+            times = 2.0 ** (kind.step / _STEPS_PER_OCTAVE)
+            # To come back more than once within an interval is to come back once.
+            chances = [-math.expm1(-chance * times) for chance in self._role_chances(kind.role)]
+            by_interval = self._worth[kind] = self._rate(chances)
         return by_interval[self._interval(age)]
 
     def _interval(self, age: int) -> int:
@@ -102,20 +153,36 @@ class Returns:
             return 0
         return min(_INTERVALS - 1, math.ceil(math.log2(age / self._capacity) * _PER_OCTAVE - 1e-9) + _AT_CAPACITY)
 
-    def _count(self, table: dict[Class, list[float]], kind: Class, interval: int) -> None:
-        for known in range(len(kind) + 1):
-            table.setdefault(kind[:known], [0.0] * _INTERVALS)[interval] += 1
+    def _count(self, sample: Sample, interval: int, returned: float) -> None:
+        # Who comes back does so halfway through the interval, on average, and was not there for the rest.
+        exposed = _product(sample.factors) * (1 - returned / 2)
+        expected = exposed * self._role_chances(sample.role)[interval]
+        for factor in sample.factors:
+            factor.expected += expected / factor.value
+            factor.returned += returned
+            factor.value = factor.returned / factor.expected
+        for role in (_ALL, sample.role):
+            self._returned.setdefault(role, [0.0] * _INTERVALS)[interval] += returned
+            self._exposed.setdefault(role, [0.0] * _INTERVALS)[interval] += exposed
 
-    def _chances(self, kind: Class) -> list[float]:
-        """Of coming back within each interval, having reached it."""
-        chances = [_NEVER] * _INTERVALS
-        none = [0.0] * _INTERVALS
-        for known in range(len(kind) + 1):
-            returned, stayed = self._returned.get(kind[:known], none), self._stayed.get(kind[:known], none)
-            chances = [
-                (back + _PRIOR_SAMPLES * coarser) / (back + away + _PRIOR_SAMPLES)
-                for back, away, coarser in zip(returned, stayed, chances, strict=True)
-            ]
+    def _role_chances(self, role: int) -> list[float]:
+        """Of coming back within each interval, having reached it, where all factors are 1."""
+        chances = self._chances.get(role)
+        if chances is None:
+            chances = []
+            chance = _NEVER
+            for returned, exposed in zip(self._returned[_ALL], self._exposed[_ALL], strict=True):
+                chance = (returned + _PRIOR_SAMPLES * chance) / (exposed + _PRIOR_SAMPLES)
+                chances.append(chance)
+            if role in self._returned:
+                times = 1.0  # as likely as one of any role
+                for interval, (returned, exposed) in enumerate(
+                    zip(self._returned[role], self._exposed[role], strict=True)
+                ):
+                    expected = exposed * chances[interval]
+                    times = (returned + _PRIOR_RETURNS * times) / (expected + _PRIOR_RETURNS)
+                    chances[interval] *= times
+            self._chances[role] = chances
         return chances
 
     def _rate(self, chances: list[float]) -> list[float]:
@@ -129,6 +196,14 @@ class Returns:
                 returns += back
                 kept += width * (still_away - back / 2)
                 still_away -= back
-                best = max(best, returns / kept if kept else 0.0)
+                if kept and returns > best * kept:
+                    best = returns / kept
             rates.append(best)
         return rates
+
+
+def _product(factors: Sequence[Factor]) -> float:
+    product = 1.0
+    for factor in factors:
+        product *= factor.value
+    return min(_MOST, max(1 / _MOST, product))

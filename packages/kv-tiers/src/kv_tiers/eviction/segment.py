@@ -3,33 +3,43 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Final
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.eviction.returns import Class, Sample
+from kv_tiers.eviction.returns import Kind, Sample, Trait
 
-_STALE: Final[Class] = (0,)  # the rest of a prompt whose beginning went on differently since
-_LAST: Final[Class] = (1,)  # the last chunk of a prompt; where it is partial, it is never asked for again
-_FIRST_TURN: Final = 2
-_RETURNED: Final = 3
-_SHARED: Final = 4
-_UNPLACED: Final[Class] = (5,)  # from an earlier process: what it follows is told when it is first asked for
+
+class Role(IntEnum):
+    """What a segment is to its prompts; each comes back at ages of its own."""
+
+    STALE = 0  # the rest of a prompt whose beginning went on differently since
+    LAST = 1  # the last chunk of a prompt; where it is partial, it is never asked for again
+    FIRST_TURN = 2
+    RETURNED = 3
+    SHARED = 4
+    UNPLACED = 5  # from an earlier process: what it follows is told when it is first asked for
+
+
 MANY_BRANCHES: Final = 3
 """A segment with more is no session's own."""
+_MOST_TURNS: Final = 8
+"""After so many a session counts as an old one."""
 
 
 class Segment:
     """Chunks of one prompt that were always used together. Eviction may take its tail, and growth brings it back.
 
     start, end: its places in the prompt, evicted chunks too. slots: of its resident chunks, but those set aside, head
-    first. branches: segments that ever began where it ends; kids: those that have chunks now. returned: its session
-    has come back. grown_by: chunks that were new to the world in the last request through here. gap: between its uses.
+    first. branches: segments that ever began where it ends; kids: those that have chunks now. gap: between its uses.
+    Of the last request through here that was its session's own, turns: how often the session had come back by then;
+    length: of the prompt; grown_by: chunks that were new to the world.
     """
 
     __slots__ = (
-        "branches", "end", "first_key", "gap", "grown_by", "is_last", "is_stale", "kids", "kind", "last_use", "parent",
-        "queue", "returned", "sample", "slots", "start", "uses",
+        "branches", "end", "first_key", "gap", "grown_by", "is_last", "is_stale", "kids", "kind", "last_use", "length",
+        "parent", "queue", "sample", "slots", "start", "turns", "uses",
     )  # fmt: skip
 
     def __init__(self, parent: "Segment | None", start: int, now: int) -> None:
@@ -37,11 +47,11 @@ class Segment:
         self.start = self.end = start
         self.slots: dict[int, None] = {}
         self.first_key: ChunkKey | None = None
-        self.branches = self.kids = self.uses = self.grown_by = 0
-        self.is_last = self.is_stale = self.returned = False
+        self.branches = self.kids = self.uses = self.turns = self.length = self.grown_by = 0
+        self.is_last = self.is_stale = False
         self.gap: float | None = None
         self.last_use = now
-        self.kind = _UNPLACED
+        self.kind = Kind(Role.UNPLACED, 0)
         self.sample: Sample | None = None
         self.queue: OrderedDict[Segment, None] | None = None
 
@@ -55,15 +65,33 @@ class Segment:
             yield segment
             segment = segment.parent
 
-    def classified(self, capacity_chunks: int) -> Class:
-        """What is known of it, the most telling first."""
+    def role(self) -> Role:
         if self.is_last and not self.uses:
-            return _LAST
+            return Role.LAST
         if self.is_stale:
-            return _STALE
+            return Role.STALE
         if self.branches > MANY_BRANCHES:
-            gap = capacity_chunks if self.gap is None else self.gap
-            return _SHARED, max(-5, min(4, round(math.log2((gap + 1) / capacity_chunks))))
-        if not self.returned:
-            return _FIRST_TURN, min(7, self.end.bit_length())
-        return _RETURNED, (self.grown_by > 3) + (self.grown_by > 7), min(2, self.uses)
+            return Role.SHARED
+        return Role.RETURNED if self.turns else Role.FIRST_TURN
+
+    def traits(self, role: Role) -> list[Trait]:
+        """What is known of it besides, each value as good as the few beside it.
+
+        Length and growth are told once for all and once for the role: all of a first turn is new, so there they say
+        the same, and later they do not.
+        """
+        length, grown_by = _half_octave(self.length), _half_octave(self.grown_by)
+        return [
+            (0, length),
+            (1, grown_by),
+            (2, min(self.turns, _MOST_TURNS)),
+            (3, _half_octave(self.uses)),
+            (4, _half_octave(self.branches)),
+            (5, -1 if self.gap is None else round(math.log2(self.gap + 1))),
+            (0, length, role),
+            (1, grown_by, role),
+        ]
+
+
+def _half_octave(count: int) -> int:
+    return int(2 * math.log2(count + 1))
