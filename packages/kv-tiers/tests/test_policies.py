@@ -1,5 +1,7 @@
 """Every policy keeps the contract of `EvictionPolicy`; the simple ones act like slow and obvious models."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -401,3 +403,36 @@ def test_prefix_beats_lru_and_arc_on_public_traces(
 def test_lru_and_arc_reach_on_a_public_trace_what_they_did(traces: dict[str, Trace]) -> None:
     assert hit_ratio(traces["synthetic"], 0.05, "lru") == pytest.approx(0.1808, abs=1e-4)
     assert hit_ratio(traces["synthetic"], 0.05, "arc") == pytest.approx(0.1869, abs=1e-4)
+
+
+LEASED_AND_SPLIT = """
+import random
+from kv_core.testing import key_chain
+from kv_tiers.eviction.prefix import PrefixPolicy
+from kv_tiers.local import LocalCache
+from kv_tiers.pool import HostPool
+
+for seed in range(40):
+    rng = random.Random(seed)
+    cache = LocalCache(HostPool.anonymous("h", 100, 32), policy=PrefixPolicy(32))
+    for _ in range(120):
+        keys = key_chain(rng.randint(1, 6), branch=str(rng.randrange(8)))
+        match rng.randrange(6):
+            case 0:
+                cache.lookup(keys, f"r{rng.randrange(9)}")
+            case 1:
+                cache.begin_load(keys, "l")
+            case 2:
+                cache.begin_store(keys, "left open")
+            case 3:
+                for holder in ("l", "left open", *(f"r{number}" for number in range(9))):
+                    cache.end(holder)
+            case _:
+                cache.commit(cache.begin_store(keys, "w"))
+    cache.close()
+"""
+
+
+def test_prefix_finds_an_end_of_every_prompt_while_parts_of_it_are_leased() -> None:
+    """A slot set aside at a split once made a segment its own ancestor, and a lookup went round for ever."""
+    subprocess.run([sys.executable, "-c", LEASED_AND_SPLIT], check=True, timeout=60)

@@ -217,7 +217,8 @@ class PrefixPolicy:
         above = self._segment_of[slots[0]]
         for place in range(1, len(slots)):
             segment = self._segment_of[slots[place]]
-            if segment is not above and segment.parent is not above:
+            # One that is above already holds this slot for want of knowing better, as it was set aside at a split.
+            if segment.parent is not above and segment not in above.path():
                 if segment.parent is not None:
                     segment.parent.kids -= 1
                 if not above.ends_with(slots[place - 1]) and slots[place - 1] in above.slots:
