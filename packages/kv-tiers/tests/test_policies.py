@@ -412,20 +412,23 @@ from kv_tiers.eviction.prefix import PrefixPolicy
 from kv_tiers.local import LocalCache
 from kv_tiers.pool import HostPool
 
-for seed in range(40):
+for seed in range(3):  # it took the second some hundred calls
     rng = random.Random(seed)
     cache = LocalCache(HostPool.anonymous("h", 100, 32), policy=PrefixPolicy(32))
-    for _ in range(120):
+    for _ in range(5000):
         keys = key_chain(rng.randint(1, 6), branch=str(rng.randrange(8)))
         match rng.randrange(6):
             case 0:
                 cache.lookup(keys, f"r{rng.randrange(9)}")
             case 1:
                 cache.begin_load(keys, "l")
+                cache.poll("l")
             case 2:
                 cache.begin_store(keys, "left open")
+                if rng.random() < 0.5:
+                    cache.end("left open")
             case 3:
-                for holder in ("l", "left open", *(f"r{number}" for number in range(9))):
+                for holder in [*(f"r{number}" for number in range(9)), "l", "left open"]:
                     cache.end(holder)
             case _:
                 cache.commit(cache.begin_store(keys, "w"))
