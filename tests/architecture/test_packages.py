@@ -100,12 +100,14 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
     _borrow(site, third_party)
     python = environment / "bin" / "python"
     checked = subprocess.run(
-        [python, "-W", "error", "-c", f"import {module}, sys; print({module}.__file__)"], capture_output=True, text=True
+        [python, "-I", "-W", "error", "-c", f"import {module}, sys; print({module}.__file__)"],
+        capture_output=True,
+        text=True,
     )
     assert checked.returncode == 0, checked.stderr
     assert str(site) in checked.stdout
     for stranger in SIBLINGS - wanted:
-        absent = subprocess.run([python, "-c", f"import {stranger.replace('-', '_')}"], capture_output=True)
+        absent = subprocess.run([python, "-I", "-c", f"import {stranger.replace('-', '_')}"], capture_output=True)
         assert absent.returncode != 0, f"{stranger} is there, so the check proves nothing"
 
 

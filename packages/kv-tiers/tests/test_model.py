@@ -7,6 +7,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheService
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.eviction import make_policy
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.model import ServiceMachine
 
@@ -15,9 +16,11 @@ SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 class LocalMachine(ServiceMachine):
     cache: LocalCache
+    policy = "prefix"
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
-        self.cache = LocalCache(HostPool.anonymous("model", CHUNK_NBYTES, slots), clock=clock)
+        pool = HostPool.anonymous("model", CHUNK_NBYTES, slots)
+        self.cache = LocalCache(pool, policy=make_policy(self.policy, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
     def resident(self) -> list[ChunkKey]:
@@ -31,12 +34,17 @@ class LocalMachine(ServiceMachine):
         self.cache.close()
 
 
+class LruMachine(LocalMachine):
+    policy = "lru"
+
+
 class NamedMachine(LocalMachine):
     """The same in a named pool; and when all is over, the next process finds exactly what was held, and believes it."""
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         self.name = f"model-{uuid.uuid4().hex}"
-        self.cache = LocalCache(HostPool.named(self.name, CHUNK_NBYTES, slots), clock=clock)
+        pool = HostPool.named(self.name, CHUNK_NBYTES, slots)
+        self.cache = LocalCache(pool, policy=make_policy(self.policy, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
     def close(self) -> None:
@@ -56,5 +64,7 @@ class NamedMachine(LocalMachine):
 
 TestLocalCacheAgainstTheModel = LocalMachine.TestCase
 TestLocalCacheAgainstTheModel.settings = SETTINGS
+TestLruAgainstTheModel = LruMachine.TestCase
+TestLruAgainstTheModel.settings = SETTINGS
 TestNamedPoolAgainstTheModel = NamedMachine.TestCase
 TestNamedPoolAgainstTheModel.settings = settings(SETTINGS, max_examples=60)

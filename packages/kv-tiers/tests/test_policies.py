@@ -155,6 +155,12 @@ class Bench:
             self.policy.extended(keys, slots)
         return slots
 
+    def restart(self, policy: EvictionPolicy) -> None:
+        """Have a new policy adopt what is here, one by one as from a named pool."""
+        self.policy = policy
+        for slot in sorted(self.key_at, reverse=True):
+            policy.added([self.key_at[slot]], [slot])
+
     def evict(self, own: list[int]) -> int | None:
         while (slot := self.policy.victim()) is not None:
             if slot not in own:
@@ -190,14 +196,17 @@ def test_no_head_leaves_before_its_tail(name: str, prompts: list[list[ChunkKey]]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-@given(prompts=some_prompts, forgotten=st.lists(st.integers(0, 11), max_size=40))
-@settings(deadline=None, max_examples=60)
-def test_chunks_that_are_forgotten_confuse_nobody(
-    name: str, prompts: list[list[ChunkKey]], forgotten: list[int]
+@given(prompts=some_prompts, forgotten=st.lists(st.integers(0, 11), max_size=40), restarts=st.sets(st.integers(0, 39)))
+@settings(deadline=None, max_examples=100)
+def test_chunks_forgotten_and_processes_restarted_confuse_nobody(
+    name: str, prompts: list[list[ChunkKey]], forgotten: list[int], restarts: set[int]
 ) -> None:
     bench = Bench(make_policy(name, 12), 12, lambda bench, slot: None)
-    for prompt in prompts:
-        bench.ask(prompt)
+    for number, prompt in enumerate(prompts):
+        if number in restarts:
+            bench.restart(make_policy(name, 12))
+        if number % 3:  # an engine that knows the prompt itself stores without asking
+            bench.ask(prompt)
         bench.store(prompt)
         if forgotten and (slot := forgotten.pop()) in bench.key_at:
             bench.policy.removed(slot)

@@ -184,7 +184,7 @@ def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "5 requests, 7 unique chunks" in out
     host, disk = out.splitlines()[2:]
-    assert host.split()[:3] == ["lru", "3", "42.86%"]
+    assert host.split()[:3] == ["prefix", "3", "42.86%"]
     assert " host " in host
     assert disk.split()[0] == "disk"
 

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from kv_tiers.eviction.registry import DEFAULT_POLICY
+
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The host pool and how long its promises last."""
@@ -14,7 +16,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
     lease_s: float = 300.0
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     """What leaves when room is needed."""
 
 

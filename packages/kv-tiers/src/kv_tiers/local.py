@@ -36,8 +36,8 @@ from kv_core.service import (
 from kv_tiers.below import Below
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.host import TIER, HostTier
 from kv_tiers.lane import Lane
 from kv_tiers.pool import HostPool
@@ -106,7 +106,7 @@ class LocalCache:
         self.pool = pool
         self._lease_s = lease_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
-        self._host = HostTier(pool, LruPolicy() if policy is None else policy)
+        self._host = HostTier(pool, make_policy(DEFAULT_POLICY, pool.slots) if policy is None else policy)
         self._lock = self._host.lock
         self._cold = ColdConfig() if cold is None else cold
         self.below = Below(self._host, lanes, self._cold, keep_s=lease_s)

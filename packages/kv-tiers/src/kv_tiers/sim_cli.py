@@ -11,7 +11,7 @@ from typing import Any
 
 from kv_core.errors import InputError
 
-from kv_tiers.eviction import POLICY_NAMES, make_policy
+from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.machine import spelled
 from kv_tiers.sim import WARM_UP, Progress, Served, TierCounts, TierPlan, optimum, simulate
 from kv_tiers.sim_trace import Trace, read_trace
@@ -70,14 +70,17 @@ def register(commands: Any) -> None:
         "--capacity", required=True, metavar="CAPACITY[,…]", help="of the host tier; several are compared"
     )
     parser.add_argument(
-        "--policy", default="lru", metavar="NAME[,…]", help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: lru)"
+        "--policy",
+        default=DEFAULT_POLICY,
+        metavar="NAME[,…]",
+        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--below",
         action="append",
         default=[],
         metavar="NAME=CAPACITY[:POLICY]",
-        help="a tier below the host's and those given before; repeat (default policy: lru)",
+        help=f"a tier below the host's and those given before; repeat (default policy: {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--warm-up",
@@ -271,7 +274,7 @@ def _below(text: str, trace: Trace, chunk_bytes: int) -> TierPlan:
     found = re.fullmatch(r"([A-Za-z0-9_-]{1,16})=([^:]+)(?::([^:]+))?", text)
     if found is None:
         raise InputError(f"--below {text}: write NAME=CAPACITY, such as disk=2TB, or disk=40%:lru")
-    policy = found[3] or "lru"
+    policy = found[3] or DEFAULT_POLICY
     make_policy(policy, 1)
     return TierPlan(found[1], _chunks(found[2], trace, chunk_bytes, "--below"), policy)
 

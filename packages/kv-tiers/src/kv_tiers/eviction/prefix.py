@@ -69,8 +69,10 @@ class PrefixPolicy:
         fresh, self._fresh = self._fresh, None
         if fresh is None or not fresh.slots:
             return
+        first = next((place for place, slot in enumerate(slots) if slot in fresh.slots), None)
+        if first is None:  # another prompt's: what was added last came from an earlier process
+            return
         self._offer = None
-        first = next(place for place, slot in enumerate(slots) if slot in fresh.slots)
         parent = self._deepest(slots[:first]) if first else None
         known = sum(max(1, gone.end - gone.start) for gone in self._recalled)
         *body, last = fresh.slots

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from typing import Final
 
 from kv_core.errors import ConfigError
 
@@ -23,6 +24,7 @@ _MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
 }
 
 POLICY_NAMES: tuple[str, ...] = tuple(_MAKERS)
+DEFAULT_POLICY: Final = "prefix"
 
 
 def make_policy(name: str, capacity_chunks: int) -> EvictionPolicy:

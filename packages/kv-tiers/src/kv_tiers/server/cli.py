@@ -29,7 +29,7 @@ The settings are a file of TOML or JSON:
   [host]
   capacity_bytes = "4GiB"     # of each format's pool at most; taken from the machine as it is used
   lease_s = 300.0             # how long chunks stay put for a client from whom nothing more is heard
-  policy = "lru"              # what leaves when room is needed
+  policy = "prefix"           # what leaves when room is needed
 
   [[tiers]]                   # below the pool, hottest first; as many as you like
   type = "disk"

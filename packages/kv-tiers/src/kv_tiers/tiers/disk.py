@@ -35,7 +35,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import make_policy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
@@ -67,7 +67,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What stored chunks survive: the machine's end, or only the process's, which saves waiting for the medium."""
     wait_s: float = 1.0
     """How long a store waits for room when every chunk is being read or written."""
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     """What leaves when room is needed."""
 
     @property

@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import make_policy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool
 from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
@@ -21,7 +21,7 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How much memory, beside the host pool's."""
 
     capacity_bytes: int
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     """What leaves when room is needed."""
 
 
