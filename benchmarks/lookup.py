@@ -33,7 +33,7 @@ LIMIT_S = 0.5e-3
 LEAST_CHURNED = 30
 """Prompts, that a median over them says something."""
 POLICIES = ("lru", "prefix")
-KEY_HEAD = bytes([1]) + bytes(22)
+KEY_HEAD = bytes([1]) + bytes(29)
 
 
 def main() -> int:

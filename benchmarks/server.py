@@ -29,7 +29,7 @@ SLOTS = 1 << 16
 ROUNDS = 1001
 CLIENTS = 8
 SECONDS = 2.0
-KEY_HEAD = bytes([1]) + bytes(22)
+KEY_HEAD = bytes([1]) + bytes(29)
 CONFIG = {"host": {"capacity_bytes": SLOTS * CHUNK_NBYTES}}
 
 

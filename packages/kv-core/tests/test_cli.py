@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core import ChainScheme, InputError, Item, KeySequence, KeySpace, cli
+from kv_core import ChainScheme, InputError, Item, KeySequence, KeySpace, cli, tenant_tag
 from kv_core.cli import main, read_tokens
 from kv_core.testing import SECRET, prompts
 
@@ -43,7 +43,7 @@ def test_json_says_what_the_library_says(prompt: Path, tmp_path: Path, capsys: p
     assert [row["digest"] for row in rows] == [digest.hex() for digest in [*sequence.digests, tail]]
     assert [(row["chunk"], row["first_token"], row["tokens"]) for row in rows] == [(0, 0, 4), (1, 4, 4), (2, 8, 2)]
     space = KeySpace("org/m", "r", "bfloat16", "ff", 2, scheme.name)
-    keys = space.keys(sequence.digests, groups=[3])
+    keys = space.keys(sequence.digests, groups=[3], tenant=tenant_tag("s"))
     named = [named for row in rows[:2] for named in row["keys"]]
     assert [(name["group"], name["shard"]) for name in named] == [(3, 0), (3, 1)] * 2
     assert [name["key"] for name in named] == [key.hex() for key in keys]

@@ -14,7 +14,7 @@ from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.hashing import ChainScheme
-from kv_core.keys import KeySpace
+from kv_core.keys import KeySpace, tenant_tag
 
 BLOCK = 2
 CHUNK = 4
@@ -46,15 +46,18 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest()
 
 
 digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
+tags = st.binary(min_size=7, max_size=7)
 tables = st.lists(st.lists(st.integers(0, 2**40), max_size=4).map(tuple), max_size=2).map(tuple)
 plans = st.builds(
     StepPlan,
     st.integers(0, 9),
     st.lists(
-        st.builds(LoadStep, st.text(), st.integers(0, 9), st.integers(0, 9), digests, tables, st.just(0), st.just(8)),
+        st.builds(
+            LoadStep, st.text(), st.integers(0, 9), st.integers(0, 9), digests, tags, tables, st.just(0), st.just(8)
+        ),
         max_size=3,
     ).map(tuple),
-    st.lists(st.builds(StoreStep, st.text(), digests, tables), max_size=3).map(tuple),
+    st.lists(st.builds(StoreStep, st.text(), digests, tags, tables), max_size=3).map(tuple),
     st.lists(st.text(), max_size=3).map(tuple),
 )
 junk = st.recursive(
@@ -80,7 +83,7 @@ def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
 
 @given(st.sampled_from(["version", "generation", "loads", "stores", "refused"]), junk)
 def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
-    good = StepPlan(1, (LoadStep("a", 1, 0, (b"x" * 32,), ((1,),), 0, 4),)).to_plain()
+    good = StepPlan(1, (LoadStep("a", 1, 0, (b"x" * 32,), b"t" * 7, ((1,),), 0, 4),)).to_plain()
     try:
         read = StepPlan.from_plain(good | {name: wrong})
     except InputError:
@@ -117,6 +120,24 @@ def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, 
     worker.start_stores(scheduler.build_step([Scheduled(asked, len(asked.tokens), (blocks,))]))
     worker.finish_stores()
     scheduler.finished(asked.request_id)
+
+
+def test_a_salted_request_s_keys_carry_its_tenant_in_both_halves() -> None:
+    """And the plan between them carries the tag alone: the salt is a secret of the scheduler's."""
+    service, copier, scheduler, worker = halves()
+    tokens = list(range(8))
+    for name, salt in (("a", "hush"), ("b", None)):
+        service.held.clear()
+        store_all(scheduler, worker, copier, RequestTokens(name, tokens, len(tokens), salt=salt))
+        assert {key.tenant for key in service.held} == {tenant_tag(salt)}
+        again = RequestTokens(f"{name}2", [*tokens, 9], 8, salt=salt)
+        assert scheduler.match(again, 0) == 8
+        scheduler.allocated(again.request_id, 8, (range(6),))
+        plan = scheduler.build_step([])
+        assert "hush" not in repr(plan)
+        worker.start_loads(StepPlan.from_plain(plan.to_plain()))
+        assert worker.poll().failed == frozenset()
+        assert scheduler.match(RequestTokens(f"{name}3", [*tokens, 9], 8, salt="another"), 0) == 0
 
 
 def test_asking_again_while_it_waits_costs_no_lookup_and_gives_the_same() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from kv_core import ChainScheme, ChunkKey, Item, KeySequence, KeySpace
+from kv_core import ChainScheme, ChunkKey, Item, KeySequence, KeySpace, tenant_tag
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
 CHAINS: list[dict[str, Any]] = GOLDEN["chains"]
@@ -102,7 +102,9 @@ def test_keys_and_spellings_are_what_they_have_always_been(vector: dict[str, Any
     space = KeySpace(*texts, vector["world"], vector["chain"], tuple(vector["tags"].items()))
     key = ChunkKey.from_hex(vector["key"])
     assert space.fingerprint.hex() == vector["fingerprint"]
-    whole = space.key(bytes.fromhex(vector["digest"]), vector["group"], vector["shard"])
+    tenant = tenant_tag(vector["salt"])
+    assert (tenant.hex(), key.tenant) == (vector["tenant"], tenant)
+    whole = space.key(bytes.fromhex(vector["digest"]), vector["group"], vector["shard"], tenant=tenant)
     assert key == (whole if vector["layer"] is None else whole.split_layers(vector["layer"] + 1)[-1])
     assert (key.path(), space.spell(key)) == (vector["path"], vector["spelling"])
     assert ChunkKey.from_path(vector["path"]) == key
@@ -114,7 +116,9 @@ def test_keys_and_spellings_are_what_they_have_always_been(vector: dict[str, Any
     fingerprint = hashlib.sha256(message).digest()[:16]
     layer = 0xFFFF if vector["layer"] is None else vector["layer"]
     shares = struct.pack(">HHH", vector["group"], vector["shard"], layer)
-    assert b"\1" + fingerprint + shares + bytes.fromhex(vector["digest"]) == key
+    salt = vector["salt"]
+    tag = bytes(7) if salt is None else hashlib.sha256(b"kv-core/tenant/1" + sized(salt.encode())).digest()[:7]
+    assert b"\1" + fingerprint + tag + shares + bytes.fromhex(vector["digest"]) == key
 
 
 def test_the_example_on_the_page_is_right() -> None:
@@ -141,7 +145,7 @@ def test_keys_do_not_depend_on_the_interpreter_s_hash_seed() -> None:
         "from kv_core import *; s = ChainScheme(chunk_tokens=2); "
         "q = KeySequence(s, root=s.root(tags={'b': '1', 'a': '2'}), items=[Item('x', 1, 2), Item(b'y', 1, 1)]); "
         "space = KeySpace('m', 'r', 'd', 'f', 2, s.name, (('b', '1'), ('a', '2'))); "
-        "print([k.hex() for k in space.keys(q.append(range(6)), groups=2)])"
+        "print([k.hex() for k in space.keys(q.append(range(6)), groups=2, tenant=tenant_tag('t'))])"
     )
     printed = set()
     for seed in ("0", "1", "12345"):

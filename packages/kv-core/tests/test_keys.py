@@ -1,18 +1,21 @@
 """Keys name exactly one chunk's bytes, and every spelling gives back the key it spells."""
 
 import pickle
+from base64 import urlsafe_b64encode
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core import ChainScheme, ChunkKey, InputError, KeySpace
-from kv_core.testing import chunk_keys, digests, key_chain, key_spaces, texts
+from kv_core import ChainScheme, ChunkKey, InputError, KeySpace, tenant_tag
+from kv_core.keys import NO_TENANT
+from kv_core.testing import chunk_keys, digests, key_chain, key_spaces, tenants, texts
 
 relaxed = settings(deadline=None, max_examples=150)
-SPACE = KeySpace("org/model", "rev", "bfloat16", "f0", 4, "sha256:256", (("tenant", "x"),))
-KEY = SPACE.key(bytes(range(32)), group=1, shard=3)
+SPACE = KeySpace("org/model", "rev", "bfloat16", "f0", 4, "sha256:256", (("zone", "x"),))
+TENANT = tenant_tag("s")
+KEY = SPACE.key(bytes(range(32)), group=1, shard=3, tenant=TENANT)
 
 
 @given(key=chunk_keys())
@@ -45,13 +48,14 @@ def test_the_text_gives_key_and_space_back(space: KeySpace, data: st.DataObject)
 def test_a_key_says_what_it_was_made_of(space: KeySpace, data: st.DataObject) -> None:
     digest = data.draw(digests())
     group, shard = data.draw(st.integers(0, 65534)), data.draw(st.integers(0, space.world - 1))
-    key = space.key(digest, group, shard)
-    assert (key.space_id, key.group, key.shard, key.layer, key.digest) == (
-        space.fingerprint, group, shard, None, digest,
+    tenant = data.draw(tenants())
+    key = space.key(digest, group, shard, tenant=tenant)
+    assert (key.space_id, key.tenant, key.group, key.shard, key.layer, key.digest) == (
+        space.fingerprint, tenant, group, shard, None, digest,
     )  # fmt: skip
     layers = key.split_layers(3)
     assert [layer.layer for layer in layers] == [0, 1, 2]
-    assert {layer[:21] + layer[23:] for layer in layers} == {key[:21] + key[23:]}
+    assert {layer[:28] + layer[30:] for layer in layers} == {key[:28] + key[30:]}
 
 
 FIELDS = ["model", "revision", "dtype", "format", "chain"]
@@ -131,6 +135,10 @@ HOSTILE_PATHS = [
     PATH.replace("/1-3/", "/\u0661-3/"),
     PATH.replace("/1-3/", "/ 1-3/"),
     PATH.replace("/1-3/", "/1-3/../1-3/"),
+    PATH.replace(TENANT.hex(), TENANT.hex().upper()),
+    PATH.replace(TENANT.hex(), TENANT.hex()[:-1]),
+    PATH.replace(TENANT.hex(), ".."),
+    PATH.replace("/" + TENANT.hex(), ""),
     PATH.replace("/00/", "/01/"),
     PATH.replace("/00/", "//"),
     PATH[:-1],
@@ -186,7 +194,12 @@ HOSTILE_TEXTS = [
     TEXT.replace("@group%1@layer%", "@layer%@group%1"),
     TEXT.replace("@group%1", "@group%65535"),
     TEXT.replace("@group%1", "@group%1@group%1"),
+    TEXT + "@zone%x",
     TEXT + "@tenant%x",
+    TEXT.replace(TENANT.hex(), "0" * 14),
+    TEXT.replace(TENANT.hex(), TENANT.hex().upper()),
+    TEXT.replace(TENANT.hex(), TENANT.hex()[:-2]),
+    TEXT.replace("@tenant%" + TENANT.hex(), ""),
     TEXT + "@a%1",
     TEXT + "@revision%x",
     TEXT + "@%x",
@@ -249,7 +262,7 @@ def test_no_text_does_anything_but_parse_or_be_refused(text: str, data: st.DataO
 
 @pytest.mark.parametrize(
     "bad",
-    [b"", b"\1" * 38, b"\1" * 40, b"\1" * 54, b"\2" + bytes(38), bytes(55), b"\1" * 56, 55, 10**15, "a" * 55, None],
+    [b"", b"\1" * 45, b"\1" * 47, b"\1" * 61, b"\2" + bytes(45), bytes(62), b"\1" * 63, 62, 10**15, "a" * 62, None],
 )
 def test_bytes_that_are_no_key_are_refused(bad: Any) -> None:
     with pytest.raises(InputError):
@@ -276,6 +289,7 @@ BAD_SPACES: list[tuple[dict[str, Any], str]] = [
     ({"world": 2.0}, "world is 2.0"),
     ({"tags": (("a", "1"), ("a", "2"))}, "'a' is given twice"),
     ({"tags": (("chain", "1"),)}, "'chain' is taken"),
+    ({"tags": (("tenant", "1"),)}, "'tenant' is taken"),
     ({"tags": (("", "1"),)}, "tag name"),
     ({"tags": (("a@b", "1"),)}, "tag name"),
     ({"tags": (("\u0661", "1"),)}, "tag name"),
@@ -302,6 +316,8 @@ def test_shares_that_cannot_be_are_refused() -> None:
         (lambda: SPACE.key(digest, group=-1), "group -1"),
         (lambda: SPACE.key(bytes(20)), "a digest of 20 bytes"),
         (lambda: SPACE.key(b""), "a digest of 0 bytes"),
+        (lambda: SPACE.key(digest, tenant=bytes(6)), "tag has 7 bytes"),
+        (lambda: SPACE.key(digest, tenant="1234567"), "tag has 7 bytes"),  # type: ignore[arg-type]
         (lambda: KEY.split_layers(0), "0 layers"),
         (lambda: KEY.split_layers(65536), "65536 layers"),
         (lambda: KEY.split_layers(2)[1].split_layers(2), "names layer 1 alone"),
@@ -309,6 +325,34 @@ def test_shares_that_cannot_be_are_refused() -> None:
     ]:
         with pytest.raises(InputError, match=text):
             call()
+
+
+@given(salt=texts(), other=texts())
+@relaxed
+def test_a_tag_is_its_salt_s_and_nobody_else_s(salt: str, other: str) -> None:
+    """Empty text too, which is a salt like any other: only no salt at all has no tenant."""
+    assert (tenant_tag(salt) == tenant_tag(other)) == (salt == other)
+    assert NO_TENANT == tenant_tag(None) != tenant_tag(salt)
+
+
+def test_a_salt_that_is_none_is_refused_and_not_repeated() -> None:
+    for bad in ("hush \ud800", 5, b"hush"):
+        with pytest.raises(InputError) as refused:
+            tenant_tag(bad)  # type: ignore[arg-type]
+        assert "hush" not in str(refused.value)
+
+
+@given(salt=texts(), shares=st.tuples(st.integers(0, 65534), st.integers(0, 3)), digest=digests())
+@relaxed
+def test_a_tenant_s_keys_are_one_prefix_in_every_spelling(salt: str, shares: tuple[int, int], digest: bytes) -> None:
+    """Tiers that know chunks by name only list a tenant's by it."""
+    tenant = tenant_tag(salt)
+    key = SPACE.key(digest, *shares, tenant=tenant)
+    head = bytes([1]) + SPACE.fingerprint + tenant
+    assert key.startswith(head)
+    assert key.hex().startswith(head.hex())
+    assert urlsafe_b64encode(key).startswith(urlsafe_b64encode(head))
+    assert key.path().startswith(f"1-{SPACE.fingerprint.hex()}/{tenant.hex()}/")
 
 
 def test_the_chain_s_name_is_what_a_space_wants() -> None:

@@ -85,9 +85,9 @@ def test_messages_may_arrive_in_any_pieces(requests: list[wire.Request], cuts: l
 
 @pytest.mark.parametrize("length", [16, 32])
 def test_keys_are_one_run_of_bytes(length: int) -> None:
-    keys = [ChunkKey(key[:23] + key.digest[:length]) for key in key_chain(5)]
+    keys = [ChunkKey(key[:30] + key.digest[:length]) for key in key_chain(5)]
     packed = wire.pack_keys(keys)
-    assert (packed.key_nbytes, packed.joined) == (23 + length, b"".join(keys))
+    assert (packed.key_nbytes, packed.joined) == (30 + length, b"".join(keys))
     assert packed.unpack() == keys
     assert all(type(key) is ChunkKey for key in packed.unpack())
     assert wire.pack_keys([]).unpack() == []
@@ -106,11 +106,11 @@ def test_keys_of_different_lengths_are_a_bug_of_the_caller(keys: list[ChunkKey])
     "wrong",
     [
         wire.Keys(0, b"x"),
-        wire.Keys(39, b"\x01" * 38),
+        wire.Keys(46, b"\x01" * 45),
         wire.Keys(40, b"\x01" * 40),
-        wire.Keys(39, b"\x02" * 39),
-        wire.Keys(39, b"\x01" * 39 + b"\x02" * 39),
-        wire.Keys(39, b"\x01" * 39 * (wire.MAX_KEYS + 1)),
+        wire.Keys(46, b"\x02" * 46),
+        wire.Keys(46, b"\x01" * 46 + b"\x02" * 46),
+        wire.Keys(46, b"\x01" * 46 * (wire.MAX_KEYS + 1)),
     ],
 )
 def test_what_are_no_keys_is_refused(wrong: wire.Keys) -> None:
@@ -146,9 +146,9 @@ def test_a_cut_request_is_refused(request: wire.Request, cut: int) -> None:
         ["renew", 5],
         ["commit", -1],
         ["commit", 1 << 40],
-        ["lookup", [55, b""], "h", 0, False],
-        ["lookup", [56, b""], "h", 1, False],
-        ["lookup", [55, "text"], "h", 1, False],
+        ["lookup", [62, b""], "h", 0, False],
+        ["lookup", [63, b""], "h", 1, False],
+        ["lookup", [62, "text"], "h", 1, False],
         ["register", "e", 0, "f", 1, {}, b"", [], [0, b""], False],
         ["register", "e", 1, "f", 0, {}, b"", [], [0, b""], False],
         ["register", "e", 1, "f", 1, {str(n): "" for n in range(17)}, b"", [], [0, b""], False],

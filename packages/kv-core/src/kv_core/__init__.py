@@ -13,7 +13,7 @@ from kv_core.errors import ConfigError, CopyFailed, InputError, KVError, MisuseE
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.hashing import ChainScheme, Item
-from kv_core.keys import ChunkKey, KeySpace
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import KeySequence, digests_of
 from kv_core.service import CacheService
@@ -42,4 +42,5 @@ __all__ = [
     "TransferPlan",
     "digests_of",
     "plan_transfer",
+    "tenant_tag",
 ]

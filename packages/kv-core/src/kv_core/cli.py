@@ -19,7 +19,7 @@ from typing import Any, TextIO, get_args
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
-from kv_core.keys import KeySpace
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.tokens import pack_tokens
 
@@ -132,9 +132,10 @@ def _register_keys(commands: Any) -> None:
 
 def _keys(asked: argparse.Namespace) -> int:
     scheme = ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file))
-    space = None
+    naming = None
     if asked.model is not None:
         space = KeySpace(asked.model, asked.revision, asked.dtype, asked.format_fingerprint, asked.world, scheme.name)
+        naming = _Naming(space, asked.group, tenant_tag(asked.salt))
         space.keys([], groups=(asked.group,))  # refuse a bad group before any tokens are read
     elif asked.revision or asked.dtype or asked.format_fingerprint or asked.world != 1 or asked.group:
         raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
@@ -142,21 +143,33 @@ def _keys(asked: argparse.Namespace) -> int:
     sequence = KeySequence(scheme, root=root, items=[_item(text) for text in asked.item])
     write = _write_json if asked.output == "json" else _write_table
     if asked.output == "table":
-        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if space is None else 'key'}")
+        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if naming is None else 'key'}")
     printed = 0
     for tokens in _tokens(asked):
         for digest in sequence.append(tokens):
-            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), space, asked.group)
+            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), naming)
             printed += 1
     whole = printed * scheme.chunk_tokens
     tail = sequence.tokens - whole
     if asked.partial and (digest_of_tail := sequence.tail_digest()) is not None:
-        write(_Printed(printed, whole, tail, digest_of_tail), space, asked.group)
+        write(_Printed(printed, whole, tail, digest_of_tail), naming)
     elif tail and asked.output == "table":
         print(
             f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
         )
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """Whose keys are printed, and of which group."""
+
+    space: KeySpace
+    group: int
+    tenant: bytes
+
+    def keys(self, digest: bytes) -> list[ChunkKey]:
+        return self.space.keys([digest], groups=(self.group,), tenant=self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +180,19 @@ class _Printed:
     digest: bytes
 
 
-def _write_table(row: _Printed, space: KeySpace | None, group: int) -> None:
-    names = [row.digest.hex()] if space is None else [key.hex() for key in space.keys([row.digest], groups=(group,))]
+def _write_table(row: _Printed, naming: _Naming | None) -> None:
+    names = [row.digest.hex()] if naming is None else [key.hex() for key in naming.keys(row.digest)]
     for name in names:
         print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name}")
 
 
-def _write_json(row: _Printed, space: KeySpace | None, group: int) -> None:
+def _write_json(row: _Printed, naming: _Naming | None) -> None:
     described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
-    if space is not None:
+    if naming is not None:
+        spell = naming.space.spell
         described["keys"] = [
-            {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), "spelling": space.spell(key)}
-            for key in space.keys([row.digest], groups=(group,))
+            {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), "spelling": spell(key)}
+            for key in naming.keys(row.digest)
         ]
     print(json.dumps(described, ensure_ascii=False))
 

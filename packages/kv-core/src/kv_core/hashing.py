@@ -206,8 +206,9 @@ def _sized(data: bytes) -> bytes:
 
 def _utf8(text: str) -> bytes:
     if not isinstance(text, str):
-        raise InputError(f"salt, lora and tags are text, and {text!r} is not")
+        raise InputError(f"salt, lora and tags are text, and a {type(text).__name__} is not")
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{text!r} is not valid Unicode") from None
+        # A salt may be a secret, so it is not repeated.
+        raise InputError("a salt, lora or tag is not valid Unicode") from None

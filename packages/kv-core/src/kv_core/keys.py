@@ -1,10 +1,12 @@
-"""What names one chunk's bytes: a key space, a digest of the whole prefix, and which share of it.
+"""What names one chunk's bytes: a key space, whose it is, a digest of the whole prefix, and which share of it.
 
 A `ChunkKey` is its own bytes, so an index hashes and compares it at the speed of `bytes`:
 
-    version 1 byte | space 16 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
+    version 1 byte | space 16 | tenant 7 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
 
-with whole numbers big-endian, so that the keys of one digest's shares sort in order. The other spellings (hex, a path,
+with whole numbers big-endian, so that the keys of one digest's shares sort in order. The tenant's tag tells whose chunk
+it is, for quotas and accounts; what keeps tenants apart is the digest, whose chain begins with the whole salt, so that
+two tenants whose tags should be alike still share nothing. The other spellings (hex, a path,
 and the text that also says the whole key space) give back the same bytes. Each has exactly one way to be written, which
 is how hostile text is refused: what was read is spelled again, and must be what was given.
 """
@@ -25,17 +27,25 @@ KEY_VERSION: Final = 1
 
 ALL_LAYERS: Final = 0xFFFF
 _SHARES: Final = struct.Struct(">HHH")
-_PREFIX_NBYTES: Final = 23
-_SHARES_AT: Final = slice(17, 23)
-_KEY_NBYTES: Final = (_PREFIX_NBYTES + 16, _PREFIX_NBYTES + 32)
+_PREFIX_NBYTES: Final = 30
+KEY_NBYTES: Final = (_PREFIX_NBYTES + 16, _PREFIX_NBYTES + 32)
+"""The lengths that a key may have, by its digest's."""
+
+TENANT_NBYTES: Final = 7
+"""Version, space and tenant are 24 bytes: 32 characters of base64, so a tenant's names share a prefix there too."""
+
+NO_TENANT: Final = bytes(TENANT_NBYTES)
+"""The tag of chunks that anyone may share: those of prompts without a salt."""
+
 _SPACE_MESSAGE: Final = b"kv-core/space/1"
+_TENANT_MESSAGE: Final = b"kv-core/tenant/1"
 
 _MAX_TEXT_CHARS: Final = 1024
 _MAX_TAGS: Final = 64
 _MAX_SPELLING_CHARS: Final = 1 << 20
 _TAG_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,4}")
-_RESERVED_TAGS: Final = ("revision", "format", "chain", "group", "layer")
+_RESERVED_TAGS: Final = ("revision", "format", "chain", "tenant", "group", "layer")
 _UNESCAPED: Final = ":/+~"
 
 
@@ -50,17 +60,22 @@ class ChunkKey(bytes):
         return self[1:17]
 
     @property
+    def tenant(self) -> bytes:
+        """The tag of whose chunk it is, `NO_TENANT` if anyone's."""
+        return self[17:24]
+
+    @property
     def group(self) -> int:
-        return self[17] << 8 | self[18]
+        return self[24] << 8 | self[25]
 
     @property
     def shard(self) -> int:
-        return self[19] << 8 | self[20]
+        return self[26] << 8 | self[27]
 
     @property
     def layer(self) -> int | None:
         """None: the chunk holds all layers of its group."""
-        layer = self[21] << 8 | self[22]
+        layer = self[28] << 8 | self[29]
         return None if layer == ALL_LAYERS else layer
 
     @property
@@ -77,8 +92,8 @@ class ChunkKey(bytes):
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise InputError(f"a chunk key is bytes, not {_shortened(data)}")
         key = cls(data)
-        if len(key) not in _KEY_NBYTES:
-            raise InputError(f"a chunk key has {_KEY_NBYTES[0]} or {_KEY_NBYTES[1]} bytes, not {len(key)}")
+        if len(key) not in KEY_NBYTES:
+            raise InputError(f"a chunk key has {KEY_NBYTES[0]} or {KEY_NBYTES[1]} bytes, not {len(key)}")
         if key[0] != KEY_VERSION:
             raise InputError(f"a chunk key of version {key[0]}; this release knows version {KEY_VERSION}")
         return key
@@ -90,13 +105,13 @@ class ChunkKey(bytes):
         Raises:
             InputError: not the lower-case hex digits of a key.
         """
-        return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in _KEY_NBYTES}))
+        return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in KEY_NBYTES}))
 
     def path(self) -> str:
-        """A relative path with /, safe on every file system: space, shares, two digits to spread, digest."""
+        """A relative path with /, safe on every file system: space, tenant, shares, two digits to spread, digest."""
         shares = f"{self.group}-{self.shard}" + ("" if self.layer is None else f"-{self.layer}")
         digest = self.digest.hex()
-        return f"{self[0]}-{self.space_id.hex()}/{shares}/{digest[:2]}/{digest}"
+        return f"{self[0]}-{self.space_id.hex()}/{self.tenant.hex()}/{shares}/{digest[:2]}/{digest}"
 
     @classmethod
     def from_path(cls, path: str) -> "ChunkKey":
@@ -108,7 +123,7 @@ class ChunkKey(bytes):
         if not isinstance(path, str) or len(path) > 160:
             raise InputError(f"not the path of a chunk key: {_shortened(path)}")
         parts = path.split("/")
-        shares = parts[1].split("-") if len(parts) == 4 else []
+        shares = parts[2].split("-") if len(parts) == 5 else []
         if len(shares) not in (2, 3) or not all(_DECIMAL.fullmatch(share) for share in shares):
             raise InputError(f"not the path of a chunk key: {_shortened(path)}")
         version, _, space = parts[0].partition("-")
@@ -118,8 +133,9 @@ class ChunkKey(bytes):
         key = cls.from_bytes(
             bytes([KEY_VERSION])
             + _unhex(space, "a key space", {32})
+            + _unhex(parts[1], "a tenant", {2 * TENANT_NBYTES})
             + _SHARES.pack(group, shard, layer)
-            + _unhex(parts[3], "a digest", {32, 64})
+            + _unhex(parts[4], "a digest", {32, 64})
         )
         if key.path() != path:
             raise InputError(f"not the path of a chunk key: {_shortened(path)}")
@@ -135,7 +151,7 @@ class ChunkKey(bytes):
             raise InputError(f"this key names layer {self.layer} alone; split the key of the whole chunk")
         if not 1 <= layers <= ALL_LAYERS:
             raise InputError(f"{layers} layers; there can be 1 to {ALL_LAYERS}")
-        head, digest = self[:21], self.digest
+        head, digest = self[: _PREFIX_NBYTES - 2], self.digest
         return [ChunkKey(head + layer.to_bytes(2, "big") + digest) for layer in range(layers)]
 
     def __repr__(self) -> str:
@@ -182,25 +198,33 @@ class KeySpace:
             message += struct.pack("<Q", len(encoded)) + encoded
         return hashlib.sha256(message).digest()[:16]
 
-    def key(self, digest: bytes, group: int = 0, shard: int = 0) -> ChunkKey:
+    def key(self, digest: bytes, group: int = 0, shard: int = 0, *, tenant: bytes = NO_TENANT) -> ChunkKey:
         """The key of one share of the chunk that `digest` names."""
-        return self.keys([digest], groups=(group,), shards=(shard,))[0]
+        return self.keys([digest], groups=(group,), shards=(shard,), tenant=tenant)[0]
 
     def keys(
-        self, digests: Iterable[bytes], *, groups: int | Iterable[int] = 1, shards: int | Iterable[int] | None = None
+        self,
+        digests: Iterable[bytes],
+        *,
+        groups: int | Iterable[int] = 1,
+        shards: int | Iterable[int] | None = None,
+        tenant: bytes = NO_TENANT,
     ) -> list[ChunkKey]:
         """The keys of every share of every chunk: for each digest, for each group, for each shard.
 
         groups, shards: how many, counted from 0, or which ones; all `world` shards if not said.
+        tenant: `tenant_tag` of the salt that the digests' chain began with.
 
         Raises:
-            InputError: a shard that the space does not have, or a digest of another length than 16 or 32.
+            InputError: a shard that the space does not have, a digest of another length than 16 or 32, or no tag.
         """
         chosen = range(self.world) if shards is None else _chosen(shards)
         for shard in chosen:
             if not 0 <= shard < self.world:
                 raise InputError(f"shard {shard} of a key space with {self.world} shards (they count from 0)")
-        head = bytes([KEY_VERSION]) + self.fingerprint
+        if not isinstance(tenant, bytes) or len(tenant) != TENANT_NBYTES:
+            raise InputError(f"a tenant's tag has {TENANT_NBYTES} bytes, see `tenant_tag`")
+        head = bytes([KEY_VERSION]) + self.fingerprint + tenant
         prefixes = []
         for group in _chosen(groups):
             if not 0 <= group < ALL_LAYERS:
@@ -220,7 +244,9 @@ class KeySpace:
         if key.space_id != self.fingerprint:
             raise InputError(f"{key!r} is not of the key space of {self.model}")
         parts = [_escape(self.model), str(self.world), str(key.shard), key.digest.hex(), _escape(self.dtype)]
-        reserved = (self.revision, self.format, self.chain, str(key.group), "" if key.layer is None else str(key.layer))
+        tenant = "" if key.tenant == NO_TENANT else key.tenant.hex()
+        layer = "" if key.layer is None else str(key.layer)
+        reserved = (self.revision, self.format, self.chain, tenant, str(key.group), layer)
         tags = [*zip(_RESERVED_TAGS, reserved, strict=True), *self.tags]
         return "@".join(parts + [f"{name}%{_escape(value)}" for name, value in tags])
 
@@ -242,17 +268,35 @@ class KeySpace:
                 f"@{'%…@'.join(_RESERVED_TAGS)}%…: {_shortened(text)}"
             )
         model, dtype, revision, chunk_format, chain = [_unescape(part) for part in (parts[0], parts[4], *reserved[:3])]
-        numbers = [parts[1], parts[2], reserved[3], reserved[4] or str(ALL_LAYERS)]
+        numbers = [parts[1], parts[2], reserved[4], reserved[5] or str(ALL_LAYERS)]
         if not all(_DECIMAL.fullmatch(number) and int(number) <= ALL_LAYERS for number in numbers):
             raise InputError(f"world, shard, group and layer are numbers up to {ALL_LAYERS}: {_shortened(text)}")
         world, shard, group, layer = map(int, numbers)
         rest = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
         space = cls(model, revision, dtype, chunk_format, world, chain, rest)
-        key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard)
-        key = ChunkKey(key[:21] + layer.to_bytes(2, "big") + key.digest)
+        tenant = _unhex(reserved[3], "a tenant", {2 * TENANT_NBYTES}) if reserved[3] else NO_TENANT
+        key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard, tenant=tenant)
+        key = ChunkKey(key[: _PREFIX_NBYTES - 2] + layer.to_bytes(2, "big") + key.digest)
         if space.spell(key) != text:
             raise InputError(f"not the one way to spell this key: {_shortened(text)}")
         return space, key
+
+
+def tenant_tag(salt: str | None) -> bytes:
+    """Whose the chunks of a prompt with this salt are, in 7 bytes. The salt cannot be read from it, only guessed.
+
+    Empty text is a salt like any other; None gives `NO_TENANT`.
+
+    Raises:
+        InputError: the salt is not text, or not valid Unicode.
+    """
+    if salt is None:
+        return NO_TENANT
+    try:
+        encoded = salt.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InputError("a salt is text of valid Unicode") from None  # and it is not repeated here: it is a secret
+    return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_NBYTES]
 
 
 def _chosen(which: int | Iterable[int]) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.hashing import ChainScheme, Item
-from kv_core.keys import ChunkKey, KeySpace
+from kv_core.keys import NO_TENANT, TENANT_NBYTES, ChunkKey, KeySpace, tenant_tag
 
 SECRET = b"a secret for testing only"
 
@@ -49,7 +49,7 @@ def texts(*, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[str]:
 @st.composite
 def key_spaces(draw: st.DrawFn) -> KeySpace:
     names = st.from_regex(r"[A-Za-z0-9._-]{1,6}", fullmatch=True)
-    reserved = {"revision", "format", "chain", "group", "layer"}
+    reserved = {"revision", "format", "chain", "tenant", "group", "layer"}
     tags = draw(st.dictionaries(names.filter(lambda name: name not in reserved), texts(), max_size=3))
     return KeySpace(
         model=draw(texts(min_size=1)),
@@ -66,19 +66,28 @@ def digests() -> st.SearchStrategy[bytes]:
     return st.one_of(st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16))
 
 
+def tenants() -> st.SearchStrategy[bytes]:
+    """Tags: mostly none, as with most keys."""
+    tags = st.binary(min_size=TENANT_NBYTES, max_size=TENANT_NBYTES)
+    return st.one_of(st.just(NO_TENANT), texts().map(tenant_tag), tags)
+
+
 @st.composite
 def chunk_keys(draw: st.DrawFn, space: KeySpace | None = None) -> ChunkKey:
     """A key of `space`, or of any: of the whole chunk or of one layer."""
     space = draw(key_spaces()) if space is None else space
-    key = space.key(draw(digests()), draw(st.integers(0, 65534)), draw(st.integers(0, space.world - 1)))
+    shard = draw(st.integers(0, space.world - 1))
+    key = space.key(draw(digests()), draw(st.integers(0, 65534)), shard, tenant=draw(tenants()))
     layer = draw(st.one_of(st.none(), st.integers(0, 300)))
     return key if layer is None else key.split_layers(layer + 1)[layer]
 
 
-def key_chain(chunks: int, *, branch: str = "", shards: int = 1) -> list[ChunkKey]:
+def key_chain(chunks: int, *, branch: str = "", shards: int = 1, salt: str | None = None) -> list[ChunkKey]:
     """A prompt's keys, chunk-major, the same at every call. No strategy: for tests that want a plain example."""
     space = KeySpace("model", "revision", "float32", "format", shards, "sha256:256")
-    return space.keys([hashlib.sha256(f"{branch}/{chunk}".encode()).digest() for chunk in range(chunks)])
+    root = "" if salt is None else f"salted {salt}:"
+    digests = [hashlib.sha256(f"{root}{branch}/{chunk}".encode()).digest() for chunk in range(chunks)]
+    return space.keys(digests, tenant=tenant_tag(salt))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.step import LoadStep, StepPlan, StoreStep
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.hashing import ChainScheme
-from kv_core.keys import ChunkKey, KeySpace
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import Item, KeySequence
 from kv_core.service import CacheService
@@ -89,6 +89,7 @@ class _Tracked:
     """One request we have heard of."""
 
     keys: KeySequence
+    tenant: bytes
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
@@ -191,6 +192,7 @@ class SchedulerHalf:
                 tracked.attempt,
                 first_chunk,
                 tuple(tracked.keys.digests[first_chunk:last_chunk]),
+                tracked.tenant,
                 tuple(tuple(table) for table in blocks),
                 first,
                 last,
@@ -266,7 +268,7 @@ class SchedulerHalf:
         if tracked is None:
             root = self._shape.scheme.root(salt=request.salt, lora=request.lora)
             keys = KeySequence(self._shape.scheme, root=root, items=request.items)
-            tracked = self._tracked[request.request_id] = _Tracked(keys)
+            tracked = self._tracked[request.request_id] = _Tracked(keys, tenant_tag(request.salt))
             self.counts.requests += 1
         return tracked
 
@@ -276,7 +278,9 @@ class SchedulerHalf:
         if tokens > known:
             new = tracked.keys.append(request.tokens[known:tokens])
             shape = self._shape
-            tracked.chunk_keys += shape.space.keys(new, groups=len(shape.block_tokens), shards=shape.shards)
+            tracked.chunk_keys += shape.space.keys(
+                new, groups=len(shape.block_tokens), shards=shape.shards, tenant=tracked.tenant
+            )
 
     def _look_up(self, request: RequestTokens, tracked: _Tracked) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
@@ -304,6 +308,7 @@ class SchedulerHalf:
         return StoreStep(
             request.request_id,
             tuple(tracked.keys.digests[:chunks]),
+            tracked.tenant,
             tuple(
                 tuple(table[: chunks * self._shape.chunk_tokens // block_tokens])
                 for table, block_tokens in zip(entry.blocks, self._shape.block_tokens, strict=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kv_core.errors import InputError
+from kv_core.keys import TENANT_NBYTES
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
@@ -22,6 +23,7 @@ class LoadStep:
 
     attempt: tells loads of one request apart; a request can load again after a preemption or a failure.
     first_chunk: number of the chunk that `digests[0]` names; the digests reach over all tokens to be loaded.
+    tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
     blocks: for each group, the request's block table from the prompt's first token on.
     """
 
@@ -29,6 +31,7 @@ class LoadStep:
     attempt: int
     first_chunk: int
     digests: tuple[bytes, ...]
+    tenant: bytes
     blocks: tuple[tuple[int, ...], ...]
     first_token: int
     last_token: int
@@ -40,6 +43,7 @@ class StoreStep:
 
     request_id: str
     digests: tuple[bytes, ...]
+    tenant: bytes
     blocks: tuple[tuple[int, ...], ...]
 
 
@@ -70,6 +74,7 @@ class StepPlan:
                     load.attempt,
                     load.first_chunk,
                     list(load.digests),
+                    load.tenant,
                     [list(blocks) for blocks in load.blocks],
                     load.first_token,
                     load.last_token,
@@ -77,7 +82,7 @@ class StepPlan:
                 for load in self.loads
             ],
             "stores": [
-                [store.request_id, list(store.digests), [list(blocks) for blocks in store.blocks]]
+                [store.request_id, list(store.digests), store.tenant, [list(blocks) for blocks in store.blocks]]
                 for store in self.stores
             ],
             "refused": list(self.refused),
@@ -112,12 +117,13 @@ class StepReport:
 
 
 def _load(entry: Plain) -> LoadStep:
-    request_id, attempt, first_chunk, digests, blocks, first_token, last_token = _sequence(entry, 7)
+    request_id, attempt, first_chunk, digests, tenant, blocks, first_token, last_token = _sequence(entry, 8)
     return LoadStep(
         _text(request_id),
         _count(attempt),
         _count(first_chunk),
         tuple(_digest(digest) for digest in _sequence(digests)),
+        _tenant(tenant),
         _tables(blocks),
         _count(first_token),
         _count(last_token),
@@ -125,8 +131,9 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, blocks = _sequence(entry, 3)
-    return StoreStep(_text(request_id), tuple(_digest(digest) for digest in _sequence(digests)), _tables(blocks))
+    request_id, digests, tenant, blocks = _sequence(entry, 4)
+    named = tuple(_digest(digest) for digest in _sequence(digests))
+    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks))
 
 
 def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:
@@ -151,6 +158,12 @@ def _text(entry: Plain) -> str:
 def _count(entry: Plain) -> int:
     if type(entry) is not int or entry < 0:
         raise InputError(f"the step plan has {entry!r} where a whole number of at least 0 belongs")
+    return entry
+
+
+def _tenant(entry: Plain) -> bytes:
+    if not isinstance(entry, bytes) or len(entry) != TENANT_NBYTES:
+        raise InputError("the step plan has something else where a tenant's tag belongs")
     return entry
 
 

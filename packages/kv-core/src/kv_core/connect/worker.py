@@ -78,7 +78,7 @@ class WorkerHalf:
             load = _Load(step, {}, [])
             self._loading[step.request_id] = load
             for group in range(len(self._copiers)):
-                ticket = self._service.begin_load(self._keys(step.digests, group), self._holder)
+                ticket = self._service.begin_load(self._keys(step, group), self._holder)
                 load.waiting[ticket] = group
                 self._by_ticket[ticket] = load
         self._advance_loads()
@@ -121,8 +121,8 @@ class WorkerHalf:
         self._storing.clear()
         self._service.end(self._holder)
 
-    def _keys(self, digests: Sequence[bytes], group: int) -> list[ChunkKey]:
-        return self._shape.space.keys(digests, groups=(group,), shards=(self._shard,))
+    def _keys(self, step: LoadStep | StoreStep, group: int) -> list[ChunkKey]:
+        return self._shape.space.keys(step.digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
 
     def _plan(self, step: LoadStep, lease: ReadLease, group: int) -> TransferPlan:
         return plan_transfer(
@@ -192,7 +192,7 @@ class WorkerHalf:
             self.counts.loads_finished += 1
 
     def _start_store(self, step: StoreStep, group: int) -> None:
-        keys = self._keys(step.digests, group)
+        keys = self._keys(step, group)
         lease = self._service.begin_store(keys, self._holder)
         if not lease.keys:
             self._service.release(lease)

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 from kv_core.errors import InputError, MisuseError
-from kv_core.keys import KEY_VERSION, ChunkKey
+from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts
 
 VERSION: Final = 1
@@ -27,7 +27,6 @@ MAX_KEYS: Final = 1 << 16
 """Keys in one message: 16 million tokens in chunks of 256."""
 MAX_REQUEST_NBYTES: Final = 4 << 20
 MAX_ANSWER_NBYTES: Final = 64 << 20
-_KEY_NBYTES: Final = (39, 55)
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -42,8 +41,8 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class Keys(_Message):
     """Keys of one length, one after another."""
 
-    key_nbytes: Annotated[int, msgspec.Meta(ge=0, le=max(_KEY_NBYTES))] = 0
-    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(_KEY_NBYTES))] = b""
+    key_nbytes: Annotated[int, msgspec.Meta(ge=0, le=max(KEY_NBYTES))] = 0
+    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_NBYTES))] = b""
 
     def unpack(self) -> list[ChunkKey]:
         """
@@ -53,7 +52,7 @@ class Keys(_Message):
         nbytes, joined = self.key_nbytes, self.joined
         if not joined:
             return []
-        if nbytes not in _KEY_NBYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
+        if nbytes not in KEY_NBYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
             raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
         if set(joined[::nbytes]) != {KEY_VERSION}:
             raise InputError(f"a chunk key of another version than {KEY_VERSION}")
