@@ -50,6 +50,10 @@ class Caches:
     def find(self, wanted: Format) -> LocalCache | None:
         return self._caches.get(wanted)
 
+    def opening(self) -> int:
+        """How many are being opened."""
+        return len(self._opening)
+
     def open(self, wanted: Format) -> bool:
         """Begin to, if nobody has. False: there are as many formats as may be."""
         if wanted in self._opening:

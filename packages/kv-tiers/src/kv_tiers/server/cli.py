@@ -14,6 +14,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers.server.config import ServerConfig, default_socket, read_config_text
 from kv_tiers.server.connection import PACKAGE
+from kv_tiers.server.http.start import open_http
 from kv_tiers.server.server import CacheServer
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -40,8 +41,14 @@ The settings are a file of TOML or JSON:
   wait_s = 1.0                # how long a request may wait for chunks on their way up
   drain_s = 5.0               # how long stopping may take
 
-When it serves it prints READY, its socket and its process number on one line. SIGTERM and SIGINT stop it: it accepts
-nobody, stores below what is to be stored there, and ends. Only processes of the user that started it are served.
+  [http]                      # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
+  listen = "127.0.0.1:9400"   # a page at /, /metrics, /status and more; nothing unless it is said
+  token_file = "/…/token"     # made if it is not there; without it nothing can be changed over HTTP
+  archive_dir = "/…/prefixes" # where prefixes are exported to and imported from
+
+When it serves it prints READY, its socket, its process number and the page's address on one line. SIGTERM and SIGINT
+stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the user that started
+it are served at the socket.
 """
 
 
@@ -49,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        server = CacheServer(_config(arguments))
+        config = _config(arguments)
+        http = open_http(config.http)
+        server = CacheServer(config)
     except ConfigError as error:
         print(f"kv-server: {error}", file=sys.stderr)
         return 2
@@ -59,8 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.watch(arguments.lifeline)
     if arguments.parent is not None:
         _die_with(arguments.parent)
-    print(f"READY {server.socket_path} {os.getpid()}", flush=True)
+    if http is not None:
+        http.start(server)
+    print(f"READY {server.socket_path} {os.getpid()}{'' if http is None else ' ' + http.url}", flush=True)
     server.serve()
+    if http is not None:
+        http.stop()
     return 0
 
 
@@ -84,6 +97,8 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         changes["name"] = arguments.name
     if arguments.capacity is not None:
         changes["host"] = {"capacity_bytes": arguments.capacity}
+    if arguments.http is not None:
+        changes["http"] = {"listen": arguments.http}
     return read_config_text(text, "standard input" if where == "-" else str(where), changes)
 
 
@@ -98,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB; enough without a file")
     parser.add_argument("--name", help=f"instead of the file's; by default it listens at {default_socket()}")
     parser.add_argument("--socket", metavar="PATH", help="where to listen, instead of the place that the name gives")
+    parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, ends")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])

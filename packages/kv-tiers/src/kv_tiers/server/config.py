@@ -12,6 +12,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.options import read_options
+from kv_tiers.server.http.config import HttpConfig
 
 _MAX_PATH_NBYTES: Final = 107
 """What the kernel takes for a socket's path."""
@@ -24,6 +25,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Each format's pool may become as large as `capacity_bytes`; memory is taken as it is used."""
     tiers: list[dict[str, object]] = []
     cold: ColdConfig = ColdConfig()
+    http: HttpConfig = HttpConfig()
     socket: str = ""
     """Where it listens; empty: a file `NAME.sock` in a directory of the user's own."""
     name: str = "default"
@@ -51,7 +53,7 @@ def read_config(options: Mapping[str, object]) -> ServerConfig:
         ConfigError: an unknown option, or a value of the wrong type or out of range.
     """
     given = dict(options)
-    for name, settings in (("host", HostConfig), ("cold", ColdConfig)):
+    for name, settings in (("host", HostConfig), ("cold", ColdConfig), ("http", HttpConfig)):
         part = given.get(name)
         if isinstance(part, Mapping):
             given[name] = msgspec.to_builtins(read_options(settings, part, name))

@@ -19,10 +19,14 @@ _STOP_S: Final = 15.0
 
 
 class ServerProcess:
-    """A running server. `stop` it, or let it end with this process."""
+    """A running server. `stop` it, or let it end with this process.
+
+    url: where it serves HTTP; empty: nowhere.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None) -> None:
         self.socket = socket
+        self.url = ""
         self.pid = process.pid
         self._process = process
         self._lifeline = lifeline
@@ -90,6 +94,7 @@ def launch(
         said = process.stdout.readline()
         if not said.startswith("READY"):
             raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
+        made.url = said.rstrip("\n").removeprefix(f"READY {socket} {process.pid}").strip()
     except BaseException as error:
         made.stop()
         if isinstance(error, BrokenPipeError):

@@ -8,10 +8,13 @@ the exception (`kv_tiers.server.orphans`).
 import os
 import selectors
 import socket
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
+from typing import TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
@@ -21,15 +24,18 @@ from kv_tiers.local import LocalCache
 from kv_tiers.server import wire
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
+from kv_tiers.server.calls import Calls
 from kv_tiers.server.clients import Client, Clients
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
 from kv_tiers.server.session import Session
 
+T = TypeVar("T")
+
 
 class CacheServer:
-    """Serves from `serve` until `stop`. Everything but `stop` is for one thread."""
+    """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `ask` is for one thread."""
 
     def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
         """Take the socket. Clients that connect from now wait until `serve`.
@@ -40,12 +46,14 @@ class CacheServer:
         self._lease_s = config.host.lease_s
         self._max_formats = config.max_formats
         self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._started_s = self._clock.now_s()
         self._address = Address(config.socket_path())
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
         self._caches = Caches(config, self._clock, self._wake)
+        self._calls = Calls(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s)
         self._clients = Clients(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
         accept = partial(self._clients.accept, self._address.listener)
@@ -61,6 +69,17 @@ class CacheServer:
     def caches(self) -> dict[Format, LocalCache]:
         """One for each format that was ever registered. For tools and tests in this process."""
         return self._caches.by_format()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
+    def ask(self, question: Callable[[], T]) -> "Future[T]":
+        """From any thread: have the serving thread do this between two requests. It must not wait, nor take long.
+
+        The future holds what it returns or raises, or `TierDown` once the server stops.
+        """
+        return self._calls.ask(question)
 
     def stop(self) -> None:
         """From any thread or signal handler, at any time: `serve` closes everything and returns."""
@@ -98,7 +117,7 @@ class CacheServer:
             case wire.Ping():
                 send(wire.Done())
             case wire.Status():
-                send(wire.Stated(self._report()))
+                send(wire.Stated(self.report()))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self._registrations() if one.engine == engine]))
             case wire.Register():
@@ -216,13 +235,22 @@ class CacheServer:
             if one.register is not None
         ]
 
-    def _report(self) -> wire.Report:
+    def report(self) -> wire.Report:
+        """For the serving thread: the server at this moment."""
         used = [one.session.cache for one in self._clients.all() if one.session is not None]
         caches = [
             wire.CacheReport(nbytes, fingerprint, cache.pool.name, used.count(cache), cache.counts(), _tiers(cache))
             for (nbytes, fingerprint), cache in self._caches.by_format().items()
         ]
-        return wire.Report(os.getpid(), PACKAGE, self._registrations(), len(self._orphans), caches)
+        return wire.Report(
+            os.getpid(),
+            PACKAGE,
+            self._registrations(),
+            len(self._orphans),
+            caches,
+            opening=self._caches.opening(),
+            uptime_s=self._clock.now_s() - self._started_s,
+        )
 
     # Waking and ending.
 
@@ -232,6 +260,7 @@ class CacheServer:
 
     def _woken(self) -> None:
         self._wake_reader.recv(4096)
+        self._calls.answer()
         for opened in self._caches.opened():
             for client in self._clients.all():
                 request = client.waiting
@@ -243,6 +272,7 @@ class CacheServer:
 
     def _close(self) -> None:
         self._address.stop_listening()
+        self._calls.close()
         for client in self._clients.all():
             self._clients.drop(client)
         self._orphans.close()
@@ -264,6 +294,12 @@ def _tiers(cache: LocalCache) -> list[wire.TierReport]:
             state.usage.capacity_bytes,
             state.spill.waiting,
             state.spill.under_way,
+            loaded=state.lane.loaded,
+            stored=state.lane.stored,
+            damaged=state.lane.damaged,
+            refused=state.lane.refused,
+            lost=state.spill.lost,
+            downs=state.lane.downs,
         )
         for state in cache.below.states()
     ]

@@ -269,7 +269,10 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """health: the name of a `Health`, and why. waiting, under_way: chunks on their way there."""
+    """health: the name of a `Health`, and why. waiting, under_way: chunks on their way there.
+
+    What follows only grows. In chunks, but for downs; lost: evicted from the pool before they could be stored here.
+    """
 
     name: str
     health: str
@@ -279,6 +282,12 @@ class TierReport:
     capacity_bytes: int | None
     waiting: int
     under_way: int
+    loaded: int = 0
+    stored: int = 0
+    damaged: int = 0
+    refused: int = 0
+    lost: int = 0
+    downs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +304,18 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The server at this moment. orphans: sessions that ended while their process lived and might still write."""
+    """The server at this moment. orphans: sessions that ended while their process lived and might still write.
+
+    opening: caches that are being opened.
+    """
 
     pid: int
     package: str
     sessions: list[Registration]
     orphans: int
     caches: list[CacheReport]
+    opening: int = 0
+    uptime_s: float = 0.0
 
 
 class Registrations(_Message, tag="registrations"):

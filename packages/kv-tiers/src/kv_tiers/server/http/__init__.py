@@ -1,0 +1,7 @@
+"""The server over HTTP: a page to look at, numbers for machines, and a few verbs for whoever runs it.
+
+It lives on a thread of its own inside `kv-server`, with a loop of its own, so that nothing here delays the relay: what
+only the relay's thread may touch is asked of it between two requests (`relay`), and what takes long is a job on another
+thread (`jobs`). Starlette and uvicorn (`pip install 'kv-tiers[http]'`) are imported by the modules that need them, and
+only when HTTP is asked for. docs/http.md is for its users.
+"""

@@ -1,0 +1,69 @@
+"""The application: every operation at its path, the page, and the guard around them."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kv_tiers.server.http import clear, openapi, state
+from kv_tiers.server.http.guard import Guard
+from kv_tiers.server.http.operation import Operation, perform
+from kv_tiers.server.http.problem import Problem, problem_response
+from kv_tiers.server.http.relay import Relay
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(relay: Relay, *, token: str, hosts: frozenset[str]) -> ASGIApp:
+    """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any."""
+    operations = [*state.operations(relay), *clear.operations(relay)]
+    described = msgspec.json.encode(openapi.document(operations))
+
+    async def document(request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    by_path = sorted(operations, key=lambda operation: operation.path)
+    routes = [
+        _route(path, list(of_path), token) for path, of_path in groupby(by_path, key=lambda operation: operation.path)
+    ]
+    routes += [Route("/openapi.json", document)]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _bug})
+    return Guard(app, hosts)
+
+
+def _route(path: str, operations: Sequence[Operation], token: str) -> Route:
+    """All methods of one path, so that another method is told which there are."""
+    by_method = {operation.method: operation for operation in operations}
+
+    async def endpoint(request: Request) -> Response:
+        method = "GET" if request.method == "HEAD" else request.method
+        return await perform(by_method[method], request, token)
+
+    return Route(path, endpoint, methods=list(by_method))
+
+
+async def _problem(request: Request, problem: Any) -> Response:
+    return problem_response(problem)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """The guard, which it reaches next, puts it into the log."""
+    return problem_response(Problem(500, "a bug in the server; its log has the rest"))
+
+
+async def _no_such(request: Request, error: Any) -> Response:
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 404:
+        said = Problem(404, f"nothing is at {request.url.path[:200]}; GET /openapi.json tells what is there", headers)
+    else:
+        said = Problem(
+            error.status_code, f"{request.method} is not for {request.url.path}; use {headers.get('allow')}", headers
+        )
+    return problem_response(said)

@@ -1,0 +1,75 @@
+"""What every request meets first and every answer gets last: the host's name, a bound of time, safe headers."""
+
+import asyncio
+import logging
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kv_tiers.server.http.problem import Problem, problem_response
+
+_log = logging.getLogger(__name__)
+
+REQUEST_S: Final = 60.0
+"""How long answering may take, with a client that reads slowly."""
+
+_HEADERS: Final = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_NOTHING_LOADS: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+class Guard:
+    """Around the application."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        """hosts: the names that may be asked for; empty: any."""
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"nothing is served over {scope['type']}")
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("content-security-policy", _NOTHING_LOADS)
+            await send(message)
+
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                self._check_host(Headers(scope=scope))
+                await self._app(scope, receive, send_with_headers)
+        except Problem as problem:
+            await problem_response(problem)(scope, receive, send_with_headers)
+        except TimeoutError:
+            _log.warning("a request for %s is given up after %g s", scope["path"], REQUEST_S)
+            if not started:
+                await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
+                    scope, receive, send_with_headers
+                )
+        except Exception:  # noqa: BLE001  # whatever it is, one request's trouble and nobody else's
+            _log.exception("a request for %s met a bug", scope["path"])
+
+    def _check_host(self, headers: Headers) -> None:
+        """Anybody's page can have its own name lead to our address; the browser then still says that name."""
+        if not self._hosts:
+            return
+        host = headers.get("host", "")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower() not in self._hosts:
+            raise Problem(
+                421, f"this server is not called {name[:100]!r}; ask for localhost, or add the name to http.hosts"
+            )

@@ -1,0 +1,85 @@
+"""What HTTP asks of the running server, from its own loop and without ever holding it up.
+
+What only the serving thread may touch is asked of that thread. Caches are safe to call from anywhere, and are called on
+a few threads of our own, because clearing a large one takes a while.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from kv_core.errors import MisuseError, TierDown
+
+from kv_tiers.local import LocalCache
+from kv_tiers.server.caches import Format
+from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.server import CacheServer
+from kv_tiers.server.wire import Report
+
+ANSWER_S: Final = 2.0
+"""How long the serving thread may take to answer. It takes far less than a millisecond."""
+_FRESH_S: Final = 0.1
+"""A report is asked for no more often, however many look at it."""
+_THREADS: Final = 4
+
+T = TypeVar("T")
+
+
+class Relay:
+    """For HTTP's loop only."""
+
+    def __init__(self, server: CacheServer) -> None:
+        self._server = server
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
+        self._report: Future[Report] | None = None
+        self._asked_s = 0.0
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._server.is_stopping
+
+    async def report(self) -> Report:
+        """
+        Raises:
+            Problem: the server is stopping, or does not answer.
+        """
+        now_s = time.monotonic()
+        if self._report is None or now_s - self._asked_s > _FRESH_S:
+            self._asked_s = now_s
+            self._report = self._server.ask(self._server.report)
+        return await _answer(self._report)
+
+    async def caches(self) -> dict[Format, LocalCache]:
+        """
+        Raises:
+            Problem: as of `report`.
+        """
+        return await _answer(self._server.ask(lambda: self._server.caches))
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Do this to a cache, on another thread.
+
+        Raises:
+            Problem: the cache has been closed.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except MisuseError as error:
+            if not self.is_stopping:
+                raise
+            raise Problem(503, f"the server is stopping: {error}") from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+
+async def _answer(future: "Future[T]") -> T:
+    try:
+        # Whoever hangs up must not take the answer away from the others that wait for it.
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ANSWER_S)
+    except TimeoutError:
+        raise Problem(503, f"the serving thread has not answered within {ANSWER_S:g} s; look at its log") from None
+    except TierDown as why:
+        raise Problem(503, f"{why}; ask its successor") from None

@@ -1,0 +1,25 @@
+"""The door to HTTP for those who may not have its packages."""
+
+from typing import TYPE_CHECKING
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.server.http.config import HttpConfig
+
+if TYPE_CHECKING:
+    from kv_tiers.server.http.thread import HttpThread
+
+
+def open_http(config: HttpConfig) -> "HttpThread | None":
+    """Take the address that the settings say; None: they say none.
+
+    Raises:
+        ConfigError: it cannot be had, a setting cannot be honoured, or the extra is not installed.
+    """
+    if not config.listen:
+        return None
+    try:
+        from kv_tiers.server.http.thread import HttpThread
+    except ImportError as error:
+        raise ConfigError(f"http: {error.name} is not installed; pip install 'kv-tiers[http]'") from error
+    return HttpThread(config)

@@ -1,0 +1,49 @@
+"""How the server is: for whoever restarts it, for whoever sends it work, and for whoever looks."""
+
+import msgspec
+
+from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.wire import Report
+
+
+class Alive(msgspec.Struct, frozen=True):
+    """The process runs."""
+
+    alive: bool
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Clients are served."""
+
+    ready: bool
+
+
+def operations(relay: Relay) -> list[Operation]:
+    async def healthz() -> Alive:
+        return Alive(True)
+
+    async def readyz() -> Ready:
+        if relay.is_stopping:
+            raise Problem(503, "the server is stopping; ask its successor")
+        report = await relay.report()
+        if report.opening:
+            raise Problem(503, f"{report.opening} caches are being opened; ask again soon")
+        return Ready(True)
+
+    async def status() -> Report:
+        return await relay.report()
+
+    return [
+        Operation("GET", "/healthz", "Whether the process is alive", healthz, Alive),
+        Operation("GET", "/readyz", "Whether clients are served; if not, why", readyz, Ready, failures=(503,)),
+        Operation(
+            "GET",
+            "/status",
+            "The server, its sessions, and each cache's counts and tiers",
+            status,
+            Report,
+            failures=(503,),
+        ),
+    ]

@@ -1,0 +1,517 @@
+"""HTTP beside the relay: what it tells is true, what it changes needs a token, and the relay never notices it."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from kv_core.clock import HandClock
+from kv_core.errors import ConfigError, TierDown
+from kv_core.testing import key_chain
+from kv_tiers.config import HostConfig
+from kv_tiers.pool import slot_bytes_for
+from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
+from kv_tiers.server import caches as caches_module
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http import operation as operation_module
+from kv_tiers.server.http import relay as relay_module
+from kv_tiers.server.http import thread as thread_module
+from kv_tiers.server.http.config import HttpConfig, read_listen
+from kv_tiers.server.http.start import open_http
+from kv_tiers.server.http.token import read_token
+from kv_tiers.server.server import CacheServer
+from kv_tiers.testing.contract import CHUNK_NBYTES, content
+
+SLOT_NBYTES = slot_bytes_for(CHUNK_NBYTES)
+TOKEN = "a-token-for-these-tests"
+
+
+class Served:
+    """A server and its HTTP on threads of this process, so that a test can reach into both."""
+
+    def __init__(self, slots: int = 16, **http: object) -> None:
+        self.home = tempfile.TemporaryDirectory(prefix="kv-")
+        directory = Path(self.home.name)
+        self.path = directory / "kv.sock"
+        self.token_file = directory / "token"
+        self.token_file.touch(0o600)
+        self.token_file.write_text(TOKEN)
+        given: dict[str, object] = {"listen": "127.0.0.1:0", "token_file": str(self.token_file), **http}
+        config = ServerConfig(
+            host=HostConfig(capacity_bytes=slots * SLOT_NBYTES),
+            socket=str(self.path),
+            http=msgspec.convert(given, HttpConfig),
+        )
+        self.server = CacheServer(config, clock=HandClock())
+        opened = open_http(config.http)
+        assert opened is not None
+        self.http = opened
+        self.http.start(self.server)
+        self.thread = threading.Thread(target=self.server.serve)
+        self.thread.start()
+        self.client = httpx.Client(base_url=self.http.url, timeout=30)
+
+    def join(self, fingerprint: str = "f") -> RemoteCache:
+        return RemoteCache(self.path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.client.get(path, headers=headers)
+
+    def post(self, path: str, body: object = None, token: str = TOKEN) -> httpx.Response:
+        return self.client.post(path, json=body, headers={"authorization": f"Bearer {token}"})
+
+    def port(self) -> int:
+        found = httpx.URL(self.http.url).port
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop()
+        self.thread.join(30)
+        self.http.stop()
+        assert not self.thread.is_alive()
+        self.home.cleanup()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
+    lease = cache.begin_store(key_chain(chunks, branch=branch), "w")
+    for key, extent in zip(lease.keys, lease.extents, strict=True):
+        cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+    cache.commit(lease)
+
+
+def until(reached: Callable[[], bool], seconds: float = 10) -> None:
+    """Ask again and again; each question is a round trip."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it never came to that"
+
+
+def problem(response: httpx.Response, status: int) -> str:
+    """The detail of this problem."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert document["status"] == status
+    assert document["title"]
+    detail = document["detail"]
+    assert isinstance(detail, str)
+    assert detail
+    return detail
+
+
+# What it tells.
+
+
+def test_status_is_what_the_socket_says_too(served: Served) -> None:
+    cache = served.join()
+    store(cache, 3)
+    assert cache.lookup(key_chain(5), "r").chunks == 3
+    cache.end("r")
+    over_socket = ask_server(served.path, wire.Status())
+    assert isinstance(over_socket, wire.Stated)
+    over_http = msgspec.json.decode(served.get("/status").content, type=wire.Report)
+    assert over_http == over_socket.report
+    counts = over_http.caches[0].counts
+    assert (counts.chunks_resident, counts.chunks_hit, counts.chunks_asked) == (3, 3, 5)
+    cache.close()
+
+
+def test_alive_and_ready_are_two_things(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(10)
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    assert served.get("/readyz").json() == {"ready": True}
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    joining = threading.Thread(target=lambda: served.join().close())
+    joining.start()
+    until(lambda: served.get("/readyz").status_code == 503)
+    assert "being opened" in problem(served.get("/readyz"), 503)
+    assert served.get("/healthz").json() == {"alive": True}
+    go_on.set()
+    joining.join()
+    until(lambda: served.get("/readyz").status_code == 200)
+
+
+def test_while_it_stops_it_is_alive_and_not_ready() -> None:
+    """Stopping may take as long as the tiers below take to store."""
+    served = Served()
+    served.join().close()
+    (cache,) = served.server.caches.values()
+    go_on, close = threading.Event(), cache.close
+    cache.close = lambda: go_on.wait(10) and close()  # type: ignore[method-assign, func-returns-value]
+    served.server.stop()
+    until(lambda: served.get("/readyz").status_code == 503)
+    assert "stopping" in problem(served.get("/readyz"), 503)
+    until(lambda: served.get("/status").status_code == 503)
+    assert "stopping" in problem(served.get("/status"), 503)
+    assert "stopping" in problem(served.post("/clear"), 503)
+    assert served.get("/healthz").status_code == 200
+    go_on.set()
+    served.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.http.url)
+
+
+def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
+    go_on = threading.Event()
+    hanging = served.server.ask(lambda: go_on.wait(30))
+    assert "not answered" in problem(served.get("/readyz"), 503)
+    assert served.get("/healthz").status_code == 200
+    go_on.set()
+    assert hanging.result(10)
+    until(lambda: served.get("/readyz").status_code == 200)
+
+
+def test_what_is_asked_of_a_server_that_has_ended_is_refused_at_once(served: Served) -> None:
+    def wrong() -> None:
+        raise KeyError("a bug of whoever asks")
+
+    assert served.server.ask(lambda: 3).result(10) == 3
+    with pytest.raises(KeyError):
+        served.server.ask(wrong).result(10)
+    assert served.get("/readyz").status_code == 200
+    served.server.stop()
+    served.thread.join(10)
+    with pytest.raises(TierDown, match="stopping"):
+        served.server.ask(lambda: 3).result(0)
+
+
+# What it changes.
+
+
+def test_clear_forgets_everything_or_one_format(served: Served) -> None:
+    caches = [served.join("one"), served.join("two")]
+    for cache in caches:
+        store(cache, 4)
+    assert served.post("/clear", {"fingerprint": "one", "chunk_nbytes": CHUNK_NBYTES}).json() == {
+        "caches": 1,
+        "chunks": 4,
+    }
+    assert [cache.lookup(key_chain(4), "r").chunks for cache in caches] == [0, 4]
+    caches[1].end("r")
+    assert "two" in problem(served.post("/clear", {"fingerprint": "three"}), 404)
+    assert served.post("/clear").json() == {"caches": 2, "chunks": 4}
+    assert caches[1].lookup(key_chain(4), "r").chunks == 0
+    for cache in caches:
+        cache.close()
+
+
+@pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"])
+def test_who_does_not_show_the_token_changes_nothing(served: Served, shown: str) -> None:
+    cache = served.join()
+    store(cache, 2)
+    refused = served.client.post("/clear", headers={"authorization": shown.encode("latin-1")})
+    assert "token_file" in problem(refused, 401)
+    assert refused.headers["www-authenticate"].startswith("Bearer")
+    assert cache.lookup(key_chain(2), "r").chunks == 2
+    assert served.client.post("/clear", headers={"authorization": f"bearer  {TOKEN}"}).status_code == 200
+    cache.close()
+
+
+def test_without_a_token_nothing_can_be_changed() -> None:
+    served = Served(token_file="")
+    assert "start it with http.token_file" in problem(served.post("/clear"), 403)
+    assert served.get("/status").status_code == 200
+    served.close()
+
+
+def test_a_token_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = read_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(token) >= 40
+    assert read_token(path) == token
+    assert read_token(path) != read_token(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        (TOKEN, 0o640, "chmod 600"),
+        (TOKEN, 0o604, "chmod 600"),
+        ("short", 0o600, "at least 16"),
+        ("two words that are long enough", 0o600, "visible"),
+        ("", 0o600, "remove the file"),
+        ("ünïcödé" * 4, 0o600, "visible"),
+    ],
+)
+def test_a_token_file_that_cannot_be_trusted_is_refused(tmp_path: Path, text: str, mode: int, says: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=says):
+        read_token(path)
+
+
+def test_a_token_file_is_a_file_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be made"):
+        read_token(tmp_path / "no" / "token")
+    with pytest.raises(ConfigError, match="not a file"):
+        read_token(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path / "link")
+
+
+# Who may ask.
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "[::2]:80"])
+def test_a_page_whose_name_leads_here_reads_nothing(served: Served, host: str) -> None:
+    assert "not called" in problem(served.get("/status", host=host), 421)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:9400", "kv.internal"])
+def test_the_names_of_this_machine_and_those_that_the_settings_say_are_ours(host: str) -> None:
+    served = Served(hosts=["KV.internal"])
+    assert served.get("/status", host=host).status_code == 200
+    served.close()
+
+
+def test_no_answer_may_be_framed_sniffed_or_shared_with_another_origin(served: Served) -> None:
+    for path in ("/status", "/nothing", "/openapi.json"):
+        headers = served.get(path, origin="https://evil.example").headers
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert not [name for name in headers if name.startswith("access-control")]
+        assert "server" not in headers
+
+
+@pytest.mark.parametrize(
+    ("listen", "says"),
+    [
+        ("0.0.0.0:9400", "token_file"),
+        ("[::]:9400", "token_file"),
+        ("kv.internal:9400", "token_file"),
+        ("9400", "a host and a port"),
+        (":9400", "a host and a port"),
+        ("127.0.0.1:", "a host and a port"),
+        ("127.0.0.1:65536", "a host and a port"),
+        ("127.0.0.1:-1", "a host and a port"),
+        ("::1:9400", "a host and a port"),
+        ("[127.0.0.1]:9400", "a host and a port"),
+    ],
+)
+def test_an_address_that_is_wrong_or_open_without_a_token_is_refused(listen: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_listen(HttpConfig(listen=listen))
+
+
+def test_an_address_open_to_others_needs_its_token_and_is_asked_by_any_name(tmp_path: Path) -> None:
+    served = Served(listen="0.0.0.0:0")
+    asked = httpx.get(f"http://127.0.0.1:{served.port()}/status", headers={"host": "kv.example"})
+    assert asked.status_code == 200
+    served.close()
+    named = Served(listen="0.0.0.0:0", hosts=["kv.example"])
+    asked = httpx.get(f"http://127.0.0.1:{named.port()}/status", headers={"host": "evil.example"})
+    assert problem(asked, 421)
+    named.close()
+
+
+def test_an_address_that_is_taken_is_an_error_at_the_start(served: Served) -> None:
+    with pytest.raises(ConfigError, match="nobody can listen"):
+        open_http(HttpConfig(listen=f"127.0.0.1:{served.port()}"))
+
+
+# Wrong and hostile requests.
+
+
+def test_what_is_wrong_is_said_with_what_to_do(served: Served) -> None:
+    assert "openapi.json" in problem(served.get("/nothing"), 404)
+    other_method = served.client.delete("/clear")
+    assert "POST" in problem(other_method, 405)
+    assert other_method.headers["allow"] == "POST"
+    assert "unknown field `x`" in problem(served.post("/clear", {"x": 1}), 400)
+    for body in (b"{", b"\xff", b"[" * 100_000, b"[]", b'"x"'):
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        assert problem(served.client.post("/clear", content=body, headers=headers), 400)
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "text/plain"}
+    assert "application/json" in problem(served.client.post("/clear", content=b"{}", headers=headers), 415)
+
+
+def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    many = b" " * (operation_module.MAX_BODY_NBYTES + 1)
+    assert "at most" in problem(served.client.post("/clear", content=many, headers=headers), 413)
+    in_parts = (many[:65536] for _ in range(len(many) // 65536 + 1))
+    with contextlib.suppress(httpx.WriteError):  # it hangs up on who goes on
+        assert "at most" in problem(served.client.post("/clear", content=in_parts, headers=headers), 413)
+    monkeypatch.setattr(operation_module, "BODY_S", 0.2)
+    head = f"POST /clear HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as slow:
+        slow.sendall(head.encode() + b"{")
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as gone:
+        gone.sendall(head.encode() + b"{")
+    assert served.get("/healthz").status_code == 200
+
+
+def test_who_sends_no_whole_head_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "HEAD_S", 0.2)
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as silent:
+        assert hung_up(silent)
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as dribbling:
+        dribbling.sendall(b"GET /healthz HTTP/1.1\r\nHost: localh")
+        assert hung_up(dribbling)
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as again:
+        again.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert again.recv(10_000).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET /healthz HTTP/1.1\r\n")
+        while not hung_up(again):
+            pass
+
+
+def test_there_are_so_many_connections_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "MAX_CONNECTIONS", 4)
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", served.port()), 10)) for _ in range(5)]
+        assert hung_up(held[-1])
+        held[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert held[0].recv(10_000).startswith(b"HTTP/1.1 200")
+    until(lambda: can_ask(served))
+
+
+def can_ask(served: Served) -> bool:
+    try:
+        return httpx.get(f"{served.http.url}healthz").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(10_000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_garbage_ends_its_own_connection_only(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "HEAD_S", 0.5)
+    for garbage in (
+        b"\x00" * 1000,
+        b"GET / HTTP\r\n\r\n",
+        b"G" * 100_000,
+        b"GET /" + b"x" * 50_000 + b" HTTP/1.1\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", served.port()), 10) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(garbage)
+            while not hung_up(connection):
+                pass
+    assert served.get("/status").status_code == 200
+
+
+def test_a_bug_in_an_answer_is_that_requests_trouble_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(served.server, "report", lambda: 1 / 0)
+        assert "bug" in problem(served.get("/status"), 500)
+    assert "ZeroDivisionError" in caplog.text
+    until(lambda: served.get("/status").status_code == 200)
+
+
+def test_the_relay_serves_engines_while_http_is_flooded(served: Served) -> None:
+    cache = served.join()
+    store(cache, 5)
+    stop = threading.Event()
+
+    def flood() -> None:
+        with httpx.Client(base_url=served.http.url, timeout=30) as client:
+            while not stop.is_set():
+                client.get("/status")
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    answered = [cache.lookup(key_chain(5), "r").chunks for _ in range(500)]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert answered == [5] * 500
+    cache.close()
+
+
+# The command.
+
+
+def run(*arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    code = f"import sys\n{before}\nfrom kv_tiers.server.cli import main\nsys.exit(main({list(arguments)!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
+    for missing in ("starlette", "uvicorn"):
+        done = run(
+            "--socket", str(tmp_path / "s"), "--capacity", "1MiB", "--http", "127.0.0.1:0",
+            before=f"sys.modules[{missing!r}] = None",
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert "pip install 'kv-tiers[http]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_server_without_http_does_not_import_its_packages() -> None:
+    code = (
+        "import sys, kv_tiers.server.cli\n"
+        "from kv_tiers.server.config import read_config\n"
+        "from kv_tiers.server.http.start import open_http\n"
+        "assert open_http(read_config({'host': {'capacity_bytes': 4096}}).http) is None\n"
+        "print(sorted({'starlette', 'uvicorn', 'asyncio', 'prometheus_client', 'rich'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_tells_where_it_serves_http(tmp_path: Path) -> None:
+    server = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}, "http": {"listen": "127.0.0.1:0"}})
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", server.url)
+    assert httpx.get(f"{server.url}status").json()["pid"] == server.pid
+    server.stop()
+    plain = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}})
+    assert plain.url == ""
+    plain.stop()
+
+
+@pytest.mark.parametrize(
+    ("http", "says"),
+    [
+        ({"listen": "0.0.0.0:0"}, "token_file"),
+        ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'"),
+        ({"listen": "127.0.0.1:0", "token_file": "/nowhere/token"}, "cannot be made"),
+    ],
+)
+def test_wrong_settings_end_the_command_with_status_2(tmp_path: Path, http: dict[str, str], says: str) -> None:
+    settings = tmp_path / "kv.json"
+    settings.write_text(json.dumps({"host": {"capacity_bytes": 1 << 20}, "http": http, "socket": str(tmp_path / "s")}))
+    done = run("--config", str(settings))
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == ["kv.json"]
