@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from kv_core import ChunkKey
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.eviction import make_policy
+from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
+from kv_tiers.observe.events import LookedUp
 
 from benchmarks._report import Row, parser, report
 
@@ -39,6 +41,11 @@ KEY_HEAD = bytes([1]) + bytes(29)
 def main() -> int:
     options = parser(__doc__ or "").parse_args()
     rows = [row for policy in POLICIES for row in policy_rows(policy)]
+    watched, publish = watched_lookup_s(), publish_s()
+    rows.append(
+        Row("lru: lookup, watched by a subscriber", watched * 1e3, "ms", LIMIT_S * 1e3, watched / LIMIT_S, 1.0, True)
+    )
+    rows.append(Row("bus: make and publish an event", publish * 1e6, "us", 1.0, publish / 1e-6, 1.0, True))
     pair = pair_s()
     rows.append(Row("pool: allocate and free a slot", pair * 1e6, "us", 2.0, pair / 2e-6, 1.0, True))
     return report(rows, options.json)
@@ -161,6 +168,45 @@ def timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+class Listener(Subscriber):
+    """Takes what it is told and does nothing with it, so that what is measured is the publisher."""
+
+    def take(self, occurred: Occurred) -> None:
+        pass
+
+
+def watched_lookup_s() -> float:
+    """Median of a lookup of 512 of few chunks, with its end, while somebody listens: two events."""
+    bus = EventBus()
+    bus.subscribe(Listener())
+    cache = LocalCache(HostPool.anonymous("watched", 4096, FEW), events=bus.source())
+    prompt = new_prompt()
+    cache.commit(cache.begin_store(keys_of(prompt), "writer"))
+    median = statistics.median(timed_lookup(cache, keys_of(prompt))[0] for _ in range(ROUNDS))
+    cache.close()
+    bus.close()
+    return median
+
+
+def publish_s(events: int = 1000) -> float:
+    """One event made and published to a queue that has room."""
+    bus = EventBus()
+    bus.subscribe(Listener())
+    source = bus.source()
+    keys = keys_of(new_prompt())
+
+    def run() -> None:
+        for _ in range(events):
+            source.publish(LookedUp("request", keys, 1, CHUNKS, (), "ALL_HELD"))
+
+    samples = []
+    for _ in range(21):
+        samples.append(timed(run) / events)
+        bus.flush()
+    bus.close()
+    return statistics.median(samples)
 
 
 def pair_s(pairs: int = 1000) -> float:

@@ -14,6 +14,7 @@ from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lane import Lane
 from kv_tiers.local import LocalCache
 from kv_tiers.machine import spelled
+from kv_tiers.observe.bus import Source
 from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool, slot_bytes_for
 from kv_tiers.registry import tier_factory
@@ -32,10 +33,12 @@ def build_local_cache(
     cold: ColdConfig | None = None,
     clock: Clock | None = None,
     shared: bool = False,
+    events: Source | None = None,
 ) -> LocalCache:
     """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
 
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
+    events: where it tells what happens (`kv_tiers.observe`).
     shared: its pool has a descriptor that other processes can map it by (`HostPool.shared`), and no name.
 
     Raises:
@@ -67,7 +70,9 @@ def build_local_cache(
             context = TierContext(chunk_nbytes, pool.slot_bytes, fingerprint)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names(lanes)
-        return LocalCache(pool, policy=policy, lease_s=config.lease_s, clock=clock, lanes=lanes, cold=cold)
+        return LocalCache(
+            pool, policy=policy, lease_s=config.lease_s, clock=clock, lanes=lanes, cold=cold, events=events
+        )
     except BaseException:
         for lane, _ in lanes:
             lane.close()

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
+from kv_core.service import Holder
 
 from kv_tiers import codec
 from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
-from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.eviction.policy import EvictionPolicy, policy_name
+from kv_tiers.observe import events as told
+from kv_tiers.observe.bus import UNWATCHED, Source
 from kv_tiers.pool import HostPool
 from kv_tiers.residency import Residency
 
@@ -41,11 +44,14 @@ class HostTotals:
 class HostTier:
     """Owns the pool and closes it."""
 
-    def __init__(self, pool: HostPool, policy: EvictionPolicy) -> None:
+    def __init__(self, pool: HostPool, policy: EvictionPolicy, events: Source = UNWATCHED) -> None:
         self.pool = pool
+        self.events = events
         self.lock = threading.Lock()
         self.residency = Residency(pool.slots, policy)
         self.totals = HostTotals()
+        self._policy_name = policy_name(policy)
+        self._evicted: list[ChunkKey] = []  # not told yet
         self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
         self._adopt()
 
@@ -111,10 +117,18 @@ class HostTier:
         self.totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Empty a slot that nobody leases, and keep it taken for whoever asked."""
+        """Empty a slot that nobody leases, and keep it taken for whoever asked. `tell_evicted` once a call's are."""
+        if self.events.on and (key := self.residency.key_at(slot)) is not None:
+            self._evicted.append(key)
         self.residency.empty(slot)
         self.totals.chunks_evicted += 1
         self._disown(slot)
+
+    def tell_evicted(self, cause: told.EvictedFor, holder: Holder = "") -> None:
+        """Why room was needed, and for whom, of all that was evicted since the last call."""
+        if self._evicted:
+            keys, self._evicted = self._evicted, []
+            self.events.publish(told.Evicted(TIER, keys, cause, holder, self._policy_name))
 
     def forget(self, key: ChunkKey) -> bool:
         """True if a resident chunk was forgotten."""
@@ -145,6 +159,7 @@ class HostTier:
         """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself."""
         wrong = [slot for slot, checksum in doubtful.items() if self._checksum(slot) != checksum]
         with self.lock:
+            damaged_keys = []
             for slot in doubtful:
                 key = self.residency.key_at(slot)
                 if slot in wrong and key is not None and slot in self._doubtful:
@@ -152,8 +167,11 @@ class HostTier:
                     _log.warning("%s; it is discarded", damaged.reason)
                     self.forget(key)
                     self.totals.chunks_damaged += 1
+                    damaged_keys.append(key)
                 self._doubtful.pop(slot, None)
             self.unlease(list(doubtful))
+            if damaged_keys and self.events.on:
+                self.events.publish(told.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 
     def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
         slot = self.residency.victim(spared, set_aside)

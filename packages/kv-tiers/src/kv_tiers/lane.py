@@ -26,6 +26,8 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
+from kv_tiers.observe import events
+from kv_tiers.observe.bus import UNWATCHED
 from kv_tiers.tier import Read, Tier, TierUsage, Write
 
 _log = logging.getLogger(__name__)
@@ -142,6 +144,9 @@ class Lane:
         self.tier = tier
         self.name = tier.name
         self.answers_from_memory = tier.answers_from_memory
+        self.events = UNWATCHED
+        """Where its health and damage are told; whoever puts the lane below a cache sets it."""
+        self._noticed = Health.UP
         self._format_id = format_id
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._most_stores = max(1, threads - 1)
@@ -218,6 +223,7 @@ class Lane:
         """Leave the tier alone, or go on with it. What is queued waits; what is submitted meanwhile is refused."""
         with self._changed:
             self._frozen = frozen
+            self._health()
             self._changed.notify_all()
 
     def health(self) -> tuple[Health, str]:
@@ -289,6 +295,17 @@ class Lane:
     # Under `_changed`.
 
     def _health(self) -> Health:
+        now = self._health_now()
+        if now is not self._noticed:  # a call that hangs is noticed by whoever asks next, as nothing else happens then
+            if self.events.on:
+                self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, self._why(now)))
+            self._noticed = now
+        return now
+
+    def _why(self, health: Health) -> str:
+        return self._why_down if health is Health.RESTING else health.value
+
+    def _health_now(self) -> Health:
         if self._closed:
             return Health.CLOSED
         if self._frozen:
@@ -443,6 +460,7 @@ class Lane:
                 self.tier.probe()
                 with self._changed:
                     self._rests_until, self._rests_next = None, self._rest_s
+                    self._health()
                 _log.info("tier %s is back", self.name)
         return _nothing
 
@@ -466,6 +484,9 @@ class Lane:
             self._totals.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
             self._totals.damaged += len(wrong)
         if wrong:
+            if self.events.on:
+                reasons = {arrival.outcome.reason for arrival in arrivals if isinstance(arrival.outcome, Damaged)}
+                self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
             self.discard(wrong)
         return arrivals
 
@@ -497,6 +518,7 @@ class Lane:
             self._rests_next = min(2 * self._rests_next, self._max_rest_s)
             self._why_down = why
             self._totals.downs += first
+            self._health()
             # A tier that is down forgets nothing by itself: it is told again when it is back.
             match job:
                 case _Discard(everything=True):

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, MisuseError
@@ -40,6 +41,8 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.host import TIER, HostTier
 from kv_tiers.lane import Lane
+from kv_tiers.observe import events as told
+from kv_tiers.observe.bus import UNWATCHED, Source
 from kv_tiers.pool import HostPool
 from kv_tiers.spill import WriteMode
 
@@ -62,6 +65,7 @@ class _Write:
     keys: list[ChunkKey]
     slots: list[int]
     chain: list[ChunkKey]
+    began_s: float
 
 
 @dataclass(slots=True)
@@ -99,16 +103,22 @@ class LocalCache:
         clock: Clock | None = None,
         lanes: Sequence[tuple[Lane, WriteMode]] = (),
         cold: ColdConfig | None = None,
+        events: Source | None = None,
     ) -> None:
-        """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them."""
+        """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them.
+        events: where it tells what happens; the bus stays the caller's to close."""
         if not lease_s > 0:
             raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
         self.pool = pool
         self._lease_s = lease_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
-        self._host = HostTier(pool, make_policy(DEFAULT_POLICY, pool.slots) if policy is None else policy)
+        self.events = UNWATCHED if events is None else events
+        chosen = make_policy(DEFAULT_POLICY, pool.slots) if policy is None else policy
+        self._host = HostTier(pool, chosen, self.events)
         self._lock = self._host.lock
         self._cold = ColdConfig() if cold is None else cold
+        for lane, _ in lanes:
+            lane.events = self.events
         self.below = Below(self._host, lanes, self._cold, keep_s=lease_s)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._reads: OrderedDict[int, _Read] = OrderedDict()  # by deadline
@@ -138,11 +148,17 @@ class LocalCache:
                     self.below.promotions.promised(holder)
                     break
             self._host.verify(doubtful)
-        if not patient or have == len(asked) or not self.below:
-            return plan
         # What is promised already stays put meanwhile, so what comes up joins it.
-        pending = self.below.promotions.is_pending(asked, have, holder, now_s)
-        return replace(plan, ended=Ended.PENDING) if pending else plan
+        if (
+            patient
+            and have < len(asked)
+            and self.below
+            and self.below.promotions.is_pending(asked, have, holder, now_s)
+        ):
+            plan = replace(plan, ended=Ended.PENDING)
+        if self.events.on:
+            self.events.publish(told.LookedUp(holder, asked, keys_per_chunk, plan.chunks, plan.tiers, plan.ended.name))
+        return plan
 
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
@@ -189,11 +205,12 @@ class LocalCache:
                     break
                 reserved.append(key)
                 slots.append(slot)
+            self._host.tell_evicted("store", holder)
             if set_aside:
                 residency.put_back([slot for slot in dict.fromkeys(own_slots) if slot in set_aside])
             self._host.totals.chunks_refused += refused
             number = self._next_number()
-            write = self._writes[number] = _Write(holder, reserved, slots, chain)
+            write = self._writes[number] = _Write(holder, reserved, slots, chain, now_s)
             self._holding(holder).writes.add(number)
         why = ""
         if refused:
@@ -204,6 +221,9 @@ class LocalCache:
         if short := self.pool.back(slots):
             unbacked = self._give_up_from(number, write, min(map(slots.index, short)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
+        if self.events.on:
+            without = _without_room(missing, write.keys) if why else ()
+            self.events.publish(told.StoreBegun(holder, number, chain, write.keys, without, why))
         return WriteLease(LeaseId(number), tuple(write.keys), tuple(map(self.pool.extent, write.slots)), why)
 
     def commit(self, lease: WriteLease) -> None:
@@ -222,6 +242,9 @@ class LocalCache:
             # The head of the chain is older than what was added just now, and must not leave before it.
             self._host.touch(write.chain)
             self.below.spills.committed(write.keys, write.slots, write.chain)
+            if self.events.on:
+                seconds = self._clock.now_s() - write.began_s
+                self.events.publish(told.Committed(write.holder, lease.id, write.keys, seconds))
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
         now_s = self._clock.now_s()
@@ -237,6 +260,7 @@ class LocalCache:
             if read is None:
                 return False
             self._let_go(read.holder, read=lease.id)
+            self._tell_ended(read, now_s, "released")
             self._end_read(lease.id)
             return True
 
@@ -248,19 +272,23 @@ class LocalCache:
                 self._host.totals.chunks_forgotten += self._host.forget(key)
             # Under the lock, so that a chunk committed again after this is stored below after it was discarded there.
             self.below.discard(gone)
+            if self.events.on:
+                self.events.publish(told.Forgotten(gone))
 
     def end(self, holder: Holder) -> None:
         with self._lock:
             self.below.promotions.end(holder)
             holding = self._holdings.pop(holder, None)
-            if holding is None:
-                return
-            if holding.promise is not None:
-                self._end_read(holding.promise)
-            for number in holding.reads:
-                self._end_read(number)
-            for number in holding.writes:
-                self._abort(number)
+            if holding is not None:
+                if holding.promise is not None:
+                    self._end_read(holding.promise)
+                for number in holding.reads:
+                    self._tell_ended(self._reads[number], self._clock.now_s(), "ended")
+                    self._end_read(number)
+                for number in holding.writes:
+                    self._abort(number)
+            if self.events.on:
+                self.events.publish(told.HolderEnded(holder))
 
     def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
         """Keep the leading run of `keys` that the pool holds until `unpin`; how many chunks that is.
@@ -332,6 +360,8 @@ class LocalCache:
             for key in self._host.residency.keys() + self._host.residency.writing():
                 self._host.totals.chunks_forgotten += self._host.forget(key)
             self.below.clear()
+            if self.events.on:
+                self.events.publish(told.Forgotten((), everything=True))
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
@@ -432,6 +462,10 @@ class LocalCache:
             oldest = next(iter(self._reads.values()))
             if oldest.deadline_s > now_s:
                 return
+            if self.events.on:
+                is_promise = self._holdings[oldest.holder].promise == oldest.number
+                kind: Literal["promise", "load"] = "promise" if is_promise else "load"
+                self.events.publish(told.LeaseExpired(oldest.holder, oldest.number, len(oldest.slots), kind))
             self._let_go(oldest.holder, read=oldest.number)
             self._end_read(oldest.number)
             self._totals.leases_expired += 1
@@ -475,6 +509,8 @@ class LocalCache:
         if len(slots) < len(asked):
             missing = tuple(key for key in asked[len(slots) :] if self._host.residency.find(key) is None)
             holding.done.append(LoadFailed(ticket, missing, f"{len(missing)} of {len(asked)} chunks are not held"))
+            if self.events.on:
+                self.events.publish(told.LoadBegun(holder, 0, asked, len(missing)))
             return ticket
         self._host.residency.lease(slots)
         self.below.promotions.used(slots)
@@ -482,11 +518,20 @@ class LocalCache:
         holding.reads.add(number)
         lease = ReadLease(LeaseId(number), tuple(asked), tuple(map(self.pool.extent, slots)))
         holding.done.append(LoadReady(ticket, lease))
+        if self.events.on:
+            self.events.publish(told.LoadBegun(holder, number, asked, 0))
         return ticket
+
+    def _tell_ended(self, read: _Read, now_s: float, how: told.LoadEnding) -> None:
+        if self.events.on:
+            seconds = now_s - (read.deadline_s - self._lease_s)
+            self.events.publish(told.LoadEnded(read.holder, read.number, len(read.slots), seconds, how))
 
     def _abort(self, number: int) -> None:
         write = self._writes.pop(number)
         self._host.abort(write.keys, write.slots)
+        if self.events.on:
+            self.events.publish(told.Aborted(write.holder, number, write.keys))
 
     def _give_up_from(self, number: int, write: _Write, first: int) -> int:
         """Abort what a new write lease has from its chunk `first` on; how many those are. Takes the lock itself."""
@@ -497,3 +542,9 @@ class LocalCache:
                 self._host.totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
+
+
+def _without_room(missing: Sequence[ChunkKey], reserved: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Of the keys that were not held, those that got no slot."""
+    given = set(reserved)
+    return [key for key in missing if key not in given]

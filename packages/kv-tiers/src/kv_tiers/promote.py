@@ -25,6 +25,7 @@ from kv_core.service import Holder
 from kv_tiers import codec
 from kv_tiers.host import TIER, HostTier
 from kv_tiers.lane import Arrival, Lane
+from kv_tiers.observe import events
 from kv_tiers.spill import Spills
 from kv_tiers.tier import Read
 
@@ -100,6 +101,7 @@ class _Job:
     start: int
     keys: list[ChunkKey]
     slots: list[int]
+    began_s: float
 
 
 class Promotions:
@@ -258,12 +260,13 @@ class Promotions:
         """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
         chain = promotion.chain
         jobs: list[_Job] = []
+        began_s = time.monotonic()
         with self._host.lock:
             set_aside: set[int] = set()
             room = self._max_slots - len(self._arriving)
             for run in runs:
                 for start in range(run.start, run.stop, self._batch_chunks):
-                    job = _Job(run.tier, start, [], [])
+                    job = _Job(run.tier, start, [], [], began_s)
                     for key in chain[start : min(start + self._batch_chunks, run.stop)]:
                         if room <= 0 or self._host.residency.is_held(key):
                             break
@@ -282,6 +285,7 @@ class Promotions:
                     continue
                 break
             self.counts.asked += sum(len(job.keys) for job in jobs)
+            self._host.tell_evicted("promotion", promotion.holder)
             if not jobs:
                 return bool(self._arriving)  # others' are on their way; then there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])
@@ -335,3 +339,14 @@ class Promotions:
                     residency.lease(here)
                     wait.slots += here
                 self._spills.committed(keys, slots, chain, above=job.tier)
+            if arrivals and self._host.events.on:
+                self._host.events.publish(
+                    events.Promoted(
+                        promotion.holder,
+                        self._lanes[job.tier].name,
+                        keys,
+                        len(job.keys) - whole,
+                        whole * self._host.pool.chunk_nbytes,
+                        time.monotonic() - job.began_s,
+                    )
+                )

@@ -18,6 +18,7 @@ from kv_core.outcome import Stored, StoreOutcome
 
 from kv_tiers.host import HostTier
 from kv_tiers.lane import Health, Lane, Outgoing
+from kv_tiers.observe import events
 
 WriteMode = Literal["through", "back", "never"]
 
@@ -55,6 +56,7 @@ class _Batch:
     slots: list[int]
     chunks: list[_Waiting]
     then_evict: bool
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class Spills:
@@ -97,6 +99,7 @@ class Spills:
                     pass
         if self._writes_back:
             self._make_room()
+            self._host.tell_evicted("watermark")
 
     def _make_room(self) -> None:
         """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
@@ -199,7 +202,24 @@ class Spills:
                 counts.refused += len(outcomes) - stored
             if batch.then_evict and stored:
                 self._evict(batch)
+                self._host.tell_evicted("watermark")
+            if self._host.events.on:
+                self._tell(batch, outcomes, is_retried=down and not stored)
             self.pump()
+
+    def _tell(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
+        whole = zip(batch.chunks, outcomes, strict=True)
+        keys = [chunk.key for chunk, outcome in whole if isinstance(outcome, Stored)]
+        self._host.events.publish(
+            events.Spilled(
+                batch.below.lane.name,
+                keys,
+                len(outcomes) - len(keys),
+                is_retried,
+                len(keys) * self._host.pool.chunk_nbytes,
+                time.monotonic() - batch.began_s,
+            )
+        )
 
     def _settle(self, batch: _Batch) -> None:
         self._host.unlease(batch.slots)

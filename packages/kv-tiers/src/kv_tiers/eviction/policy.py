@@ -44,3 +44,8 @@ class EvictionPolicy(Protocol):
 
     def put_back(self, slots: Sequence[int]) -> None:
         """These chunks, set aside before, may be offered again. In the prompt's order; their use ended just now."""
+
+
+def policy_name(policy: EvictionPolicy) -> str:
+    """What it is called where people read it: its class's name in lower case, without `Policy`."""
+    return type(policy).__name__.removesuffix("Policy").lower()

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
+from kv_tiers import codec
 from kv_tiers.build import build_local_cache
 from kv_tiers.local import LocalCache
+from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
 
@@ -32,12 +34,19 @@ class Opened:
     failure: wire.Failed
 
 
+def cache_name(wanted: Format) -> str:
+    """A short name for a format's cache in metrics, logs and traces: the same wherever this format is served."""
+    nbytes, fingerprint = wanted
+    return codec.format_id(f"{nbytes} {fingerprint}").hex()[:12]
+
+
 class Caches:
     """Owns them and closes them. Used by the server's thread only."""
 
-    def __init__(self, config: ServerConfig, clock: Clock, wake: Callable[[], None]) -> None:
-        """wake: called on another thread when `opened` has something new."""
+    def __init__(self, config: ServerConfig, clock: Clock, bus: EventBus, wake: Callable[[], None]) -> None:
+        """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new."""
         self._config = config
+        self._bus = bus
         self._clock = clock
         self._wake = wake
         self._caches: dict[Format, LocalCache] = {}
@@ -97,6 +106,7 @@ class Caches:
                 cold=self._config.cold,
                 clock=self._clock,
                 shared=True,
+                events=self._bus.source(cache_name(wanted), wanted[0]),
             )
         except ConfigError as error:
             failure = wire.Failed("refused", str(error))

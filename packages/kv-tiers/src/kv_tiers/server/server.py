@@ -21,6 +21,7 @@ from kv_core.errors import InputError, MisuseError
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.local import LocalCache
+from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
@@ -52,7 +53,9 @@ class CacheServer:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
-        self._caches = Caches(config, self._clock, self._wake)
+        self.bus = EventBus()
+        """What happens in all of its caches; it is closed with them."""
+        self._caches = Caches(config, self._clock, self.bus, self._wake)
         self._calls = Calls(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s)
         self._clients = Clients(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
@@ -277,6 +280,7 @@ class CacheServer:
             self._clients.drop(client)
         self._orphans.close()
         self._caches.close()
+        self.bus.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()

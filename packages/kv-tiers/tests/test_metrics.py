@@ -1,0 +1,199 @@
+"""The exposition is what Prometheus's own parser reads, keeps its conventions, and says what happened."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from kv_core.service import LoadReady
+from kv_core.testing import key_chain
+from kv_tiers import HostPool, LocalCache
+from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.metrics import BUCKETS_S, Metrics
+from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.tower import Tower
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Scraped:
+    """A tower with metrics, and what a scrape of it says."""
+
+    def __init__(self) -> None:
+        self.bus = EventBus(interval_s=0.001)
+        self.tower = Tower("through")
+        self.metrics = Metrics(self.bus, lambda: [self.tower.cache])
+        source = self.bus.source("c", CHUNK_NBYTES)
+        self.tower.cache.events = self.tower.cache._host.events = source
+        for lane in self.tower.lanes:
+            lane.events = source
+
+    def families(self) -> dict[str, Metric]:
+        assert self.bus.flush()
+        body, content_type = self.metrics.exposition()
+        assert content_type.startswith("text/plain")
+        return {family.name: family for family in text_string_to_metric_families(body.decode())}
+
+    def value(self, sample_name: str, **labels: str) -> float:
+        """The sample's of these labels (and any `cache`)."""
+        found = [
+            sample.value
+            for family in self.families().values()
+            for sample in family.samples
+            if sample.name == sample_name and {k: v for k, v in sample.labels.items() if k != "cache"} == labels
+        ]
+        assert len(found) == 1, (sample_name, labels, found)
+        return found[0]
+
+
+@pytest.fixture
+def scraped() -> Iterator[Scraped]:
+    made = Scraped()
+    yield made
+    made.tower.close()
+    made.bus.close()
+
+
+def work(scraped: Scraped) -> None:
+    """Something of everything: stores, hits of both tiers, a miss, evictions, a damaged chunk, a tier that fails."""
+    tower = scraped.tower
+    keys = key_chain(4)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    tower.fetch(keys)
+    tower.read(keys)
+    tower.fetch([*keys, *key_chain(1, branch="never")])
+    tower.cache.end("r")
+    tower.crowd_out()
+    tower.tiers[0].fault = "flip"
+    tower.store(key_chain(8, branch="others"))
+    tower.run()
+    tower.fetch(keys)
+    tower.tiers[0].fault = "down"
+    tower.store(key_chain(2, branch="more"))
+    tower.run()
+
+
+def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> None:
+    """What `promtool check metrics` looks at: names, units, HELP, and what each type's samples must be called."""
+    work(scraped)
+    families = scraped.families()
+    assert len(families) > 20
+    for name, family in families.items():
+        assert name.startswith("kv_"), name
+        assert family.documentation.endswith("."), name
+        assert family.type in ("counter", "gauge", "histogram"), (name, family.type)
+        assert not any(word in name.split("_") for word in ("ms", "kb", "mb", "count", "milliseconds"))
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name == f"{name}_total"
+            elif family.type == "gauge":
+                assert not sample.name.endswith("_total")
+            assert set(sample.labels) <= {
+                "cache", "tier", "direction", "cause", "state", "kind", "ended", "le", "version", "python", "tenant",
+            }  # fmt: skip
+
+
+def test_hits_are_counted_by_where_they_came_from_and_questions_asked_again_are_not(scraped: Scraped) -> None:
+    tower = scraped.tower
+    keys = key_chain(4)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    tower.fetch(keys)  # asks several times until all has come up
+    assert scraped.value("kv_lookups_total", ended="all_held") == 1
+    assert scraped.value("kv_chunks_asked_total") == 4
+    assert scraped.value("kv_chunks_hit_total", tier="tier0") == 4
+    assert scraped.value("kv_hit_bytes_total", tier="tier0") == 4 * CHUNK_NBYTES
+    tower.read(keys)
+    tower.fetch(keys, "r2")
+    tower.cache.end("r2")
+    assert scraped.value("kv_chunks_hit_total", tier="host") == 4
+    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="load") == 4 * CHUNK_NBYTES
+    assert scraped.value("kv_transfer_bytes_total", tier="host", direction="load") == 4 * CHUNK_NBYTES
+    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="store") >= 4 * CHUNK_NBYTES
+
+
+def test_why_chunks_left_and_what_was_damaged(scraped: Scraped) -> None:
+    work(scraped)
+    counts = scraped.tower.cache.counts()
+    by_cause = {
+        sample.labels["cause"]: sample.value
+        for sample in scraped.families()["kv_evictions"].samples
+        if sample.labels["tier"] == "host"
+    }
+    assert sum(by_cause.values()) == counts.chunks_evicted
+    assert {"store", "promotion"} <= set(by_cause)
+    assert scraped.value("kv_damaged_total", tier="tier0") >= 1
+    assert scraped.value("kv_tier_healthy", tier="tier0") == 0
+    assert scraped.value("kv_tier_downs_total", tier="tier0") == 1
+    assert scraped.value("kv_chunks_committed_total") == counts.chunks_committed
+
+
+def test_the_histogram_is_cumulative_and_agrees_with_itself(scraped: Scraped) -> None:
+    work(scraped)
+    samples = scraped.families()["kv_transfer_seconds"].samples
+    places = {(sample.labels["tier"], sample.labels["direction"]) for sample in samples}
+    assert ("tier0", "load") in places and ("tier0", "store") in places
+    for tier, direction in places:
+        own = [sample for sample in samples if (sample.labels["tier"], sample.labels["direction"]) == (tier, direction)]
+        buckets = [sample.value for sample in own if sample.name.endswith("_bucket")]
+        (count,) = [sample.value for sample in own if sample.name.endswith("_count")]
+        assert len(buckets) == len(BUCKETS_S) + 1
+        assert buckets == sorted(buckets) and buckets[-1] == count > 0
+
+
+def test_present_values_are_asked_of_the_cache_and_add_up_to_the_pool(scraped: Scraped) -> None:
+    tower = scraped.tower
+    tower.store(key_chain(3))
+    writing = tower.cache.begin_store(key_chain(2, branch="w"), "w")
+    tower.cache.lookup(key_chain(3), "r")
+    states = {sample.labels["state"]: sample.value for sample in scraped.families()["kv_pool_bytes"].samples}
+    slot = tower.cache.pool.slot_bytes
+    assert states == {"resident": 3 * slot, "reserved": 2 * slot, "leaving": 0, "free": 3 * slot}
+    assert scraped.value("kv_leases", kind="read") == 1 and scraped.value("kv_leases", kind="write") == 1
+    tower.cache.release(writing)
+
+
+def test_dropped_events_are_told() -> None:
+    bus = EventBus(max_queued=0, interval_s=0.001)
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source("c", CHUNK_NBYTES))
+    metrics = Metrics(bus, lambda: [cache])
+    cache.lookup(key_chain(1), "r")
+    body, _ = metrics.exposition()
+    assert b"kv_events_dropped_total 1.0" in body
+    cache.close()
+    assert b"kv_pool_bytes{" not in metrics.exposition()[0]  # a closed cache is left out, and nothing raises
+    bus.close()
+
+
+def test_a_reader_in_another_thread_sees_whole_numbers(scraped: Scraped) -> None:
+    """Scrapes while events come: no exception, and counters never go back."""
+    before = 0.0
+    keys = key_chain(1)
+    scraped.tower.store(keys)
+    for number in range(50):
+        scraped.tower.cache.lookup(keys, "r")
+        scraped.tower.cache.begin_load(keys, "r")
+        (ready,) = scraped.tower.cache.poll("r")
+        assert isinstance(ready, LoadReady)
+        scraped.tower.cache.release(ready.lease)
+        text = scraped.metrics.exposition()[0].decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "kv_lookups_total":
+                    assert before <= sample.value <= number + 1
+                    before = sample.value
+
+
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import kv_tiers, kv_tiers.server.cli\n"
+        "from kv_core.errors import ConfigError\n"
+        "try:\n    import kv_tiers.observe.metrics\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'kv-tiers[http]'" in said.stdout

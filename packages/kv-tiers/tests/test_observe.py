@@ -1,0 +1,389 @@
+"""The bus never costs its publishers anything, and the caches tell on it what happened, once a call."""
+
+import logging
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+import pytest
+from kv_core.clock import HandClock
+from kv_core.service import LoadReady
+from kv_core.testing import key_chain
+from kv_tiers import HostPool, LocalCache
+from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.observe import events
+from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
+from kv_tiers.server import RemoteCache, ServerConfig
+from kv_tiers.server.caches import cache_name
+from kv_tiers.server.server import CacheServer
+from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.tower import Tower
+
+Told = TypeVar("Told")
+
+
+class Gathered(Subscriber):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.all: list[Occurred] = []
+        self.flushes = 0
+        self.is_closed = False
+
+    def take(self, occurred: Occurred) -> None:
+        self.all.append(occurred)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def of(self, kind: type[Told]) -> list[Told]:
+        return [one.event for one in self.all if isinstance(one.event, kind)]
+
+
+def ended(holder: str) -> events.HolderEnded:
+    return events.HolderEnded(holder)
+
+
+@pytest.fixture
+def bus() -> Iterator[EventBus]:
+    made = EventBus(interval_s=0.001)
+    yield made
+    made.close()
+
+
+# The bus.
+
+
+def test_nobody_subscribes_and_nothing_is_made() -> None:
+    bus = EventBus()
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source())
+    assert not cache.events.on
+    cache.commit(cache.begin_store(key_chain(2), "w"))
+    cache.lookup(key_chain(2), "r")
+    cache.end("r")
+    assert not bus._queue and bus._thread is None
+    cache.close()
+
+
+def test_events_are_told_in_order_with_their_source_and_time() -> None:
+    clock = HandClock(100.0)
+    bus = EventBus(interval_s=0.001, clock=clock)
+    gathered = Gathered()
+    first, second = bus.source("first", 64), bus.source("second")
+    bus.subscribe(gathered)
+    first.publish(ended("a"))
+    clock.advance(5)
+    second.publish(ended("b"))
+    assert bus.flush()
+    assert [(one.source.name, one.at_s, one.event) for one in gathered.all] == [
+        ("first", 100.0, ended("a")),
+        ("second", 105.0, ended("b")),
+    ]
+    assert bus.wall_s(105.0) - bus.wall_s(100.0) == pytest.approx(5.0, abs=1.0)
+    assert gathered.flushes
+    bus.close()
+
+
+class Held(Gathered):
+    """Waits in the middle of the first event until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def take(self, occurred: Occurred) -> None:
+        self.entered.set()
+        assert self.let_go.wait(10)
+        super().take(occurred)
+
+
+def test_a_subscriber_that_hangs_costs_a_bounded_queue_and_drops_are_counted() -> None:
+    bus = EventBus(max_queued=3, interval_s=0.001)
+    held = Held()
+    bus.subscribe(held)
+    source = bus.source()
+    source.publish(ended("0"))
+    assert held.entered.wait(10)
+    for number in range(1, 11):
+        source.publish(ended(str(number)))  # returns, whatever the subscriber does
+    assert bus.events_dropped == 7
+    held.let_go.set()
+    assert bus.flush()
+    assert [event.holder for event in held.of(events.HolderEnded)] == ["0", "1", "2", "3"]
+    bus.close()
+
+
+def test_a_subscriber_that_never_comes_back_keeps_nobody_from_closing(caplog: pytest.LogCaptureFixture) -> None:
+    bus = EventBus(interval_s=0.001)
+    held = Held()
+    bus.subscribe(held)
+    bus.source().publish(ended("a"))
+    assert held.entered.wait(10)
+    bus.close(timeout_s=0.01)
+    assert "does not come back" in caplog.text and not held.is_closed
+    held.let_go.set()
+
+
+def test_a_subscriber_that_raises_harms_nobody_else(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Subscriber):
+        def take(self, occurred: Occurred) -> None:
+            raise ValueError("a bug")
+
+        def flush(self) -> None:
+            raise OSError("no space")
+
+    gathered = Gathered()
+    bus.subscribe(Broken())
+    bus.subscribe(gathered)
+    source = bus.source()
+    for holder in "abc":
+        source.publish(ended(holder))
+    with caplog.at_level(logging.ERROR):
+        assert bus.flush()
+    assert len(gathered.all) == 3
+    assert bus.failures >= 4
+    assert len([record for record in caplog.records if "Broken failed" in record.message]) == 1
+
+
+def test_closing_tells_what_is_queued_and_closes_the_subscribers() -> None:
+    bus = EventBus(interval_s=60.0)
+    gathered = Gathered()
+    bus.subscribe(gathered)
+    source = bus.source()
+    for number in range(5000):
+        source.publish(ended(str(number)))
+    bus.close()
+    assert len(gathered.all) == 5000 and gathered.is_closed and not source.on
+    late = Gathered()
+    bus.subscribe(late)
+    bus.close()
+    assert not bus.source().on
+
+
+def test_many_threads_publish_and_every_event_is_told_or_counted() -> None:
+    bus = EventBus(max_queued=500, interval_s=0.0005)
+    gathered = Gathered()
+    bus.subscribe(gathered)
+    source = bus.source()
+
+    def publish(name: int) -> None:
+        for number in range(2000):
+            source.publish(ended(f"{name} {number}"))
+
+    threads = [threading.Thread(target=publish, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bus.close()
+    assert len(gathered.all) + bus.events_dropped == 8000
+    for name in range(4):  # each thread's in its order
+        numbers = [int(e.holder.split()[1]) for e in gathered.of(events.HolderEnded) if e.holder.startswith(f"{name} ")]
+        assert numbers == sorted(numbers)
+
+
+# What a cache tells.
+
+
+class Watched:
+    """A cache whose events are gathered."""
+
+    def __init__(self, slots: int = 4, **options: object) -> None:
+        self.bus = EventBus(interval_s=0.001)
+        self.clock = HandClock()
+        self.gathered = Gathered()
+        self.bus.subscribe(self.gathered)
+        pool = HostPool.anonymous("test", CHUNK_NBYTES, slots)
+        source = self.bus.source("c", CHUNK_NBYTES)
+        self.cache = LocalCache(pool, clock=self.clock, events=source, **options)  # type: ignore[arg-type]
+
+    def told(self) -> list[events.Event]:
+        """Since this was asked last."""
+        assert self.bus.flush()
+        found = [one.event for one in self.gathered.all]
+        self.gathered.all.clear()
+        return found
+
+    def close(self) -> None:
+        self.cache.close()
+        self.bus.close()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.close()
+
+
+def test_a_store_a_lookup_and_a_load_are_told_once_each(watched: Watched) -> None:
+    keys, cache = key_chain(3), watched.cache
+    lease = cache.begin_store(keys, "w")
+    watched.clock.advance(2)
+    cache.commit(lease)
+    assert watched.told() == [
+        events.StoreBegun("w", lease.id, keys, keys, (), ""),
+        events.Committed("w", lease.id, keys, 2.0),
+    ]
+    cache.lookup([*keys, *key_chain(1, branch="x")], "r")
+    cache.begin_load(keys, "r")
+    (ready,) = cache.poll("r")
+    assert isinstance(ready, LoadReady)
+    watched.clock.advance(3)
+    cache.release(ready.lease)
+    cache.end("r")
+    assert watched.told() == [
+        events.LookedUp("r", [*keys, *key_chain(1, branch="x")], 1, 3, ("host",) * 3, "ABSENT"),
+        events.LoadBegun("r", ready.lease.id, keys, 0),
+        events.LoadEnded("r", ready.lease.id, 3, 3.0, "released"),
+        events.HolderEnded("r"),
+    ]
+
+
+def test_a_load_of_what_is_not_held_says_how_much_is_missing(watched: Watched) -> None:
+    watched.cache.begin_load(key_chain(2), "r")
+    assert watched.told() == [events.LoadBegun("r", 0, key_chain(2), 2)]
+
+
+def test_what_was_evicted_is_told_once_a_call_with_its_cause(watched: Watched) -> None:
+    old, new = key_chain(4, branch="old"), key_chain(3, branch="new")
+    watched.cache.commit(watched.cache.begin_store(old, "w"))
+    watched.told()
+    watched.cache.begin_store(new, "w2")
+    evicted, begun = watched.told()
+    assert evicted == events.Evicted("host", list(reversed(old))[:3], "store", "w2", "lru")
+    assert isinstance(begun, events.StoreBegun) and begun.reserved == new
+
+
+def test_a_store_that_is_refused_says_which_and_why(watched: Watched) -> None:
+    keys = key_chain(6)
+    lease = watched.cache.begin_store(keys, "w")
+    (begun,) = watched.told()
+    assert isinstance(begun, events.StoreBegun)
+    assert (begun.reserved, begun.refused, begun.why) == (keys[:4], keys[4:], lease.refused)
+    watched.cache.end("w")
+    assert watched.told() == [events.Aborted("w", lease.id, keys[:4]), events.HolderEnded("w")]
+
+
+def test_leases_that_expire_are_told_with_their_kind(watched: Watched) -> None:
+    keys = key_chain(2)
+    watched.cache.commit(watched.cache.begin_store(keys, "w"))
+    watched.cache.lookup(keys, "r")
+    watched.cache.begin_load(keys, "r")
+    watched.told()
+    watched.clock.advance(301)
+    watched.cache.counts()
+    kinds = [(event.kind, event.chunks) for event in watched.told() if isinstance(event, events.LeaseExpired)]
+    assert kinds == [("promise", 2), ("load", 2)]
+
+
+def test_what_was_forgotten_is_told(watched: Watched) -> None:
+    watched.cache.forget(key_chain(2))
+    watched.cache.clear()
+    assert watched.told() == [events.Forgotten(key_chain(2)), events.Forgotten((), everything=True)]
+
+
+def watch(tower: Tower) -> tuple[EventBus, Gathered]:
+    """Subscribe to a tower's cache as if it had been given a bus."""
+    bus, gathered = EventBus(interval_s=0.001), Gathered()
+    bus.subscribe(gathered)
+    source = bus.source("tower", CHUNK_NBYTES)
+    tower.cache.events = tower.cache._host.events = source
+    for lane in tower.lanes:
+        lane.events = source
+    return bus, gathered
+
+
+def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
+    tower = Tower("through")
+    bus, gathered = watch(tower)
+    keys = key_chain(4)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    assert tower.fetch(keys).chunks == 4
+    assert bus.flush()
+    down = gathered.of(events.Spilled)
+    assert [key for event in down for key in event.keys][:4] == keys
+    assert {event.tier for event in down} == {"tier0"} and not any(event.refused for event in down)
+    assert sum(event.nbytes for event in down[:2]) == 4 * CHUNK_NBYTES
+    up = gathered.of(events.Promoted)
+    assert [key for event in up for key in event.keys] == keys
+    assert all(event.tier == "tier0" and event.holder == "r" and not event.missing for event in up)
+    assert "promotion" in {event.cause for event in gathered.of(events.Evicted)}
+    answers = [(event.ended, event.tiers) for event in gathered.of(events.LookedUp)]
+    assert answers[0][0] == "PENDING" and answers[-1] == ("ALL_HELD", ("tier0",) * 4)
+    tower.close()
+    bus.close()
+
+
+def test_write_back_evicts_for_the_watermark() -> None:
+    tower = Tower("back", slots=4, cold=ColdConfig(batch_bytes=2 * 4096, spill_share=0.5, drain_s=0.2))
+    bus, gathered = watch(tower)
+    tower.store(key_chain(4))
+    tower.run()
+    assert bus.flush()
+    evicted = gathered.of(events.Evicted)
+    assert evicted and {event.cause for event in evicted} == {"watermark"}
+    tower.close()
+    bus.close()
+
+
+def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chunk() -> None:
+    tower = Tower("through")
+    bus, gathered = watch(tower)
+    keys = key_chain(2)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    tower.tiers[0].fault = "flip"
+    tower.fetch(keys)
+    tower.tiers[0].fault = "down"
+    tower.store(key_chain(2, branch="more"))
+    tower.run()
+    tower.close()  # it comes back before this ends
+    bus.close()
+    assert [(event.was, event.now) for event in gathered.of(events.TierHealth)][:2] == [
+        ("UP", "RESTING"),
+        ("RESTING", "UP"),
+    ]
+    (damaged, *_) = gathered.of(events.Damaged)
+    assert damaged.tier == "tier0" and damaged.keys[0] in keys and "checksum" in damaged.reason
+
+
+def test_a_call_that_hangs_is_told_when_somebody_asks() -> None:
+    tower = Tower("through", threads=2)
+    bus, gathered = watch(tower)
+    tower.tiers[0].fault = "hang"
+    tower.store(key_chain(1))
+    lane = tower.lanes[0]
+    while lane.health()[0].name != "STUCK":
+        pass
+    assert bus.flush()
+    assert [event.now for event in gathered.of(events.TierHealth)] == ["STUCK"]
+    tower.tiers[0].let_go()
+    tower.close()
+    bus.close()
+
+
+def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        config = ServerConfig(host=HostConfig(capacity_bytes=1 << 20), socket=f"{home}/kv.sock")
+        server = CacheServer(config)
+        gathered = Gathered()
+        server.bus.subscribe(gathered)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        for fingerprint in ("f", "g"):
+            remote = RemoteCache(server.socket_path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint)
+            remote.lookup(key_chain(1), "r")
+            remote.close()
+        server.stop()
+        thread.join(30)
+        asked = [one.source.name for one in gathered.all if isinstance(one.event, events.LookedUp)]
+        assert asked == [cache_name((CHUNK_NBYTES, "f")), cache_name((CHUNK_NBYTES, "g"))]
+        assert gathered.is_closed
