@@ -10,7 +10,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
-from kv_tiers import HostPool, LocalCache
+from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
@@ -199,7 +199,7 @@ class Watched:
         self.bus.subscribe(self.gathered)
         pool = HostPool.anonymous("test", CHUNK_NBYTES, slots)
         source = self.bus.source("c", CHUNK_NBYTES)
-        self.cache = LocalCache(pool, clock=self.clock, events=source, **options)  # type: ignore[arg-type]
+        self.cache = LocalCache(pool, clock=self.clock, policy=LruPolicy(), events=source, **options)  # type: ignore[arg-type]
 
     def told(self) -> list[events.Event]:
         """Since this was asked last."""
