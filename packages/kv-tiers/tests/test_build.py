@@ -9,6 +9,7 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_tiers import HostConfig, HostPool, build_local_cache
+from kv_tiers.build import check_settings
 
 
 def test_settings_become_a_cache() -> None:
@@ -84,8 +85,62 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
 ) -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match=said):
+        check_settings(HostConfig(capacity_bytes=50_000), tiers)
+    with pytest.raises(ConfigError, match=said):
         build_local_cache(HostConfig(capacity_bytes=50_000), chunk_nbytes=5000, fingerprint="f", tiers=tiers)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ({"type": "disk", "path": [], "capacity_bytes": "1MiB"}, "one directory"),
+        ({"type": "disk", "path": "kv", "capacity_bytes": "1KiB"}, "no room"),
+        ({"type": "disk", "path": "kv", "capacity_bytes": "1MiB", "policy": "lur"}, "did you mean 'lru'"),
+        ({"type": "disk", "path": "kv"}, "capacity_bytes"),
+        ({"type": "redis", "url": "http://cache"}, "redis://"),
+        ({"type": "valkey", "url": "redis://cache", "password_env": "KV_NO_SUCH_VARIABLE"}, "KV_NO_SUCH_VARIABLE"),
+        ({"type": "s3", "bucket": "a/b"}, "bucket"),
+        ({"type": "s3", "bucket": "b", "tls_ca_file": "/nowhere/ca.pem"}, "nowhere|No such file"),
+        ({"type": "shared_fs", "directory": ""}, "directory is empty"),
+    ],
+)
+def test_wrong_options_are_found_before_any_medium_is_touched(
+    tier: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match=said):
+        check_settings(HostConfig(capacity_bytes=50_000), [tier])
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+def test_right_options_are_checked_without_making_or_asking_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens at these addresses, and the directories are not there."""
+    monkeypatch.chdir(tmp_path)
+    tiers: list[dict[str, object]] = [
+        {"type": "dram", "capacity_bytes": "1MiB"},
+        {"type": "disk", "path": "kv", "capacity_bytes": "1MiB", "threads": 4},
+        {"type": "redis", "url": "redis://127.0.0.1:9"},
+        {"type": "s3", "bucket": "b", "endpoint": "http://127.0.0.1:9"},
+        {"type": "shared_fs", "directory": "elsewhere", "write": "back"},
+    ]
+    threads = threading.active_count()
+    check_settings(HostConfig(capacity_bytes=50_000), tiers)
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [(HostConfig(capacity_bytes=1, policy="lur"), "lru"), (HostConfig(capacity_bytes=1, lease_s=0), "lease_s")],
+)
+def test_wrong_settings_of_the_pool_are_found_as_early(host: HostConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_settings(host, [])
 
 
 def test_tiers_are_made_in_their_order_and_under_their_names(tmp_path: Path) -> None:

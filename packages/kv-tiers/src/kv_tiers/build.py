@@ -5,11 +5,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
 from kv_tiers import codec
-from kv_tiers.config import ColdConfig, HostConfig, LaneConfig
+from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lane import Lane
 from kv_tiers.local import LocalCache
@@ -19,7 +20,7 @@ from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool, slot_bytes_for
 from kv_tiers.registry import tier_factory
 from kv_tiers.spill import WriteMode
-from kv_tiers.tier import TierContext
+from kv_tiers.tier import CheckedFactory, TierContext, TierFactory
 
 _NUMBERS = itertools.count()
 
@@ -69,7 +70,7 @@ def build_local_cache(
         for number, options in enumerate(tiers):
             context = TierContext(chunk_nbytes, pool.slot_bytes, fingerprint)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
-            _check_names(lanes)
+            _check_names([lane.name for lane, _ in lanes])
         return LocalCache(
             pool, policy=policy, lease_s=config.lease_s, clock=clock, lanes=lanes, cold=cold, events=events
         )
@@ -80,12 +81,38 @@ def build_local_cache(
         raise
 
 
+def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) -> None:
+    """What can be seen of `build_local_cache` before it is known what the chunks are, without touching any medium.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+    """
+    make_policy(config.policy, 1)
+    check_lease(config.lease_s)
+    names: list[str] = []
+    for number, options in enumerate(tiers):
+        where = f"tiers[{number}]"
+        factory, lane_config, rest = _read_tier(options, where)
+        if isinstance(factory, CheckedFactory):
+            factory.check(rest)
+        names.append(lane_config.name)
+        _check_names(names)
+
+
 def build_lane(options: Mapping[str, object], context: TierContext, *, where: str) -> tuple[Lane, WriteMode]:
     """One tier behind its lane, and how chunks get there. where: what the user calls this place, for errors.
 
     Raises:
         ConfigError: the options cannot be honoured.
     """
+    factory, lane_config, rest = _read_tier(options, where)
+    tier = factory(rest, context)
+    tier.name = lane_config.name
+    return Lane(tier, codec.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
+
+
+def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, LaneConfig, dict[str, object]]:
+    """What makes the tier, what every tier has (with the name that it will bear), and the options of its own."""
     type_name = options.get("type")
     if not isinstance(type_name, str):
         raise ConfigError(f"{where}: say which type of tier this is, such as type: disk")
@@ -94,12 +121,9 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     if lane_config.threads < 1:
         raise ConfigError(f"{where}: threads is {lane_config.threads}; a lane needs at least 1")
     rest = {name: value for name, value in options.items() if name not in own and name != "type"}
-    tier = tier_factory(type_name)(rest, context)
-    tier.name = lane_config.name or type_name
-    return Lane(tier, codec.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
+    return tier_factory(type_name), msgspec.structs.replace(lane_config, name=lane_config.name or type_name), rest
 
 
-def _check_names(lanes: Sequence[tuple[Lane, WriteMode]]) -> None:
-    names = [lane.name for lane, _ in lanes]
+def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"two tiers are called {names[-1]!r}; give each a name, such as name: {names[-1]}-2")

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import msgspec
+from kv_core.errors import ConfigError
 
 from kv_tiers.eviction.registry import DEFAULT_POLICY
 
@@ -18,6 +19,15 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
     policy: str = DEFAULT_POLICY
     """What leaves when room is needed."""
+
+
+def check_lease(lease_s: float) -> None:
+    """
+    Raises:
+        ConfigError: it would be over before anything could be read.
+    """
+    if not lease_s > 0:
+        raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
 
 
 class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

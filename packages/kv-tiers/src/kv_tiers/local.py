@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError, MisuseError
+from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import (
@@ -36,7 +36,7 @@ from kv_core.service import (
 
 from kv_tiers.below import Below
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import ColdConfig
+from kv_tiers.config import ColdConfig, check_lease
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.host import TIER, HostTier
@@ -107,8 +107,7 @@ class LocalCache:
     ) -> None:
         """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them.
         events: where it tells what happens; the bus stays the caller's to close."""
-        if not lease_s > 0:
-            raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
+        check_lease(lease_s)
         self.pool = pool
         self._lease_s = lease_s
         self._clock: Clock = MonotonicClock() if clock is None else clock

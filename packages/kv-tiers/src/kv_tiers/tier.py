@@ -14,7 +14,7 @@ raised as `TierDown`: the lane then rests the tier for a while. Anything else th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
@@ -87,6 +87,10 @@ class TierContext:
         return format_id(f"{self.chunk_nbytes} {self.fingerprint}").hex()
 
 
+ANY_CHUNKS: Final = TierContext(1, 4096, "")
+"""The smallest there can be: what options must at least have room for."""
+
+
 class Tier(Protocol):
     """One place that keeps chunks. Answers are parallel to what was asked, and every call may raise `TierDown`."""
 
@@ -125,6 +129,29 @@ class Tier(Protocol):
         """Let go of everything. No other call comes during or after it, but a second close."""
 
 
+OptionsCheck = Callable[[Mapping[str, object]], object]
+"""Raises `ConfigError` for options that cannot be honoured. It touches no medium: directories are not made, nobody is
+connected to."""
+
 TierFactory = Callable[[Mapping[str, object], TierContext], Tier]
 """What an entry point of the group `kv_tiers.tiers` names: the options that the user wrote (without `type`), and what
 the chunks are. It raises `ConfigError` for options that cannot be honoured, naming the nearest valid one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFactory:
+    """A `TierFactory` that can say whether options are right before it is known what the chunks are.
+
+    A server makes a tier when a client first registers its format. With `check`, wrong options end its start instead.
+    """
+
+    make: TierFactory
+    check: OptionsCheck
+
+    def __call__(self, options: Mapping[str, object], context: TierContext) -> Tier:
+        return self.make(options, context)
+
+
+def checked(check: OptionsCheck) -> Callable[[TierFactory], CheckedFactory]:
+    """Of a factory, as a decorator."""
+    return lambda make: CheckedFactory(make, check)

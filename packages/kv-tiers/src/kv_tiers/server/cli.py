@@ -12,6 +12,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
+from kv_tiers.build import check_settings
 from kv_tiers.server.config import ServerConfig, default_socket, read_config_text
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.http.start import open_http
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _config(arguments)
+        check_settings(config.host, config.tiers)
         http = open_http(config.http)
         server = CacheServer(config)
     except ConfigError as error:

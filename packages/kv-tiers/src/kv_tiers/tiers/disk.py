@@ -39,7 +39,7 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File
 from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
@@ -101,6 +101,12 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
     return slots
 
 
+def _check_options(options: Mapping[str, object]) -> None:
+    config = read_options(DiskConfig, options, "disk")
+    make_policy(config.policy, slots_for(config, ANY_CHUNKS))
+
+
+@checked(_check_options)
 def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """The factory of the tier type `disk`; `DiskConfig` says what may be in `options`.
 

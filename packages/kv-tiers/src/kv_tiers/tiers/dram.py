@@ -13,7 +13,7 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.index import SlotIndex
 
 
@@ -25,6 +25,12 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What leaves when room is needed."""
 
 
+def _check_options(options: Mapping[str, object]) -> None:
+    config = read_options(DramConfig, options, "dram")
+    make_policy(config.policy, _slots_for(config, ANY_CHUNKS))
+
+
+@checked(_check_options)
 def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """The factory of the tier type `dram`.
 
@@ -32,10 +38,15 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
         ConfigError: options that cannot be honoured on this machine.
     """
     config = read_options(DramConfig, options, "dram")
+    slots = _slots_for(config, context)
+    return DramTier(HostPool.anonymous("dram", context.chunk_nbytes, slots), make_policy(config.policy, slots))
+
+
+def _slots_for(config: DramConfig, context: TierContext) -> int:
     slots = config.capacity_bytes // context.slot_bytes
     if slots < 1:
         raise ConfigError(f"dram: a capacity_bytes of {config.capacity_bytes} holds no chunk of {context.slot_bytes}")
-    return DramTier(HostPool.anonymous("dram", context.chunk_nbytes, slots), make_policy(config.policy, slots))
+    return slots
 
 
 class DramTier:

@@ -22,7 +22,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.codec import HEADER_NBYTES
 from kv_tiers.options import read_options
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _DELETED_AT_ONCE: Final = 1000
 """The most that one request of the protocol may name."""
@@ -81,6 +81,11 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("requests and time-outs are positive, retries is not negative")
 
 
+def _check_options(options: Mapping[str, object]) -> None:
+    make_objects_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+
+
+@checked(_check_options)
 def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """The factory of the tier type `s3`; `ObjectsConfig` says what may be in `options`.
 

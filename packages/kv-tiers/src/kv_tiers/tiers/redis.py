@@ -29,7 +29,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.options import read_options
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers, refused_for_now
 from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, OtherLength, command, set_command
 
@@ -48,6 +48,11 @@ Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
 about to take them over and must be told before every command that we know."""
 
 
+def _check_options(options: Mapping[str, object]) -> None:
+    make_redis_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+
+
+@checked(_check_options)
 def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """The factory of the tier types `redis` and `valkey`; `RedisConfig` says what may be in `options`.
 

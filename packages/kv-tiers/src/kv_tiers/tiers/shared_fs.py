@@ -30,7 +30,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.codec import HEADER_NBYTES
 from kv_tiers.options import read_options
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _PAGE_NBYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at one."""
@@ -72,6 +72,11 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("temporary_s and threads are positive, ttl_s is not negative")
 
 
+def _check_options(options: Mapping[str, object]) -> None:
+    make_shared_fs_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+
+
+@checked(_check_options)
 def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """The factory of the tier type `shared_fs`; `SharedFsConfig` says what may be in `options`.
 
