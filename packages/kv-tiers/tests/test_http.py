@@ -10,28 +10,40 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
+from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers.config import HostConfig
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http import operation as operation_module
 from kv_tiers.server.http import relay as relay_module
 from kv_tiers.server.http import thread as thread_module
+from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.config import HttpConfig, read_listen
+from kv_tiers.server.http.jobs import Jobs
+from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from schemathesis import GenerationMode
+from schemathesis.schemas import BaseSchema
+from schemathesis.specs.openapi.checks import ignored_auth
+from starlette.types import ASGIApp
 
 SLOT_NBYTES = slot_bytes_for(CHUNK_NBYTES)
 TOKEN = "a-token-for-these-tests"
@@ -40,7 +52,7 @@ TOKEN = "a-token-for-these-tests"
 class Served:
     """A server and its HTTP on threads of this process, so that a test can reach into both."""
 
-    def __init__(self, slots: int = 16, **http: object) -> None:
+    def __init__(self, slots: int = 16, tiers: Sequence[dict[str, object]] = (), **http: object) -> None:
         self.home = tempfile.TemporaryDirectory(prefix="kv-")
         directory = Path(self.home.name)
         self.path = directory / "kv.sock"
@@ -50,6 +62,7 @@ class Served:
         given: dict[str, object] = {"listen": "127.0.0.1:0", "token_file": str(self.token_file), **http}
         config = ServerConfig(
             host=HostConfig(capacity_bytes=slots * SLOT_NBYTES),
+            tiers=list(tiers),
             socket=str(self.path),
             http=msgspec.convert(given, HttpConfig),
         )
@@ -277,6 +290,143 @@ def test_a_token_file_is_a_file_of_ours(tmp_path: Path) -> None:
         read_token(tmp_path / "link")
 
 
+# Prefixes.
+
+
+def test_a_pinned_prefix_stays_until_it_is_unpinned(served: Served) -> None:
+    cache = served.join()
+    keys = [key.hex() for key in key_chain(6)]
+    assert "no cache yet" not in served.get("/prefixes").text
+    store(cache, 4)
+    assert served.post("/prefixes/pin", {"name": "system", "keys": keys}).json() == {"chunks": 4}
+    assert served.get("/prefixes").json()["pins"] == [
+        {"chunk_nbytes": CHUNK_NBYTES, "fingerprint": "f", "name": "system", "chunks": 4}
+    ]
+    for number in range(10):
+        store(cache, 12, branch=str(number))
+    assert cache.lookup(key_chain(4), "r").chunks == 4
+    cache.end("r")
+    assert served.post("/prefixes/unpin", {"name": "system"}).json() == {"caches": 1}
+    for number in range(10):
+        store(cache, 16, branch=str(number))
+    assert cache.lookup(key_chain(4), "r").chunks == 0
+    assert "nothing is pinned" in problem(served.post("/prefixes/unpin", {"name": "system"}), 404)
+    cache.close()
+
+
+def test_a_prefix_must_say_whose_format_it_is_only_where_there_are_several(served: Served) -> None:
+    body = {"name": "p", "keys": [key_chain(1)[0].hex()]}
+    assert "no cache yet" in problem(served.post("/prefixes/pin", body), 404)
+    one = served.join("one")
+    store(one, 1)
+    assert served.post("/prefixes/pin", body).json() == {"chunks": 1}
+    two = served.join("two")
+    assert "one with chunks of" in problem(served.post("/prefixes/pin", body), 409)
+    assert served.post("/prefixes/pin", {**body, "fingerprint": "two"}).json() == {"chunks": 0}
+    assert served.post("/prefixes/pin", {**body, "fingerprint": "one"}).json() == {"chunks": 1}
+    one.close()
+    two.close()
+
+
+def done(served: Served, response: httpx.Response) -> dict[str, object]:
+    """What has become of this job."""
+    assert response.status_code == 202, response.text
+    job = response.json()
+    until(lambda: served.get(f"/prefixes/jobs/{job['id']}").json()["state"] != "running")
+    found: dict[str, object] = served.get(f"/prefixes/jobs/{job['id']}").json()
+    assert found in served.get("/prefixes").json()["jobs"]
+    return found
+
+
+def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
+    here, there = Served(archive_dir=str(tmp_path)), Served(archive_dir=str(tmp_path))
+    mine, yours = here.join(), there.join()
+    keys = key_chain(5)
+    store(mine, 4)
+    job = done(here, here.post("/prefixes/export", {"file": "system.kv", "keys": [key.hex() for key in keys]}))
+    assert (job["state"], job["chunks"]) == ("done", 4)
+    assert "4 of 5" in str(job["said"])
+    assert there.get("/prefixes").json()["files"] == ["system.kv"]
+    job = done(there, there.post("/prefixes/import", {"file": "system.kv"}))
+    assert (job["state"], job["chunks"], job["said"]) == ("done", 4, "")
+    yours.begin_load(keys[:4], "l")
+    (ready,) = yours.poll("l")
+    assert isinstance(ready, LoadReady)
+    for key, extent in zip(keys, ready.lease.extents, strict=False):
+        assert yours.pool.view[extent.offset : extent.offset + extent.nbytes] == content(key, extent.nbytes)
+    (tmp_path / "cut.kv").write_bytes((tmp_path / "system.kv").read_bytes()[:-1])
+    job = done(there, there.post("/prefixes/import", {"file": "cut.kv"}))
+    assert job["state"] == "failed"
+    assert "was cut" in str(job["said"])
+    for cache, server in ((mine, here), (yours, there)):
+        cache.close()
+        server.close()
+
+
+def test_a_prefix_is_warmed_up_from_below(tmp_path: Path) -> None:
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 1 << 22}
+    served = Served(tiers=[disk])
+    cache = served.join()
+    store(cache, 4)
+    (behind,) = served.server.caches.values()
+    behind.below.drain(10)
+    for number in range(4):
+        store(cache, 16, branch=str(number))
+    assert cache.lookup(key_chain(4), "r").chunks == 0
+    body = {"name": "warm", "keys": [key.hex() for key in key_chain(4)], "timeout_s": 10}
+    assert done(served, served.post("/prefixes/warm-up", body))["chunks"] == 4
+    assert cache.lookup(key_chain(4), "r").chunks == 4
+    cache.close()
+    served.close()
+
+
+def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    jobs = Jobs()
+    running = [jobs.start("export", "x", lambda: (int(go_on.wait(10)), "")) for _ in range(jobs_module.MAX_RUNNING)]
+    with pytest.raises(Problem, match="ask again"):
+        jobs.start("export", "x", lambda: (0, ""))
+    go_on.set()
+    until(lambda: {jobs.find(job.id).state for job in running} == {"done"})
+    last = jobs.start("export", "x", lambda: (1 // 0, ""))
+    until(lambda: jobs.find(last.id).state == "failed")
+    assert "a bug" in jobs.find(last.id).said
+    monkeypatch.setattr(jobs_module, "_REMEMBERED", 2)
+    jobs.start("export", "x", lambda: (0, ""))
+    assert len(jobs.all()) == 2
+    with pytest.raises(Problem, match="no job 1"):
+        jobs.find(1)
+
+
+@pytest.mark.parametrize("file", ["../x", "a/b", "/etc/passwd", ".hidden", "x\n", "x\x00", "", "x" * 101, "é"])
+def test_no_request_names_a_file_outside_the_archive(tmp_path: Path, file: str) -> None:
+    inside = tmp_path / "in"
+    inside.mkdir()
+    served = Served(archive_dir=str(inside))
+    cache = served.join()
+    store(cache, 1)
+    for what in ({"keys": [key_chain(1)[0].hex()]}, {}):
+        assert problem(served.post(f"/prefixes/{'export' if what else 'import'}", {"file": file, **what}), 400)
+    assert list(tmp_path.rglob("*")) == [inside]
+    cache.close()
+    served.close()
+
+
+def test_files_need_a_place(served: Served, tmp_path: Path) -> None:
+    cache = served.join()
+    assert "archive_dir" in problem(served.post("/prefixes/import", {"file": "x"}), 409)
+    cache.close()
+    with pytest.raises(ConfigError, match="archive_dir"):
+        open_http(HttpConfig(listen="127.0.0.1:0", archive_dir=str(tmp_path / "no")))
+
+
+@pytest.mark.parametrize("key", ["", "00" * 46, "01" * 45, ("01" * 46).upper().replace("0", "A"), "01" * 46 + "\n"])
+def test_what_is_no_key_is_refused(served: Served, key: str) -> None:
+    cache = served.join()
+    assert problem(served.post("/prefixes/pin", {"name": "p", "keys": [key]}), 400)
+    cache.close()
+
+
 # Who may ask.
 
 
@@ -456,6 +606,66 @@ def test_the_relay_serves_engines_while_http_is_flooded(served: Served) -> None:
         thread.join()
     assert answered == [5] * 500
     cache.close()
+
+
+# The document.
+
+
+def make_asgi(served: Served) -> ASGIApp:
+    archive = Path(served.home.name) / "archive"
+    archive.mkdir(exist_ok=True)
+    hosts = frozenset({"localhost", "testserver"})
+    return make_app(Relay(served.server), token=TOKEN, hosts=hosts, archive_dir=str(archive))
+
+
+@pytest.fixture(scope="module")
+def described() -> Iterator[Served]:
+    """A server with a little in it, whose document is tried."""
+    served = Served()
+    cache = served.join()
+    store(cache, 3)
+    yield served
+    cache.close()
+    served.close()
+
+
+def check_against_document(schema: BaseSchema, token: str, mode: GenerationMode) -> int:
+    """Ask for every operation in all ways that the document says are right, or wrong; how many operations those are."""
+    operations = [found.ok() for found in schema.get_all_operations()]
+    if mode is GenerationMode.NEGATIVE:  # nothing can be wrong about a request for /healthz
+        operations = [operation for operation in operations if operation.body]
+    for operation in operations:
+
+        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: schemathesis.Case) -> None:
+            # That a token is needed is tried above, and by that check in a way that keeps our header.
+            headers = {"authorization": f"Bearer {token}", "host": "localhost"}
+            case.call_and_validate(headers=headers, excluded_checks=[ignored_auth])
+
+        ask()
+    return len(operations)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_as_the_document_says(described: Served, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", make_asgi(described))
+    assert check_against_document(schema, TOKEN, mode) >= 6
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, mode: GenerationMode) -> None:
+    http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_dir": str(tmp_path)}
+    server = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}, "http": http})
+    cache = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    store(cache, 3)
+    try:
+        schema = schemathesis.openapi.from_url(f"{server.url}openapi.json")
+        assert check_against_document(schema, (tmp_path / "token").read_text().strip(), mode) >= 6
+        assert server.is_running()
+    finally:
+        cache.close()
+        server.stop()
 
 
 # The command.

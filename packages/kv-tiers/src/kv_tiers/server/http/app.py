@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_tiers.server.http import clear, openapi, state
+from kv_tiers.server.http import clear, openapi, prefixes, state
 from kv_tiers.server.http.guard import Guard
+from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.operation import Operation, perform
 from kv_tiers.server.http.problem import Problem, problem_response
 from kv_tiers.server.http.relay import Relay
@@ -21,9 +22,16 @@ from kv_tiers.server.http.relay import Relay
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(relay: Relay, *, token: str, hosts: frozenset[str]) -> ASGIApp:
-    """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any."""
-    operations = [*state.operations(relay), *clear.operations(relay)]
+def make_app(relay: Relay, *, token: str, hosts: frozenset[str], archive_dir: str) -> ASGIApp:
+    """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any.
+
+    archive_dir: where exported prefixes are; empty: nowhere.
+    """
+    operations = [
+        *state.operations(relay),
+        *clear.operations(relay),
+        *prefixes.operations(relay, Jobs(), archive_dir),
+    ]
     described = msgspec.json.encode(openapi.document(operations))
 
     async def document(request: Request) -> Response:

@@ -22,6 +22,15 @@ BODY_S: Final = 10.0
 """How long a body may take to arrive."""
 
 
+def _number(text: str) -> float:
+    """To the document 4096.0 is a whole number like any other, so it is one here."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_BODIES: Final = msgspec.json.Decoder(float_hook=_number)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
@@ -106,6 +115,6 @@ def _decoded(operation: Operation, request: Request, body: bytes) -> msgspec.Str
     if media_type != "application/json":
         raise Problem(415, "write the body as JSON, and say so: Content-Type: application/json (curl --json)")
     try:
-        return msgspec.json.decode(body, type=operation.body)
+        return msgspec.convert(_BODIES.decode(body), type=operation.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, f"the body is not what {operation.path} takes: {error}") from None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from pathlib import Path
@@ -40,6 +41,7 @@ class HttpThread:
         listen = read_listen(config)
         self._token = read_token(Path(config.token_file)) if config.token_file else ""
         names = listen.names()
+        self._archive_dir = _checked_directory(config.archive_dir)
         self._hosts = names | {name.lower() for name in config.hosts} if names or config.hosts else names
         self._listener = _bound(listen)
         self.url = listen.url(self._listener.getsockname()[1])
@@ -50,7 +52,7 @@ class HttpThread:
 
     def start(self, server: CacheServer) -> None:
         self._relay = Relay(server)
-        self._app = make_app(self._relay, token=self._token, hosts=self._hosts)
+        self._app = make_app(self._relay, token=self._token, hosts=self._hosts, archive_dir=self._archive_dir)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
@@ -86,6 +88,12 @@ class HttpThread:
             asyncio.run(self._server.serve(sockets=[self._listener]))
         except Exception:  # noqa: BLE001  # the relay goes on
             _log.exception("HTTP has ended by a bug; engines are served as before")
+
+
+def _checked_directory(archive_dir: str) -> str:
+    if archive_dir and not os.access(archive_dir, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"http: archive_dir: {archive_dir} is no directory that can be written to; make it")
+    return archive_dir
 
 
 def _bound(listen: Listen) -> socket.socket:

@@ -1,0 +1,90 @@
+"""What takes longer than a request may: done on a thread each, and asked about by its number."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Literal
+
+import msgspec
+from kv_core.errors import InputError, MisuseError
+
+from kv_tiers.server.http.problem import Problem
+
+_log = logging.getLogger(__name__)
+
+MAX_RUNNING: Final = 4
+_REMEMBERED: Final = 256
+
+
+class Job(msgspec.Struct):
+    """chunks: of the prefix, when it is done: pinned, exported, or held after an import.
+
+    said: why it failed, or why it stopped early.
+    """
+
+    id: int
+    what: Literal["warm-up", "export", "import"]
+    name: str
+    state: Literal["running", "done", "failed"] = "running"
+    chunks: int = 0
+    said: str = ""
+
+
+Outcome = tuple[int, str]
+"""A job's chunks, and why they are no more."""
+
+
+class Jobs:
+    """Safe to call from any thread. Its threads end with the process, wherever they are."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._last_id = 0
+
+    def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> Job:
+        """
+        Raises:
+            Problem: too many run already.
+        """
+        with self._lock:
+            if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:
+                raise Problem(429, f"{MAX_RUNNING} jobs are running; ask again when one is done", {"retry-after": "5"})
+            self._last_id += 1
+            job = self._jobs[self._last_id] = Job(self._last_id, what, name)
+            for id_ in list(self._jobs)[: max(0, len(self._jobs) - _REMEMBERED)]:
+                if self._jobs[id_].state != "running":
+                    del self._jobs[id_]
+            answer = msgspec.structs.replace(job)
+        threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True).start()
+        return answer
+
+    def find(self, id_: int) -> Job:
+        """
+        Raises:
+            Problem: there is none of this number (any more).
+        """
+        with self._lock:
+            job = self._jobs.get(id_)
+            if job is None:
+                raise Problem(404, f"there is no job {id_}; GET /prefixes lists those that are remembered")
+            return msgspec.structs.replace(job)
+
+    def all(self) -> list[Job]:
+        """Oldest first."""
+        with self._lock:
+            return [msgspec.structs.replace(job) for job in self._jobs.values()]
+
+    def _run(self, job: Job, work: Callable[[], Outcome]) -> None:
+        chunks, said, failed = 0, "", True
+        try:
+            chunks, said = work()
+            failed = False
+        except (InputError, MisuseError, OSError) as error:  # the cache may be closed while we are at it
+            said = str(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, whoever asks is told
+            _log.exception("%s of %s met a bug", job.what, job.name)
+            said = f"a bug: {error}"
+        with self._lock:
+            job.chunks, job.said, job.state = chunks, said, "failed" if failed else "done"

@@ -1,0 +1,208 @@
+"""Prefixes that somebody wants kept, brought up, or carried to another machine. Named by their chunks' keys.
+
+Files are named by a plain word and lie in one directory, which the settings name and no request can.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from kv_core.errors import InputError
+from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
+from msgspec import Meta
+
+from kv_tiers.archive import export_prefix, import_prefix
+from kv_tiers.local import LocalCache
+from kv_tiers.server.http.chosen import Which, chosen, chosen_one
+from kv_tiers.server.http.jobs import Job, Jobs, Outcome
+from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.http.relay import Relay
+
+MAX_KEYS: Final = 1 << 15
+_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_NBYTES)})$"
+
+Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=_NAME)]
+Key = Annotated[str, Meta(pattern=_HEX, description="As `kv keys` prints it.")]
+Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
+
+
+class Named(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """name: of a pin."""
+
+    name: Name
+
+
+class Prefix(Named, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    keys: Keys
+
+
+class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """timeout_s: how long the tiers below may take."""
+
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+
+
+class Export(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """file: a plain name in the server's archive_dir."""
+
+    file: Name
+    keys: Keys
+
+
+class Import(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """file: a plain name in the server's archive_dir."""
+
+    file: Name
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """chunks: of the leading keys, how many stay until they are unpinned. Pins have half the pool at most."""
+
+    chunks: int
+
+
+class Unpinned(msgspec.Struct, frozen=True):
+    """caches: how many had a pin of this name."""
+
+    caches: int
+
+
+class Pin(msgspec.Struct, frozen=True):
+    chunk_nbytes: int
+    fingerprint: str
+    name: str
+    chunks: int
+
+
+class Prefixes(msgspec.Struct, frozen=True):
+    """What is pinned, the files of the archive_dir, and the jobs that are remembered, oldest first."""
+
+    pins: list[Pin]
+    files: list[str]
+    jobs: list[Job]
+
+
+def operations(relay: Relay, jobs: Jobs, archive_dir: str) -> list[Operation]:
+    async def prefixes() -> Prefixes:
+        pins = []
+        for (nbytes, fingerprint), cache in (await relay.caches()).items():
+            held = await relay.call(cache.pins)
+            pins += [Pin(nbytes, fingerprint, name, chunks) for name, chunks in held.items()]
+        return Prefixes(pins, await relay.call(partial(_files, archive_dir)), jobs.all())
+
+    async def pin(body: Prefix) -> Pinned:
+        _, cache = await chosen_one(relay, body)
+        return Pinned(await relay.call(partial(cache.pin, _keys(body.keys), _plain(body.name))))
+
+    async def unpin(body: Named) -> Unpinned:
+        caches = (await chosen(relay, body)).values()
+        unpinned = [await relay.call(partial(cache.unpin, _plain(body.name))) for cache in caches]
+        if not any(unpinned):
+            raise Problem(404, f"nothing is pinned as {body.name!r}; GET /prefixes lists what is")
+        return Unpinned(sum(unpinned))
+
+    async def warm_up(body: WarmUp) -> Job:
+        _, cache = await chosen_one(relay, body)
+        keys, name = _keys(body.keys), _plain(body.name)
+        return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s))
+
+    async def export(body: Export) -> Job:
+        (_, fingerprint), cache = await chosen_one(relay, body)
+        path = _archived(archive_dir, body.file)
+        return jobs.start("export", body.file, partial(_export, cache, _keys(body.keys), path, fingerprint))
+
+    async def import_(body: Import) -> Job:
+        (_, fingerprint), cache = await chosen_one(relay, body)
+        path = _archived(archive_dir, body.file)
+        if not await relay.call(path.is_file):
+            raise Problem(404, f"there is no file {body.file!r} in the archive_dir; GET /prefixes lists what is")
+        return jobs.start("import", body.file, partial(_import, cache, path, fingerprint))
+
+    async def job(id: str) -> Job:  # what the path calls it
+        if not re.fullmatch("[0-9]{1,18}", id):
+            raise Problem(404, f"a job has a number, and is not called {id[:100]!r}")
+        return jobs.find(int(id))
+
+    one = (404, 409, 503)
+    return [
+        Operation("GET", "/prefixes", "What is pinned, and what was asked for", prefixes, Prefixes, failures=(503,)),
+        Operation("GET", "/prefixes/jobs/{id}", "What has become of a job", job, Job, failures=(404,)),
+        Operation("POST", "/prefixes/pin", "Keep a prefix in the pool", pin, Pinned, Prefix, failures=one),
+        Operation(
+            "POST", "/prefixes/unpin", "Let a prefix leave as any other", unpin, Unpinned, Named, failures=(404, 503)
+        ),
+        Operation(
+            "POST",
+            "/prefixes/warm-up",
+            "Bring a prefix up from the tiers below, and pin it",
+            warm_up,
+            Job,
+            WarmUp,
+            status=202,
+            failures=(*one, 429),
+        ),
+        Operation(
+            "POST",
+            "/prefixes/export",
+            "Write what the pool holds of a prefix to a file",
+            export,
+            Job,
+            Export,
+            status=202,
+            failures=(*one, 429),
+        ),
+        Operation(
+            "POST",
+            "/prefixes/import",
+            "Take an exported prefix from its file",
+            import_,
+            Job,
+            Import,
+            status=202,
+            failures=(*one, 429),
+        ),
+    ]
+
+
+def _keys(texts: Sequence[str]) -> list[ChunkKey]:
+    return [ChunkKey.from_hex(text) for text in texts]
+
+
+def _plain(name: str) -> str:
+    # In a pattern, $ also matches before a newline at the end.
+    if not re.fullmatch(_NAME[1:-1], name):
+        raise InputError(f"{name!r} is no plain name: letters, digits and . _ -, the first a letter or digit")
+    return name
+
+
+def _archived(archive_dir: str, file: str) -> Path:
+    if not archive_dir:
+        raise Problem(409, "this server has nowhere to keep files; start it with http.archive_dir")
+    return Path(archive_dir) / _plain(file)
+
+
+def _files(archive_dir: str) -> list[str]:
+    try:
+        return sorted(path.name for path in Path(archive_dir).iterdir() if path.is_file()) if archive_dir else []
+    except OSError:
+        return []
+
+
+def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float) -> Outcome:
+    chunks = cache.warm_up(keys, name, timeout_s=timeout_s)
+    return chunks, "" if chunks == len(keys) else f"{chunks} of {len(keys)} chunks could be brought up and pinned"
+
+
+def _export(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, fingerprint: str) -> Outcome:
+    chunks = export_prefix(cache, keys, path, fingerprint=fingerprint)
+    return chunks, "" if chunks == len(keys) else f"the pool holds {chunks} of {len(keys)} chunks; warm up the rest"
+
+
+def _import(cache: LocalCache, path: Path, fingerprint: str) -> Outcome:
+    imported = import_prefix(cache, path, fingerprint=fingerprint)
+    return imported.chunks, imported.stopped
