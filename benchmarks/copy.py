@@ -1,6 +1,7 @@
 """Gather and scatter between an engine's blocks and the host pool, against memmove of the same bytes.
 
     python benchmarks/copy.py [--json]
+    python benchmarks/copy.py --device cuda [--json]      # on a GPU: see benchmarks/_copy_cuda.py
 
 Each row moves the blocks of four chunks of 32 MiB, one chunk at a time and in a random order of blocks, and is paired
 with a memmove for each chunk, between buffers as large that were touched before. memmove has one thread, torch as many
@@ -32,7 +33,13 @@ POOL_CHUNKS = 4
 
 
 def main() -> int:
-    arguments = parser(__doc__ or "").parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--device", default="cpu", help="cpu, or cuda where there is a GPU")
+    arguments = made.parse_args()
+    if arguments.device != "cpu":
+        from benchmarks._copy_cuda import cuda_rows
+
+        return report(list(cuda_rows(torch.device(arguments.device))), arguments.json)
     rows = [row for case in _cases() for row in _measure(*case)]
     return report(rows, arguments.json)
 

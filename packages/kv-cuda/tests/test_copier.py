@@ -1,8 +1,12 @@
-"""Gather and scatter, for every layout and both formats, against a loop over single elements."""
+"""Gather and scatter, for every layout, both formats and each copier, against a loop over single elements.
+
+`torch` is the CPU's copier; `direct` and `staged` are the GPU's two roads through its kernel, interpreted on the CPU
+and on the device with `-m gpu`.
+"""
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,12 +17,46 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout
+from kv_cuda.gpu import GpuCopier
+from kv_cuda.roads import Road, Roads
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
 every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 every_format = pytest.mark.parametrize("kind", ["canonical", "blocks"])
+
+Copier = CpuCopier | GpuCopier
+
+
+@dataclass(frozen=True)
+class Hands:
+    """A copier by name, and where its tensors are."""
+
+    road: Road | None
+    device: str
+
+    def take(self, layout: PagedLayout, tensors: list[torch.Tensor], described: ChunkFormat) -> Copier:
+        if self.road is None:
+            return CpuCopier(layout, tensors, described)
+        only = ((0, self.road),)
+        return GpuCopier(layout, tensors, described, roads=Roads(load=only, store=only))
+
+    def cannot(self, layout: PagedLayout, kind: str) -> bool:
+        return self.road is not None and kind == "canonical" and any(part.dim != 1 for part in layout.parts)
+
+
+every_hand = pytest.mark.parametrize(
+    "hands",
+    [
+        pytest.param(Hands(None, "cpu"), id="torch"),
+        pytest.param(Hands("direct", "cpu"), id="direct"),
+        pytest.param(Hands("staged", "cpu"), id="staged"),
+        pytest.param(Hands("direct", "cuda"), id="direct on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Hands("staged", "cuda"), id="staged on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Hands("driver", "cuda"), id="driver on the GPU", marks=pytest.mark.gpu),
+    ],
+)
 
 
 def format_of(layout: PagedLayout, kind: str) -> ChunkFormat:
@@ -27,7 +65,7 @@ def format_of(layout: PagedLayout, kind: str) -> ChunkFormat:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage under a tensor as bytes: what lies between the blocks too."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def fill(tensors: list[torch.Tensor], seed: int = 0) -> None:
@@ -98,21 +136,26 @@ def pools_for(described: ChunkFormat, seed: int) -> dict[str, bytearray]:
     return {name: bytearray(chance.randbytes(2 * 4096 + described.nbytes)) for name in ("a", "b")}
 
 
+@every_hand
 @every_cache
 @every_format
 @pytest.mark.parametrize("to_engine", [False, True], ids=["gather", "scatter"])
 def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
-    cache: SmallCache, kind: str, to_engine: bool
+    hands: Hands, cache: SmallCache, kind: str, to_engine: bool
 ) -> None:
     """Both sides are compared whole, gaps between blocks and pools' other bytes included."""
     layout = cache.layout
+    if hands.cannot(layout, kind):
+        with pytest.raises(InputError, match="do not lie side by side"):
+            hands.take(layout, cache.make(hands.device), format_of(layout, kind))
+        return
     for seed in range(6):
         plan = random_plan(layout, kind, random.Random(seed))
-        fast_side, slow_side = cache.make(), cache.make()
+        fast_side, slow_side = cache.make(hands.device), cache.make()
         fill(fast_side, seed)
         fill(slow_side, seed)
         fast_pools, slow_pools = (pools_for(format_of(layout, kind), seed) for _ in range(2))
-        copier = CpuCopier(layout, fast_side, format_of(layout, kind))
+        copier = hands.take(layout, fast_side, format_of(layout, kind))
         for name, pool in fast_pools.items():
             copier.attach(name, memoryview(pool))
         event = copier.load(plan) if to_engine else copier.store(plan)
@@ -121,7 +164,7 @@ def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
         slow(layout, kind, slow_side, slow_pools, plan, to_engine=to_engine)
         assert fast_pools == slow_pools
         for fast, reference in zip(fast_side, slow_side, strict=True):
-            assert torch.equal(raw(fast), raw(reference))
+            assert torch.equal(raw(fast).cpu(), raw(reference))
 
 
 @every_cache

@@ -58,7 +58,7 @@ def test_slots_beyond_two_to_the_31_elements_are_planned_right() -> None:
     last = 199_999 * 16
     pool = {"pool": 2**40}
     extent = HostExtent("pool", 2**40 - described.nbytes, described.nbytes)
-    (work,) = check_and_cut(TransferPlan((Copy(extent, 240, last, 16),), 256), large, described, pool)
+    (work,) = check_and_cut(TransferPlan((Copy(extent, 240, last, 16),), 256), large, described, pool, to_engine=True)
     assert work.whole == (WholeBlocks(240, 199_999, 1),)
     assert work.whole[0].first_block * page > 2**31
     meta = torch.empty(200_000 * page, dtype=torch.bfloat16, device="meta")

@@ -3,15 +3,18 @@
 `PagedLayout` describes the engine's side as named axes and strides, `kv_core.format.ChunkFormat` ours.
 """
 
+from kv_cuda.choose import Copier, make_copier
 from kv_cuda.copier import CpuCopier
 from kv_cuda.layout import PagedLayout, PartLayout, latent, split_parts, transposed_keys
 from kv_cuda.rows import pages_of, part_view, probe_rows, read_rows, write_rows
 
 __all__ = [
+    "Copier",
     "CpuCopier",
     "PagedLayout",
     "PartLayout",
     "latent",
+    "make_copier",
     "pages_of",
     "part_view",
     "probe_rows",

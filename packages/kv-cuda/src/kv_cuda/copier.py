@@ -20,23 +20,14 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
 from kv_cuda.layout import PagedLayout, PartLayout
-from kv_cuda.plan import ChunkWork, check_and_cut
+from kv_cuda.plan import ChunkWork, CopyShape, check_and_cut, copy_shape
+from kv_cuda.streams import DoneEvent
 
 # A chunk's bytes are moved, never computed with, so each element is a whole number of its size: no NaN is touched.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 _SCRATCH_NBYTES = 4 << 20
-
-
-class DoneEvent:
-    """A copy that has arrived already."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 _DONE = DoneEvent()
@@ -51,25 +42,12 @@ class CpuCopier:
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
         """
-        if len(tensors) != layout.layers:
-            raise InputError(f"{len(tensors)} tensors for a layout of {layout.layers} layers")
+        self._shape = copy_shape(layout, len(tensors), chunk_format)
+        check_dtype(layout)
         self._layout = layout
         self._format = chunk_format
-        self._opaque = chunk_format.kind == "blocks"
-        tokens = chunk_format.chunk_tokens
-        if self._opaque:
-            expected = layout.blocks_format(tokens, chunk_format.origin)
-        else:
-            expected = layout.canonical_format(tokens)
-        if chunk_format != expected:
-            raise InputError(f"the format is not that of layout {layout.name}: {chunk_format} where {expected} fits")
-        if layout.itemsize not in _WORDS or getattr(torch, layout.dtype).itemsize != layout.itemsize:
-            raise InputError(f"layout {layout.name}: an element of {layout.dtype} has not {layout.itemsize} bytes")
-        # A canary may try such a layout; copied from, its parts' blocks would come to lie on each other.
-        if len({part.block for part in layout.parts}) > 1:
-            raise InputError(f"layout {layout.name}: its parts' blocks are at different distances")
-        self._word = torch.uint8 if self._opaque else _WORDS[layout.itemsize]
-        self._parts = [_over_layers(layout, part, tensors, self._word) for part in self._engine_parts()]
+        self._word = torch.uint8 if chunk_format.kind == "blocks" else _WORDS[layout.itemsize]
+        self._parts = [_over_layers(layout, part, tensors, self._word, self._shape) for part in self._shape.parts]
         self._pools: dict[str, torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
 
@@ -89,30 +67,21 @@ class CpuCopier:
         self._pools.pop(pool, None)
 
     def load(self, plan: TransferPlan) -> DoneEvent:
-        for work in self._checked(plan):
+        for work in self._checked(plan, to_engine=True):
             self._move(work, to_engine=True)
         return _DONE
 
     def store(self, plan: TransferPlan) -> DoneEvent:
-        for work in self._checked(plan):
+        for work in self._checked(plan, to_engine=False):
             self._move(work, to_engine=False)
         return _DONE
 
-    def _engine_parts(self) -> tuple[PartLayout, ...]:
-        if not self._opaque:
-            return self._layout.parts
-        # Seen as bytes, a page is one run: one head, its "tokens" a plain cut of the run.
-        itemsize, row = self._layout.itemsize, self._format.head_dim
-        return (PartLayout("blocks", 0, self._layout.parts[0].block * itemsize, row, row, 1),)
-
-    def _checked(self, plan: TransferPlan) -> list[ChunkWork]:
-        itemsize = self._word.itemsize
-        return check_and_cut(
-            plan, self._layout, self._format, {name: pool.numel() * itemsize for name, pool in self._pools.items()}
-        )
+    def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
+        nbytes = {name: pool.numel() * self._word.itemsize for name, pool in self._pools.items()}
+        return check_and_cut(plan, self._layout, self._format, nbytes, to_engine=to_engine)
 
     def _move(self, work: ChunkWork, *, to_engine: bool) -> None:
-        for number, (layers, part) in enumerate(zip(self._parts, self._engine_parts(), strict=True)):
+        for number, (layers, part) in enumerate(zip(self._parts, self._shape.parts, strict=True)):
             chunk = self._chunk_part(work, number)
             for run in work.whole:
                 tokens = run.blocks * self._layout.block_tokens
@@ -173,16 +142,23 @@ class CpuCopier:
         return self._scratch[: len(part)]
 
 
+def check_dtype(layout: PagedLayout) -> None:
+    """
+    Raises:
+        InputError: elements of the layout's dtype have another size, or one that no word has.
+    """
+    if layout.itemsize not in _WORDS or getattr(torch, layout.dtype).itemsize != layout.itemsize:
+        raise InputError(f"layout {layout.name}: an element of {layout.dtype} has not {layout.itemsize} bytes")
+
+
 def _over_layers(
-    layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], word: torch.dtype
+    layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], word: torch.dtype, shape: CopyShape
 ) -> list[torch.Tensor]:
     """[layers, blocks, block_tokens, heads, head_dim] over runs of layers that lie in one storage at equal distances.
 
     One run where the engine cut all layers from one storage, as vLLM does; else a run for each layer.
     """
-    opaque = part.name == "blocks"
-    heads, head_dim = (1, part.token) if opaque else (layout.heads, layout.head_dim)
-    size = (layout.blocks, layout.block_tokens, heads, head_dim)
+    size = (layout.blocks, layout.block_tokens, shape.heads, shape.head_dim)
     stride = (part.block, part.token, part.head, part.dim)
     starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
     if any(start % word.itemsize for start in starts):

@@ -1,14 +1,15 @@
 """A transfer plan checked against a layout, and cut into few pieces that move whole blocks at once. Pure arithmetic."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.layout import PagedLayout
+from kv_cuda.layout import PagedLayout, PartLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,53 @@ class ChunkWork:
     parts: tuple[PartOfBlock, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """A layout as a format asks for it: in `blocks` a page is a run of bytes, one head whose "tokens" are a plain cut.
+
+    itemsize: of what `parts` count in. heads, head_dim: of a token's row in one layer of one part.
+    """
+
+    parts: tuple[PartLayout, ...]
+    itemsize: int
+    heads: int
+    head_dim: int
+
+
+def copy_shape(layout: PagedLayout, layers: int, chunk_format: ChunkFormat) -> CopyShape:
+    """
+    layers: how many tensors there are.
+
+    Raises:
+        InputError: layout and tensors disagree, or the format is not one of this layout's.
+    """
+    if layers != layout.layers:
+        raise InputError(f"{layers} tensors for a layout of {layout.layers} layers")
+    opaque = chunk_format.kind == "blocks"
+    tokens = chunk_format.chunk_tokens
+    expected = layout.blocks_format(tokens, chunk_format.origin) if opaque else layout.canonical_format(tokens)
+    if chunk_format != expected:
+        raise InputError(f"the format is not that of layout {layout.name}: {chunk_format} where {expected} fits")
+    # A canary may try such a layout; copied from, its parts' blocks would come to lie on each other.
+    if len({part.block for part in layout.parts}) > 1:
+        raise InputError(f"layout {layout.name}: its parts' blocks are at different distances")
+    if opaque:
+        row = chunk_format.head_dim
+        page = PartLayout("blocks", 0, layout.parts[0].block * layout.itemsize, row, row, 1)
+        return CopyShape((page,), 1, 1, row)
+    return CopyShape(layout.parts, layout.itemsize, layout.heads, layout.head_dim)
+
+
 def check_and_cut(
-    plan: TransferPlan, layout: PagedLayout, chunk_format: ChunkFormat, pools: Mapping[str, int]
+    plan: TransferPlan, layout: PagedLayout, chunk_format: ChunkFormat, pools: Mapping[str, int], *, to_engine: bool
 ) -> list[ChunkWork]:
     """The plan's work, chunk by chunk.
 
     pools: bytes of each known pool.
 
     Raises:
-        InputError: a slot, a token of a chunk or a byte of a pool that does not exist; or the plan cuts a block in two
-            and the format keeps blocks whole.
+        InputError: a slot, a token of a chunk or a byte of a pool that does not exist; one that would be written twice;
+            or the plan cuts a block in two and the format keeps blocks whole.
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
@@ -69,7 +107,22 @@ def check_and_cut(
                 parts.append(piece)
             if chunk_format.kind == "blocks" and piece.first_token % layout.block_tokens:
                 raise InputError(f"chunk token {piece.first_token} is inside an opaque block")
+    _refuse_repeats(plan.copies, to_engine=to_engine)
     return [ChunkWork(extent, tuple(whole), tuple(parts)) for extent, (whole, parts) in work.items()]
+
+
+def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
+    """Two writers of one place would race on a device. One place may be read by many, as prompts share blocks."""
+    if to_engine:
+        what = "slot"
+        written = sorted((0, copy.first_slot, copy.tokens) for copy in copies)
+    else:
+        what = "token of a chunk"
+        number_of = {extent: number for number, extent in enumerate({copy.extent: None for copy in copies})}
+        written = sorted((number_of[copy.extent], copy.first_token, copy.tokens) for copy in copies)
+    for (where, first, tokens), (next_where, second, _) in pairwise(written):
+        if where == next_where and second < first + tokens:
+            raise InputError(f"the plan writes {what} {second} twice")
 
 
 def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:

@@ -1,8 +1,7 @@
 """Small layouts of every kind that engines keep, each with tensors of its own. For tests."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,12 +10,16 @@ from kv_cuda.layout import PagedLayout, latent, split_parts, transposed_keys
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
 
 
+class Make(Protocol):
+    def __call__(self, device: str = "cpu") -> list[torch.Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SmallCache:
-    """A layout and what makes its layers' tensors, zeroed."""
+    """A layout and what makes its layers' tensors, zeroed, on a device."""
 
     layout: PagedLayout
-    make: Callable[[], list[torch.Tensor]]
+    make: Make
 
 
 def small_caches() -> dict[str, SmallCache]:
@@ -65,17 +68,17 @@ def _sizes(dtype: str, heads: int = HEADS) -> dict[str, Any]:
     }
 
 
-def _together(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], list[torch.Tensor]]:
-    return lambda: list(torch.zeros(LAYERS, BLOCKS, *shape, dtype=dtype))
+def _together(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Make:
+    return lambda device="cpu": list(torch.zeros(LAYERS, BLOCKS, *shape, dtype=dtype, device=device))
 
 
-def _separate(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [torch.zeros(BLOCKS, *shape, dtype=dtype) for _ in range(LAYERS)]
+def _separate(shape: tuple[int, ...], dtype: torch.dtype) -> Make:
+    return lambda device="cpu": [torch.zeros(BLOCKS, *shape, dtype=dtype, device=device) for _ in range(LAYERS)]
 
 
-def _interleaved(shape: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
-    return lambda: list(torch.zeros(BLOCKS, LAYERS, *shape).transpose(0, 1))
+def _interleaved(shape: tuple[int, ...]) -> Make:
+    return lambda device="cpu": list(torch.zeros(BLOCKS, LAYERS, *shape, device=device).transpose(0, 1))
 
 
-def _padded(page: int, padding: int) -> Callable[[], list[torch.Tensor]]:
-    return lambda: list(torch.zeros(LAYERS, BLOCKS, page + padding)[:, :, :page])
+def _padded(page: int, padding: int) -> Make:
+    return lambda device="cpu": list(torch.zeros(LAYERS, BLOCKS, page + padding, device=device)[:, :, :page])

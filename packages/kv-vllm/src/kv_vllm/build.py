@@ -16,7 +16,7 @@ from kv_core.connect.scheduler import ConnectShape, SchedulerHalf
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
-from kv_cuda import CpuCopier
+from kv_cuda import Copier, make_copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import ServerProcess
@@ -46,7 +46,7 @@ class Engine:
     server: ServerProcess | None = None
     shape: ConnectShape | None = None
     formats: tuple[ChunkFormat, ...] = ()
-    copiers: tuple[CpuCopier, ...] = ()
+    copiers: tuple[Copier, ...] = ()
     scheduler: SchedulerHalf | None = None
     worker: WorkerHalf | None = None
     rank: int = 0
@@ -120,14 +120,14 @@ def bind_worker(
     if isinstance(groups, Refusal):
         return bound.refuse(groups.reason)
     formats: list[ChunkFormat] = []
-    copiers: list[CpuCopier] = []
+    copiers: list[Copier] = []
     for group in groups:
         _check_blocks(settings.chunk_tokens, group)
         proved = prove(group, settings.format, settings.chunk_tokens)
         if isinstance(proved, Refusal):
             return bound.refuse(proved.reason)
         formats.append(proved.format)
-        copiers.append(CpuCopier(proved.layout, group.tensors, proved.format))
+        copiers.append(make_copier(proved.layout, group.tensors, proved.format))
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
         return bound.refuse("the groups' chunks differ in size, which one pool of equal slots cannot hold")

@@ -1,0 +1,132 @@
+"""The rows of
+
+    python benchmarks/copy.py --device cuda [--json]
+
+on a GPU: each road against one plain copy of the same bytes between pinned memory and the device, by layout, length of
+run and chunk size; the kernel alone inside the device against a device copy; and how much a matrix product that runs
+all the time is slowed down by each road.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from kv_core.extent import HostExtent
+from kv_core.transfer import plan_transfer
+from kv_cuda.gpu import GpuCopier
+from kv_cuda.measure import Measured, Sizes, measure_layout, measure_roads
+from kv_cuda.ops import driver
+from kv_cuda.ops.rows import row_kernel
+from kv_cuda.plan import copy_shape
+from kv_cuda.roads import Road, Roads
+
+from benchmarks._report import Row
+
+BUS_TARGET = 0.95
+DEVICE_TARGET = 0.85
+MATRIX = 8192
+
+
+def cuda_rows(device: torch.device) -> Iterator[Row]:
+    roads: list[Road] = ["direct", "staged", *(["driver"] if driver.is_available(device) else [])]
+    for heads in (1, 8):  # chunks of 4 and of 32 MiB
+        sizes = Sizes(heads=heads)
+        for one in measure_roads(device, sizes):
+            yield _bus_row(one)
+        for order in ("nhd", "hnd"):
+            for one in measure_layout(
+                device, sizes, sizes.layout(16, order), [road for road in roads if road != "driver"]
+            ):
+                yield _bus_row(one)
+    yield from _device_rows(device)
+    for road in roads:
+        yield _slowdown(device, road)
+
+
+def _bus_row(one: Measured) -> Row:
+    name = f"{one.direction} {one.road}, {one.layout}, {one.chunk_nbytes >> 20} MiB"
+    ratio = one.gbps / one.limit_gbps
+    return Row(name, one.gbps, "GB/s", one.limit_gbps, ratio, BUS_TARGET, at_most=False)
+
+
+def _device_rows(device: torch.device) -> Iterator[Row]:
+    """The kernel between a ring in the device's memory and the blocks, with as many programs as it likes."""
+    sizes = Sizes()
+    layout = sizes.layout(16)
+    described = layout.canonical_format(sizes.chunk_tokens)
+    cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
+    kernel = row_kernel(layout, copy_shape(layout, layout.layers, described), list(cache), described.layer_nbytes)
+    ring = torch.ones(described.nbytes, dtype=torch.uint8, device=device)
+    beside = torch.ones_like(ring)
+    slots = torch.randperm(layout.blocks, device=device)[: sizes.chunk_tokens // 16].repeat_interleave(16) * 16
+    slots = slots + torch.arange(sizes.chunk_tokens, device=device) % 16
+    rows = torch.arange(sizes.chunk_tokens, device=device) * kernel.row_nbytes
+
+    def move(to_engine: bool) -> Callable[[], None]:
+        span = (0, kernel.plane_count)
+        return lambda: kernel.move(slots, rows, base=ring.data_ptr(), span=span, to_engine=to_engine, programs=1 << 16)
+
+    limit_s = _on_device_s(lambda: beside.copy_(ring))
+    for name, to_engine in (("scatter", True), ("gather", False)):
+        ours_s = _on_device_s(move(to_engine))
+        # Each byte is read once and written once.
+        ours, limit = (2 * described.nbytes / seconds / 1e9 for seconds in (ours_s, limit_s))
+        yield Row(f"{name} inside the device, 32 MiB", ours, "GB/s", limit, ours / limit, DEVICE_TARGET, at_most=False)
+
+
+def _on_device_s(run: Callable[[], object]) -> float:
+    times = []
+    for number in range(22):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= 2:
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _slowdown(device: torch.device, road: Road) -> Row:
+    """Seconds of matrix products with chunks being loaded all the while, against the same products alone."""
+    sizes = Sizes()
+    layout = sizes.layout(16)
+    described = layout.canonical_format(sizes.chunk_tokens)
+    cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
+    pool = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, pin_memory=True)
+    only = ((0, road),)
+    copier = GpuCopier(layout, list(cache), described, roads=Roads(load=only, store=only))
+    copier.attach("pool", pool.numpy().data)
+    table = torch.randperm(layout.blocks)[: sizes.chunks * sizes.chunk_tokens // 16].tolist()
+    plan = plan_transfer(
+        [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(sizes.chunks)],
+        table,
+        chunk_tokens=sizes.chunk_tokens,
+        block_tokens=16,
+        first_token=0,
+        last_token=sizes.chunks * sizes.chunk_tokens,
+    )
+    left = torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=device)
+
+    def products(loads: int) -> float:
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        events = [copier.load(plan) for _ in range(loads)]
+        for _ in range(20):
+            torch.matmul(left, left)
+        torch.cuda.current_stream().synchronize()
+        seconds = time.perf_counter() - begun
+        for event in events:
+            event.wait()
+        return seconds
+
+    alone, beside = [], []
+    for number in range(7):
+        for kept, loads in ((alone, 0), (beside, 8)):
+            seconds = products(loads)
+            if number >= 2:
+                kept.append(seconds)
+    ours, limit = statistics.median(beside), statistics.median(alone)
+    copier.detach("pool")
+    return Row(f"20 products of {MATRIX}² beside {road} loads", ours * 1e3, "ms", limit * 1e3, ours / limit, 1.1, True)

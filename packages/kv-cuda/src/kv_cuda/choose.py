@@ -1,0 +1,48 @@
+"""Which copier an engine's tensors get."""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from kv_core.connect.device import DeviceCopier
+from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
+
+from kv_cuda.copier import CpuCopier
+from kv_cuda.layout import PagedLayout
+from kv_cuda.roads import Roads, read_roads, roads_file
+
+_log = logging.getLogger(__name__)
+
+
+class Copier(DeviceCopier, Protocol):
+    """A copier that can also let a pool go."""
+
+    def detach(self, pool: str) -> None: ...
+
+
+def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> Copier:
+    """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies.
+
+    Raises:
+        InputError: layout, tensors and format do not go together.
+    """
+    device = tensors[0].device
+    rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 for part in layout.parts)
+    if device.type == "cuda" and rows_are_runs:
+        if importlib.util.find_spec("triton") is not None:
+            from kv_cuda.gpu import GpuCopier
+
+            return GpuCopier(layout, tensors, chunk_format, roads=_measured(device))
+        _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")
+    return CpuCopier(layout, tensors, chunk_format)
+
+
+def _measured(device: torch.device) -> Roads:
+    try:
+        return read_roads(roads_file(torch.cuda.get_device_name(device)))
+    except ConfigError as error:
+        _log.warning("%s; the built-in table is used", error)
+        return Roads()

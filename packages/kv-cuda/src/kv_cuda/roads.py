@@ -1,0 +1,104 @@
+"""Which way the bytes of a chunk go, by what was measured.
+
+    direct   the kernel reads or writes pinned host memory over the bus: no ring, but multiprocessors wait for the bus
+    staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
+    driver   the driver's batched copies, run by run: no kernel at all, for long runs only
+
+The table says for each direction from which length of run (neighbouring bytes on both sides) which road is the fastest.
+What is built in is a starting point taken from the shape of the problem; `kv bench copy` measures it on the device and
+writes a file, which is read from then on.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from kv_core.errors import ConfigError
+
+Direction = Literal["load", "store"]
+Road = Literal["direct", "staged", "driver"]
+
+_VERSION: Final = 1
+_MAX_FILE_NBYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Roads:
+    """For each direction (shortest run in bytes, road), ascending from 0."""
+
+    load: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
+    store: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
+
+    def choose(self, direction: Direction, run_nbytes: int, *, may_stage: bool, can_drive: bool) -> Road:
+        """may_stage, can_drive: whether the copy at hand can go that way at all; direct always can."""
+        table = self.load if direction == "load" else self.store
+        road = [road for shortest, road in table if run_nbytes >= shortest][-1]
+        if road == "driver" and not can_drive:
+            road = "staged"
+        return "direct" if road == "staged" and not may_stage else road
+
+
+def roads_file(device_name: str) -> Path:
+    """Where the measured table of such a device is kept."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    plain = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
+    return home / "kv-cuda" / f"roads-{plain or 'device'}.json"
+
+
+def read_roads(path: Path) -> Roads:
+    """The measured table, or the built-in one where nothing was measured.
+
+    Raises:
+        ConfigError: the file is none that `write_roads` writes.
+    """
+    try:
+        text = path.read_bytes()[:_MAX_FILE_NBYTES]
+    except FileNotFoundError:
+        return Roads()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; remove it, or measure anew: kv bench copy"
+        ) from None
+    try:
+        told: Any = json.loads(text)
+        if told["version"] != _VERSION:
+            raise ValueError("another version")
+        return Roads(load=_table(told["load"]), store=_table(told["store"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no table of roads ({error}); remove it, or measure anew: kv bench copy") from None
+
+
+def write_roads(path: Path, roads: Roads) -> None:
+    """Put the table in its place at once, private to the user."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"version": _VERSION, "load": roads.load, "store": roads.store}, indent=1)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\n")
+    beside.replace(path)
+
+
+def fastest(rates: Mapping[int, Mapping[Road, float]]) -> tuple[tuple[int, Road], ...]:
+    """The table that follows from GB/s by length of run and road. Below the shortest measured its winner holds."""
+    table: list[tuple[int, Road]] = []
+    for run_nbytes in sorted(rates):
+        best = max(rates[run_nbytes], key=rates[run_nbytes].__getitem__)
+        if not table or table[-1][1] != best:
+            table.append((run_nbytes if table else 0, best))
+    return tuple(table)
+
+
+def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, Road], ...]:
+    table = []
+    for shortest, road in told:
+        if isinstance(shortest, bool) or not isinstance(shortest, int) or road not in get_args(Road):
+            raise ValueError(f"{[shortest, road]}")
+        table.append((shortest, road))
+    starts = [shortest for shortest, _ in table]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError("lengths of runs ascend from 0")
+    return tuple(table)

@@ -1,0 +1,111 @@
+"""The device's queues as the copier uses them, and the same names on a CPU, where a copy is done when it returns.
+
+Everything that orders copies is here: what waits for what on the device, and how the host learns that it is done. No
+call waits for the whole device.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from kv_core.errors import CopyFailed
+
+
+class Event(Protocol):
+    """A point in a queue. A `kv_core.connect.device.CopyEvent`."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Queue(Protocol):
+    """Work that happens in order."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """torch and Triton put what is called meanwhile into this queue."""
+
+    def record(self) -> Event:
+        """The point after everything that is in the queue now."""
+
+    def follow(self, event: Event) -> None:
+        """What is put in from now waits on the device for that point."""
+
+    def follow_current(self) -> None:
+        """The same for everything that the caller's own queue, the engine's, holds now."""
+
+
+class DoneEvent:
+    """A copy that has arrived already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class HostQueue:
+    """On a CPU: everything has happened when it returns."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        yield
+
+    def record(self) -> Event:
+        return DoneEvent()
+
+    def follow(self, event: Event) -> None:
+        return None
+
+    def follow_current(self) -> None:
+        return None
+
+
+class CudaEvent:
+    """Of a stream. An error of the device, also of another's work, is `CopyFailed`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise CopyFailed(f"the device failed: {error}") from None
+
+    def wait(self) -> None:
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise CopyFailed(f"the device failed: {error}") from None
+
+
+class CudaQueue:
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return CudaEvent(event)
+
+    def follow(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            self._stream.wait_event(event.event)
+
+    def follow_current(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+def make_queue(device: torch.device) -> Queue:
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()

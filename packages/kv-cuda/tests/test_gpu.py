@@ -1,0 +1,351 @@
+"""What the GPU's copier does besides moving the right bytes, which `test_copier` shows: pieces, layers, pins, roads."""
+
+import os
+import re
+import resource
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_core.cli import main
+from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.extent import HostExtent
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_cuda import CpuCopier, make_copier
+from kv_cuda.gpu import GpuCopier
+from kv_cuda.layout import split_parts
+from kv_cuda.measure import Sizes, measure_roads, roads_from
+from kv_cuda.pinned import PinnedMapping
+from kv_cuda.roads import Road, Roads, fastest, read_roads, roads_file, write_roads
+from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
+
+CACHE = small_caches()["NHD, K‖V"]
+CHUNK = 3 * TOKENS
+SLOTS = BLOCKS * TOKENS
+FORMAT = CACHE.layout.canonical_format(CHUNK)
+
+
+def only(road: Road) -> Roads:
+    return Roads(load=((0, road),), store=((0, road),))
+
+
+def filled() -> list[torch.Tensor]:
+    tensors = CACHE.make()
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return tensors
+
+
+def whole(pool: str = "pool", table: tuple[int, ...] = (5, 0, 3)) -> TransferPlan:
+    extents = [HostExtent(pool, 0, FORMAT.nbytes)]
+    return plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=CHUNK)
+
+
+def gathered(copier: GpuCopier | CpuCopier, plan: TransferPlan) -> bytes:
+    pool = bytearray(FORMAT.nbytes)
+    copier.attach("pool", memoryview(pool))
+    copier.store(plan).wait()
+    copier.detach("pool")
+    return bytes(pool)
+
+
+def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six planes through four slots of one plane each, so that the ring turns."""
+    monkeypatch.setattr("kv_cuda.gpu._RING_SLOT_NBYTES", FORMAT.layer_nbytes)
+    tensors = filled()
+    expected = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
+    staged = GpuCopier(CACHE.layout, tensors, FORMAT, roads=only("staged"))
+    assert gathered(staged, whole()) == expected
+    pool = bytearray(expected)
+    empty = CACHE.make()
+    copier = GpuCopier(CACHE.layout, empty, FORMAT, roads=only("staged"))
+    copier.attach("pool", memoryview(pool))
+    copier.load(whole()).wait()
+    assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == expected
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_more_tokens_than_a_launch_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+    monkeypatch.setattr("kv_cuda.gpu._LIST_TOKENS", 1)  # then a launch holds one chunk
+    tensors = filled()
+    extents = [HostExtent("pool", number * FORMAT.nbytes, FORMAT.nbytes) for number in range(2)]
+    plan = plan_transfer(
+        extents, [6, 1, 4, 0, 2, 5], chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=2 * CHUNK
+    )
+    results = []
+    for copier in (
+        CpuCopier(CACHE.layout, tensors, FORMAT),
+        GpuCopier(CACHE.layout, tensors, FORMAT, roads=only(road)),
+    ):
+        pool = bytearray(2 * FORMAT.nbytes)
+        copier.attach("pool", memoryview(pool))
+        copier.store(plan).wait()
+        results.append(pool)
+    assert results[0] == results[1]
+    assert any(results[0])
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_layer_by_layer_is_the_same_in_the_end(road: Road) -> None:
+    tensors = filled()
+    chunk = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
+    empty = CACHE.make()
+    copier = GpuCopier(CACHE.layout, empty, FORMAT, roads=only(road))
+    copier.attach("pool", memoryview(bytearray(chunk)))
+    events = copier.load_layers(whole())
+    assert len(events) == LAYERS
+    events[-1].wait()
+    assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == chunk
+
+
+def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:
+    """It would carry the ring's old bytes into the chunk's other tokens."""
+    tensors = filled()
+    copier = GpuCopier(CACHE.layout, tensors, FORMAT, roads=only("staged"))
+    pool = bytearray(b"\xee" * FORMAT.nbytes)
+    copier.attach("pool", memoryview(pool))
+    copier.store(whole()).wait()
+    kept = bytes(pool)
+    pool[:] = b"\xee" * FORMAT.nbytes
+    copier.store(TransferPlan((Copy(HostExtent("pool", 0, FORMAT.nbytes), 0, 5 * TOKENS, 1),), CHUNK)).wait()
+    row = FORMAT.token_nbytes
+    assert pool[:row] == kept[:row]
+    assert pool[row : FORMAT.layer_nbytes] == b"\xee" * (FORMAT.layer_nbytes - row)
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_slots_beyond_two_to_the_31_elements_are_reached(road: Road) -> None:
+    """Memory that nobody touches costs nothing, so a cache of 2 GiB and more fits on any machine."""
+    page = 2 * TOKENS * 2 * 64
+    blocks = 2**31 // page + 3
+    layout = split_parts(
+        "large",
+        block=page, token=2 * 64, head=64, dim=1, value_offset=page // 2,
+        dtype="uint8", itemsize=1, layers=1, blocks=blocks, block_tokens=TOKENS, heads=2, head_dim=64,
+    )  # fmt: skip
+    tensor = torch.empty(blocks * page, dtype=torch.uint8)
+    last = tensor[(blocks - 1) * page :]
+    last.copy_(torch.randint(0, 256, last.shape, dtype=torch.uint8))
+    described = layout.canonical_format(TOKENS)
+    copier = GpuCopier(layout, [tensor], described, roads=only(road))
+    pool = bytearray(described.nbytes)
+    copier.attach("pool", memoryview(pool))
+    copier.store(
+        TransferPlan((Copy(HostExtent("pool", 0, described.nbytes), 0, (blocks - 1) * TOKENS, TOKENS),), TOKENS)
+    ).wait()
+    assert bytes(pool) == last.numpy().tobytes()
+
+
+def test_places_that_would_be_written_twice_are_refused() -> None:
+    extent = HostExtent("pool", 0, FORMAT.nbytes)
+    for copier in (CpuCopier(CACHE.layout, CACHE.make(), FORMAT), GpuCopier(CACHE.layout, CACHE.make(), FORMAT)):
+        copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+        with pytest.raises(InputError, match="writes slot 6 twice"):
+            copier.load(TransferPlan((Copy(extent, 0, 4, 3), Copy(extent, 4, 6, 2)), CHUNK))
+        with pytest.raises(InputError, match="writes token of a chunk 2 twice"):
+            copier.store(TransferPlan((Copy(extent, 0, 4, 3), Copy(extent, 2, 8, 2)), CHUNK))
+
+
+def test_what_the_kernel_could_not_check_is_checked_before() -> None:
+    with pytest.raises(InputError, match="reaches beyond the tensor's storage"):
+        GpuCopier(CACHE.layout, [tensor[:-1].clone() for tensor in CACHE.make()], FORMAT)
+    wrong = replace(CACHE.layout, itemsize=2)
+    with pytest.raises(InputError, match="an element of float32 has not 2 bytes"):
+        GpuCopier(wrong, CACHE.make(), wrong.canonical_format(CHUNK))
+    copier = GpuCopier(CACHE.layout, CACHE.make(), FORMAT)
+    memory = bytearray(FORMAT.nbytes + 64)
+    with pytest.raises(InputError, match="read-only or empty"):
+        copier.attach("pool", memoryview(bytes(64)))
+    copier.attach("pool", memoryview(memory))
+    with pytest.raises(InputError, match="an extent at 4 is not aligned to 16 bytes"):
+        copier.store(TransferPlan((Copy(HostExtent("pool", 4, FORMAT.nbytes), 0, 0, 1),), CHUNK))
+    with pytest.raises(InputError, match=f"a cache with {SLOTS} slots"):
+        copier.store(TransferPlan((Copy(HostExtent("pool", 0, FORMAT.nbytes), 0, SLOTS, 1),), CHUNK))
+
+
+def test_tensors_on_a_cpu_get_the_cpus_copier() -> None:
+    assert isinstance(make_copier(CACHE.layout, CACHE.make(), FORMAT), CpuCopier)
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kv_cuda.ops.rows import RowKernel, move_rows
+
+run, row, nbytes, aligned, to_engine, architecture = (int(word) for word in sys.argv[1:])
+kernel = RowKernel(None, None, 64, 0, row * nbytes, 16, run, row, nbytes, aligned)
+constants = dict(kernel.constants, TO_ENGINE=bool(to_engine))
+signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32", "first_plane": "i32",
+             "plane_count": "i32", "plane_nbytes": "i64"} | {name: "constexpr" for name in constants}
+source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
+print(triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("to_engine", [1, 0], ids=["scatter", "gather"])
+@pytest.mark.parametrize(("run", "row"), [(32, 256), (256, 256), (72, 72)], ids=["a head a run", "a row", "MLA"])
+def test_the_kernel_compiles_for_every_gpu_and_moves_128_bits_at_a_time(
+    run: int, row: int, to_engine: int, architecture: int, tmp_path: Path
+) -> None:
+    """Ahead of time, without a GPU. What moves chunks is 128 bits wide; the lists of slots are read 64 bits wide."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [str(word) for word in (run, row, 8, 16, to_engine, architecture)]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *words],
+        capture_output=True, text=True, check=False, env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ptx = done.stdout
+    assert f".target sm_{architecture}" in ptx
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert stores
+    assert all(one in ("st.global.v2.b64", "st.global.v4.b32") for one in stores)
+    assert len(re.findall(r"ld\.global\S*\.v[24]\.b(?:64|32)", ptx)) == len(stores)
+
+
+class Driver:
+    """Answers as told and remembers what it was asked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.held: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> int:
+        if self.status == 0:
+            assert address not in self.held
+            self.held[address] = nbytes
+        return self.status
+
+    def unregister(self, address: int) -> int:
+        del self.held[address]
+        return 0
+
+
+@given(
+    pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
+    slice_nbytes=st.integers(1, 300),
+)
+def test_exactly_the_slices_that_are_used_are_pinned_and_each_once(
+    pins: list[tuple[int, int]], slice_nbytes: int
+) -> None:
+    driver = Driver()
+    pinned = PinnedMapping(5000, 1000, driver, slice_nbytes=slice_nbytes)
+    wanted = set()
+    for offset, nbytes in pins:
+        nbytes = min(nbytes, 1000 - offset)
+        pinned.pin(offset, nbytes)
+        wanted |= {at // slice_nbytes for at in range(offset, offset + nbytes)}
+    assert driver.held == {5000 + at * slice_nbytes: min(slice_nbytes, 1000 - at * slice_nbytes) for at in wanted}
+    assert pinned.pinned_nbytes == sum(driver.held.values())
+    pinned.unpin()
+    assert not driver.held
+
+
+def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = PinnedMapping(0, 1 << 20, Driver(status=2))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    with pytest.raises(ConfigError, match=r"cudaError 2.*may lock 64 KiB.*ulimit -l unlimited.*memlock=-1"):
+        pinned.pin(0, 1)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError, match="make the host tier smaller"):
+        pinned.pin(0, 1)
+    assert pinned.pinned_nbytes == 0
+
+
+def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
+    PinnedMapping(0, 4096, Driver(status=712)).pin(0, 1)
+
+
+def test_a_forked_child_has_no_pins_and_is_told_so() -> None:
+    driver = Driver()
+    pinned = PinnedMapping(0, 4096, driver)
+    pinned.pin(0, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            pinned.pin(0, 1)
+        except MisuseError:
+            pinned.unpin()
+            os._exit(0 if driver.held else 2)  # the parent's is not the child's to undo
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    pinned.unpin()
+    assert not driver.held
+
+
+def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
+    table = fastest({
+        4096: {"direct": 9.0, "staged": 11.0, "driver": 2.0},
+        65536: {"direct": 9.0, "staged": 11.0, "driver": 10.0},
+        1 << 20: {"direct": 9.0, "staged": 11.0, "driver": 20.0},
+    })  # fmt: skip
+    assert table == ((0, "staged"), (1 << 20, "driver"))
+    path = tmp_path / "deep" / "roads.json"
+    write_roads(path, Roads(load=table, store=((0, "direct"),)))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    roads = read_roads(path)
+    assert roads == Roads(load=table, store=((0, "direct"),))
+    assert roads.choose("load", 2 << 20, may_stage=True, can_drive=True) == "driver"
+    assert roads.choose("load", 2 << 20, may_stage=True, can_drive=False) == "staged"
+    assert roads.choose("load", 512, may_stage=False, can_drive=True) == "direct"
+    assert roads.choose("store", 2 << 20, may_stage=True, can_drive=True) == "direct"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"version": 2, "load": [[0, "direct"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "tunnel"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[5, "direct"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "direct"], [0, "staged"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[true, "direct"]], "store": [[0, "direct"]]}',
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "roads.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
+        read_roads(path)
+
+
+def test_without_a_file_the_built_in_table_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_roads(tmp_path / "none.json") == Roads()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert roads_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "roads-nvidia-h200----x.json"
+
+
+def test_measuring_finds_every_road_in_both_directions() -> None:
+    sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=1, block_tokens=(1, 4))
+    measured = list(measure_roads(torch.device("cpu"), sizes))
+    assert {(one.direction, one.road) for one in measured} == {
+        (direction, road) for direction in ("load", "store") for road in ("direct", "staged")
+    }
+    assert {one.run_nbytes for one in measured} == {256, 1024}
+    assert all(one.gbps > 0 and one.limit_gbps > 0 for one in measured)
+    table = roads_from(measured)
+    best = max(
+        (one for one in measured if one.run_nbytes == 1024 and one.direction == "load"), key=lambda one: one.gbps
+    )
+    assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.road
+
+
+def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "copy"]) == 2
+    assert "there is no such GPU; `kv doctor` says what is missing" in capsys.readouterr().err
+    assert main(["bench", "copy", "--device", "tape"]) == 2
+    assert "write cuda" in capsys.readouterr().err
