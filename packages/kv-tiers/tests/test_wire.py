@@ -12,6 +12,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
+from kv_tiers.observe.explain import ChunkState
 from kv_tiers.server import wire
 
 COUNTS = CacheCounts(*range(18))
@@ -23,6 +24,7 @@ REQUESTS: list[wire.Request] = [
     wire.Registered("engine"),
     wire.Ping(),
     wire.Status(),
+    wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 2, True),
     wire.Renew("holder"),
     wire.BeginLoad(KEYS, "holder"),
@@ -55,6 +57,30 @@ ANSWERS: list[wire.Answer] = [
     wire.Counted(COUNTS),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
+    wire.Explanations(
+        1,
+        1024,
+        7.5,
+        True,
+        [
+            wire.Explained(
+                4096,
+                "f",
+                "00",
+                "00",
+                ["engine"],
+                True,
+                1,
+                1,
+                ["redis"],
+                [
+                    ChunkState(0, 1, "host"),
+                    ChunkState(1, 2, "", "evicted", "host", "store", "lru", 3.0, 9.0, ("disk",)),
+                ],
+                False,
+            )
+        ],
+    ),
 ]
 
 
@@ -198,3 +224,21 @@ def test_the_examples_on_the_formats_page_are_true() -> None:
     assert planned == wire.frame(wire.Planned(0, "ABSENT", ()))
     for message in [*REQUESTS, *ANSWERS]:
         assert f"`{type(message).__struct_config__.tag}`" in page
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (wire.Explain(32, b"d" * 33, []), "no digests of 32 bytes"),
+        (wire.Explain(32, b"d" * 32, [b"head"]), "a chunk key has"),
+        (wire.Explain(32, b"d" * 32, [bytes(30)]), "version 0"),
+    ],
+)
+def test_an_explanation_is_asked_for_with_digests_and_heads_of_keys(request_: wire.Explain, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        request_.unpack()
+
+
+def test_more_chunks_than_are_explained_at_a_time_are_no_request() -> None:
+    with pytest.raises(InputError):
+        wire.read_request(body_of(wire.Explain(32, bytes(32 * (wire.MAX_EXPLAINED + 1)), [])))

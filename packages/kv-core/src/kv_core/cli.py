@@ -96,6 +96,14 @@ def _register_keys(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_keys)
+    add_prompt_options(parser)
+    parser.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object a line")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What says which prompt is meant, and the names of its chunks. For other commands about a prompt too; what they
+    read is read by `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`."""
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("file", nargs="?", metavar="FILE", help="token ids; - for standard input")
     tokens.add_argument("--text", metavar="FILE", help="a text to tokenize instead; - for standard input")
@@ -119,33 +127,55 @@ def _register_keys(commands: Any) -> None:
         metavar="HASH:FIRST:TOKENS",
         help="an image or the like that fills TOKENS tokens from FIRST on; repeat",
     )
-    chain.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")
-    space = parser.add_argument_group("key space", "without --model, digests are printed and no keys")
+    space = parser.add_argument_group("key space", "without --model there are digests and no keys")
     space.add_argument("--model", metavar="NAME")
     space.add_argument("--revision", default="", metavar="TEXT", help="of the model, or a fingerprint of its weights")
     space.add_argument("--dtype", default="", metavar="NAME", help="of the stored KV, such as bfloat16")
     space.add_argument("--format-fingerprint", default="", metavar="HEX", help="of the chunk format")
     space.add_argument("--world", type=int, default=1, metavar="N", help="shards of every chunk; one key each")
     space.add_argument("--group", type=int, default=0, metavar="N", help="the group of layers (default: 0)")
-    parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object a line")
+
+
+def prompt_scheme(asked: argparse.Namespace) -> ChainScheme:
+    """How the prompt's tokens become digests."""
+    return ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file))
+
+
+def prompt_space(asked: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
+    """The key space; None if no model is named.
+
+    Raises:
+        InputError: options of a space without its model, or a group that there cannot be.
+    """
+    if asked.model is not None:
+        space = KeySpace(asked.model, asked.revision, asked.dtype, asked.format_fingerprint, asked.world, scheme.name)
+        space.keys([], groups=(asked.group,))  # refuse a bad group before any tokens are read
+        return space
+    if asked.revision or asked.dtype or asked.format_fingerprint or asked.world != 1 or asked.group:
+        raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
+    return None
+
+
+def prompt_root(asked: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
+    """Where the prompt's chain begins with this salt, and the adapter and tags that were given."""
+    return scheme.root(salt=salt, lora=asked.lora, tags=_tags(asked.tag))
+
+
+def prompt_items(asked: argparse.Namespace) -> list[Item]:
+    """Its images and the like."""
+    return [_item(text) for text in asked.item]
 
 
 def _keys(asked: argparse.Namespace) -> int:
-    scheme = ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file))
-    naming = None
-    if asked.model is not None:
-        space = KeySpace(asked.model, asked.revision, asked.dtype, asked.format_fingerprint, asked.world, scheme.name)
-        naming = _Naming(space, asked.group, tenant_tag(asked.salt))
-        space.keys([], groups=(asked.group,))  # refuse a bad group before any tokens are read
-    elif asked.revision or asked.dtype or asked.format_fingerprint or asked.world != 1 or asked.group:
-        raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
-    root = scheme.root(salt=asked.salt, lora=asked.lora, tags=_tags(asked.tag))
-    sequence = KeySequence(scheme, root=root, items=[_item(text) for text in asked.item])
+    scheme = prompt_scheme(asked)
+    space = prompt_space(asked, scheme)
+    naming = None if space is None else _Naming(space, asked.group, tenant_tag(asked.salt))
+    sequence = KeySequence(scheme, root=prompt_root(asked, scheme, asked.salt), items=prompt_items(asked))
     write = _write_json if asked.output == "json" else _write_table
     if asked.output == "table":
         print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if naming is None else 'key'}")
     printed = 0
-    for tokens in _tokens(asked):
+    for tokens in prompt_tokens(asked):
         for digest in sequence.append(tokens):
             write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), naming)
             printed += 1
@@ -220,7 +250,12 @@ def _item(text: str) -> Item:
     return Item(found[1], int(found[2]), int(found[3]))
 
 
-def _tokens(asked: argparse.Namespace) -> Iterator[list[int]]:
+def prompt_tokens(asked: argparse.Namespace) -> Iterator[list[int]]:
+    """Its tokens, a part at a time.
+
+    Raises:
+        InputError: there is no prompt, or something in it is no token.
+    """
     if (asked.file is None) == (asked.text is None):
         raise InputError("give either FILE with token ids (- for standard input) or --text FILE")
     if asked.text is None:

@@ -69,6 +69,14 @@ class Below:
             lane.freeze(frozen)
         return bool(named)
 
+    def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
+        """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
+        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.answers_from_memory}
+
+    def unasked(self) -> list[str]:
+        """The tiers of which `holding` says nothing."""
+        return [lane.name for lane in self._lanes if not lane.answers_from_memory]
+
     def states(self) -> list[TierState]:
         with self._host.lock:
             spills = self.spills.counts()

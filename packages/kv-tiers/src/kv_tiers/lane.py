@@ -183,6 +183,14 @@ class Lane:
             keys = keys[: self._first_hidden(keys)]
         return _leading(self._holds(keys))
 
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these a load would find. Only for a tier that answers from memory."""
+        with self._changed:
+            if self._health() is not Health.UP or self._clearing or self._clear_next:
+                return [False] * len(keys)
+            hidden = {key for key in keys if key in self._discards or key in self._discarding}
+        return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
+
     def ask(self, keys: Sequence[ChunkKey], done: Callable[[int], None]) -> bool:
         """Have the tier asked, in one round trip: `done` gets how many leading `keys` it holds, on another thread."""
         return self._submit(_Ask(list(keys), done))

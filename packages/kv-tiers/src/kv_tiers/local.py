@@ -394,6 +394,25 @@ class LocalCache:
             self._check_open()
             return self._host.residency.keys()
 
+    def where(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """The fastest tier that holds each key, "being written", or "" for nowhere. Leases and touches nothing.
+
+        A tier that must be asked over a network is not.
+        """
+        with self._lock:
+            self._check_open()
+            residency = self._host.residency
+            places = [
+                TIER if residency.find(key) is not None else "being written" if residency.is_held(key) else ""
+                for key in keys
+            ]
+        lacking = [at for at, place in enumerate(places) if not place]
+        for name, held in self.below.holding([keys[at] for at in lacking]).items():
+            for at, is_here in zip(lacking, held, strict=True):
+                if is_here and not places[at]:
+                    places[at] = name
+        return places
+
     def close(self) -> None:
         """Give up every lease, have stored below what is to be stored there, and unmap the pool.
 

@@ -47,6 +47,12 @@ The settings are a file of TOML or JSON:
   token_file = "/…/token"     # made if it is not there; without it nothing can be changed over HTTP
   archive_dir = "/…/prefixes" # where prefixes are exported to and imported from
 
+  [observe]                   # what watches the caches: docs/observability.md
+  log = "text"                # or "json": a line for what an operator must know
+  record = "requests.jsonl"   # a trace for kv sim; each cache's name is put before the suffix
+  otel = false                # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like say
+  history_keys = 1048576      # what kv explain remembers
+
 When it serves it prints READY, its socket, its process number and the page's address on one line. SIGTERM and SIGINT
 stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the user that started
 it are served at the socket.

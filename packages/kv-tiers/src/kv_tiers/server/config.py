@@ -11,6 +11,7 @@ import msgspec
 from kv_core.errors import ConfigError
 
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import read_options
 from kv_tiers.server.http.config import HttpConfig
 
@@ -25,6 +26,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Each format's pool may become as large as `capacity_bytes`; memory is taken as it is used."""
     tiers: list[dict[str, object]] = []
     cold: ColdConfig = ColdConfig()
+    observe: ObserveConfig = ObserveConfig()
+    """What watches the caches. A trace's file and the log are the server's own."""
     http: HttpConfig = HttpConfig()
     socket: str = ""
     """Where it listens; empty: a file `NAME.sock` in a directory of the user's own."""
@@ -53,7 +56,12 @@ def read_config(options: Mapping[str, object]) -> ServerConfig:
         ConfigError: an unknown option, or a value of the wrong type or out of range.
     """
     given = dict(options)
-    for name, settings in (("host", HostConfig), ("cold", ColdConfig), ("http", HttpConfig)):
+    for name, settings in (
+        ("host", HostConfig),
+        ("cold", ColdConfig),
+        ("http", HttpConfig),
+        ("observe", ObserveConfig),
+    ):
         part = given.get(name)
         if isinstance(part, Mapping):
             given[name] = msgspec.to_builtins(read_options(settings, part, name))

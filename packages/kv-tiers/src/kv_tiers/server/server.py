@@ -17,11 +17,11 @@ from secrets import token_bytes
 from typing import TypeVar
 
 from kv_core.clock import Clock
-from kv_core.errors import InputError, MisuseError
+from kv_core.errors import ConfigError, InputError, MisuseError
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.local import LocalCache
-from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.build import build_bus
 from kv_tiers.server import wire
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
@@ -29,6 +29,7 @@ from kv_tiers.server.calls import Calls
 from kv_tiers.server.clients import Client, Clients
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
+from kv_tiers.server.explain import explain_prompt
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
 from kv_tiers.server.session import Session
 
@@ -48,13 +49,17 @@ class CacheServer:
         self._max_formats = config.max_formats
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
-        self._address = Address(config.socket_path())
+        self.bus, self._history = build_bus(config.observe)
+        """What happens in all of its caches; it is closed with them."""
+        try:
+            self._address = Address(config.socket_path())
+        except ConfigError:
+            self.bus.close()
+            raise
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
-        self.bus = EventBus()
-        """What happens in all of its caches; it is closed with them."""
         self._caches = Caches(config, self._clock, self.bus, self._wake)
         self._calls = Calls(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s)
@@ -121,6 +126,9 @@ class CacheServer:
                 send(wire.Done())
             case wire.Status():
                 send(wire.Stated(self.report()))
+            case wire.Explain():
+                sessions = self._registrations()
+                send(explain_prompt(request, self.caches, sessions, self._history, self.bus.now_s()))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self._registrations() if one.engine == engine]))
             case wire.Register():

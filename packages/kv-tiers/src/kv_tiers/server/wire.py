@@ -19,12 +19,16 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts
 
+from kv_tiers.observe.explain import ChunkState
+
 VERSION: Final = 1
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 HEADER: Final = struct.Struct("<IB")
 MAX_KEYS: Final = 1 << 16
 """Keys in one message: 16 million tokens in chunks of 256."""
+MAX_EXPLAINED: Final = 1 << 12
+"""Chunks of a prompt that are explained in one answer."""
 MAX_REQUEST_NBYTES: Final = 4 << 20
 MAX_ANSWER_NBYTES: Final = 64 << 20
 
@@ -119,6 +123,31 @@ class Status(_Message, tag="status"):
     pass
 
 
+class Explain(_Message, tag="explain"):
+    """What became of a prompt's chunks. digests: of its chunks from the first, one after another.
+
+    heads: what comes before the digest in their keys, one of each share, where the asker knows; every key space and
+    tenant that the caches remember is looked at beside.
+    """
+
+    digest_nbytes: Literal[16, 32]
+    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_EXPLAINED * 32)]
+    heads: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)]
+
+    def unpack(self) -> tuple[list[bytes], list[bytes]]:
+        """Digests and heads.
+
+        Raises:
+            InputError: they do not make keys of this release.
+        """
+        nbytes, joined = self.digest_nbytes, self.digests
+        if len(joined) % nbytes:
+            raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
+        for head in self.heads:
+            ChunkKey.from_bytes(head + bytes(nbytes))
+        return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)], self.heads
+
+
 # Requests: the verbs of `CacheService`, with its words.
 
 
@@ -173,7 +202,7 @@ class Counts(_Message, tag="counts"):
 
 
 Verb = Lookup | Renew | BeginLoad | BeginStore | Commit | Release | Forget | End | Poll | Clear | Counts
-Request = Hello | Register | Unregister | Registered | Ping | Status | Verb
+Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.
 
@@ -318,6 +347,39 @@ class Report:
     uptime_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A prompt as chunks of one cache, key space and tenant. Only what is held or remembered there is told at all.
+
+    space, tenant: hex. engines: that have registered this format. was_asked: the space and tenant of the request's
+    heads. shares: in how many each chunk is known to be stored. held: leading chunks that are somewhere. unasked: tiers
+    that would have to be asked over a network, and were not. states: runs of chunks, cut off when `is_cut`.
+    """
+
+    chunk_nbytes: int
+    fingerprint: str
+    space: str
+    tenant: str
+    engines: list[str]
+    was_asked: bool
+    shares: int
+    held: int
+    unasked: list[str]
+    states: list[ChunkState]
+    is_cut: bool
+
+
+class Explanations(_Message, tag="explanations"):
+    """caches: how many there are. history_keys: as set. remembered_s: how long ago the memory began; is_whole: nothing
+    was forgotten in it since."""
+
+    caches: int
+    history_keys: int
+    remembered_s: float
+    is_whole: bool
+    explained: list[Explained]
+
+
 class Registrations(_Message, tag="registrations"):
     sessions: list[Registration]
 
@@ -327,7 +389,19 @@ class Stated(_Message, tag="stated"):
 
 
 Answer = (
-    Failed | Welcome | Pool | Done | Truth | Planned | Ticketed | Leased | Polled | Counted | Registrations | Stated
+    Failed
+    | Welcome
+    | Pool
+    | Done
+    | Truth
+    | Planned
+    | Ticketed
+    | Leased
+    | Polled
+    | Counted
+    | Registrations
+    | Stated
+    | Explanations
 )
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

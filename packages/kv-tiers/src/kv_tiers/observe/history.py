@@ -1,0 +1,188 @@
+"""What became of keys, remembered for a while: a bounded memory for each cache, filled from events.
+
+A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 150
+bytes. When half of what may be remembered is new, the older half is forgotten as a whole: no list has to be kept in
+order. Beside its fate a key remembers which key followed it last, to tell where prompts part.
+
+Fates are of the host pool. What a tier below holds now it says itself; here is only when a chunk was stored there.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.host import TIER
+from kv_tiers.observe.bus import Occurred, Subscriber
+from kv_tiers.observe.events import Aborted, Committed, Damaged, Evicted, Forgotten, Promoted, Spilled, StoreBegun
+
+What = Literal["stored", "promoted", "evicted", "forgotten", "damaged", "refused", "aborted"]
+
+MAX_NAMINGS: Final = 64
+"""Spaces and tenants that a cache's history knows by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """The last thing that happened to a chunk. Times are the bus's clock's.
+
+    tier: where it happened. cause, policy: of an eviction; cause is the reason of a refusal or damage.
+    stored_s: when it last came to the pool. below: the tiers where it was stored since, and when.
+    """
+
+    what: What
+    at_s: float
+    tier: str = TIER
+    cause: str = ""
+    policy: str = ""
+    stored_s: float | None = None
+    below: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Keys of one key space and tenant, and the shares in which their chunks were stored.
+
+    heads: what comes before the digest in the keys of each share.
+    """
+
+    space: bytes
+    tenant: bytes
+    heads: tuple[bytes, ...]
+
+
+class Memory:
+    """One cache's. Written by the bus's thread, read by any."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._half = max(1, max_keys // 2)
+        self._young: dict[int, Fate] = {}
+        self._old: dict[int, Fate] = {}
+        self._young_next: dict[int, int] = {}
+        self._old_next: dict[int, int] = {}
+        self._heads: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
+        self.is_whole = True
+        """Nothing was forgotten so far."""
+        self.cleared_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def fate(self, key: ChunkKey) -> Fate | None:
+        """None: it was never heard of, or so long ago that it was forgotten here."""
+        number = hash(key)
+        found = self._young.get(number)
+        return self._old.get(number) if found is None else found
+
+    def goes_on_otherwise(self, parent: ChunkKey, key: ChunkKey) -> bool:
+        """Another chunk than `key` followed `parent` in a prompt that was stored."""
+        number = hash(parent)
+        follower = self._young_next.get(number, self._old_next.get(number))
+        return follower is not None and follower != hash(key)
+
+    def namings(self) -> list[Naming]:
+        return [Naming(space, tenant, heads) for (space, tenant), heads in list(self._heads.items())]
+
+    def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
+        """All of these have a new fate, made of the one before. Keys with one fate go on sharing one."""
+        made: dict[int, tuple[Fate | None, Fate]] = {}  # the old ones too, lest another gets an old one's identity
+        for key in keys:
+            number = hash(key)
+            before = self._young.get(number)
+            if before is None:
+                before = self._old.get(number)
+            after = made.get(id(before))
+            if after is None:
+                after = made[id(before)] = before, change(before)
+            self._young[number] = after[1]
+        if len(self._young) >= self._half:
+            self.is_whole = self.is_whole and not self._old
+            self._young, self._old = {}, self._young
+
+    def follow(self, chain: Sequence[ChunkKey], new: Sequence[ChunkKey]) -> None:
+        """A prompt is stored, and these of its chunks were not there before."""
+        wanted = set(new)
+        parent: ChunkKey | None = None
+        for key in chain:
+            if parent is not None and key in wanted:
+                self._young_next[hash(parent)] = hash(key)
+            parent = key
+        if len(self._young_next) >= self._half:
+            self._young_next, self._old_next = {}, self._young_next
+
+    def name(self, key: ChunkKey) -> None:
+        """A chain of keys like this one was stored."""
+        head = key[: len(key) - len(key.digest)]
+        known = self._heads.get((key.space_id, key.tenant), ())
+        if head not in known and (known or len(self._heads) < MAX_NAMINGS):
+            self._heads[key.space_id, key.tenant] = tuple(sorted((*known, head)))
+
+    def clear(self, at_s: float) -> None:
+        """Everything was forgotten in the cache."""
+        fate = Fate("forgotten", at_s)
+        for half in (self._young, self._old):
+            for number in half:
+                half[number] = fate
+        self.cleared_s = at_s
+
+
+class History(Subscriber):
+    """Of every cache on a bus, up to `max_keys` keys each."""
+
+    def __init__(self, max_keys: int, now_s: float) -> None:
+        """now_s: by the bus's clock."""
+        self.max_keys = max_keys
+        self.began_s = now_s
+        self._memories: dict[str, Memory] = {}
+
+    def of(self, cache: str) -> Memory:
+        """The memory of the cache of this name on the bus."""
+        return self._memories.get(cache) or self._memories.setdefault(cache, Memory(self.max_keys))
+
+    def take(self, occurred: Occurred) -> None:
+        memory, at_s = self.of(occurred.source.name), occurred.at_s
+        match occurred.event:
+            case StoreBegun() as begun:
+                if begun.reserved:
+                    memory.name(begun.reserved[0])
+                    memory.follow(begun.chain, begun.reserved)
+                if begun.refused:
+                    memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
+            case Committed(keys=keys):
+                memory.change(keys, lambda before: Fate("stored", at_s, stored_s=at_s, below=_below(before)))
+            case Promoted(tier=tier, keys=keys):
+                memory.change(keys, lambda before: _came_up(before, tier, at_s))
+            case Aborted(keys=keys):
+                memory.change(keys, lambda before: _next(before, Fate("aborted", at_s)))
+            case Evicted(tier, keys, cause, _, policy):
+                memory.change(keys, lambda before: _next(before, Fate("evicted", at_s, tier, cause, policy)))
+            case Damaged(tier, keys, reason):
+                memory.change(keys, lambda before: _next(before, Fate("damaged", at_s, tier, reason)))
+            case Spilled(tier=tier, keys=keys):
+                memory.change(keys, lambda before: _went_down(before, tier, at_s))
+            case Forgotten(everything=True):
+                memory.clear(at_s)
+            case Forgotten(keys=keys):
+                memory.change(keys, lambda before: Fate("forgotten", at_s))
+            case _:
+                pass
+
+
+def _next(before: Fate | None, after: Fate) -> Fate:
+    """What happened, with what was known of the chunk before."""
+    stored_s = None if before is None else before.stored_s
+    return replace(after, stored_s=stored_s, below=_below(before))
+
+
+def _came_up(before: Fate | None, tier: str, at_s: float) -> Fate:
+    return Fate("promoted", at_s, tier, stored_s=at_s, below=_below(before) or ((tier, at_s),))
+
+
+def _went_down(before: Fate | None, tier: str, at_s: float) -> Fate:
+    below = (*(place for place in _below(before) if place[0] != tier), (tier, at_s))
+    return replace(before, below=below) if before is not None else Fate("stored", at_s, below=below)
+
+
+def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
+    return () if before is None else before.below

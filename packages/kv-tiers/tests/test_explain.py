@@ -1,0 +1,347 @@
+"""Why a prompt was missed, from the events of a cache up to `kv explain` against a real kv-server."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.testing import key_chain
+from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.explain import ChunkState, explain, explain_shares, leading_held, runs
+from kv_tiers.observe.history import Fate, History, Memory
+from kv_tiers.pool import slot_bytes_for
+from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.launch import ServerProcess
+from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.tower import Tower
+
+CHUNK_TOKENS = 4
+
+
+class Remembered:
+    """A cache whose history is kept, on a clock that a test moves."""
+
+    def __init__(self, slots: int = 4, max_keys: int = 1000) -> None:
+        self.clock = HandClock()
+        self.bus = EventBus(interval_s=0.001, clock=self.clock)
+        self.history = History(max_keys, 0.0)
+        self.bus.subscribe(self.history)
+        self.cache = LocalCache(
+            HostPool.anonymous("test", CHUNK_NBYTES, slots),
+            clock=self.clock,
+            policy=LruPolicy(),
+            events=self.bus.source("c", CHUNK_NBYTES),
+        )
+
+    def store(self, keys: list[ChunkKey]) -> None:
+        self.cache.commit(self.cache.begin_store(keys, "w"))
+
+    def explain(self, keys: list[ChunkKey]) -> list[ChunkState]:
+        assert self.bus.flush()
+        return explain(self.cache, self.history.of("c"), keys, self.clock.now_s())
+
+    def close(self) -> None:
+        self.cache.close()
+        self.bus.close()
+
+
+@pytest.fixture
+def kept() -> Iterator[Remembered]:
+    made = Remembered()
+    yield made
+    made.close()
+
+
+def test_what_is_held_says_where_and_since_when(kept: Remembered) -> None:
+    kept.store(key_chain(3))
+    kept.clock.advance(60)
+    assert kept.explain(key_chain(3))[0] == ChunkState(0, 1, "host", "stored", "host", "", "", 60.0, 60.0)
+
+
+def test_what_was_evicted_says_when_by_what_and_why(kept: Remembered) -> None:
+    kept.store(key_chain(4))
+    kept.clock.advance(10)
+    kept.store(key_chain(2, branch="other"))
+    kept.clock.advance(180)
+    states = kept.explain(key_chain(4))
+    assert [state.where for state in states] == ["host", "host", "", ""]
+    assert states[2] == ChunkState(2, 1, "", "evicted", "host", "store", "lru", 180.0, 190.0)
+    assert [(run.first, run.chunks) for run in runs(states)] == [(0, 2), (2, 2)]
+    assert leading_held(states) == 2
+
+
+def test_where_a_prompt_parts_from_another_is_told_and_what_nobody_stored_is_not_made_up(kept: Remembered) -> None:
+    common = key_chain(2)
+    kept.store([*common, *key_chain(2, branch="stored")])
+    states = kept.explain([*common, *key_chain(2, branch="asked")])
+    assert [state.where for state in states] == ["host", "host", "", ""]
+    assert [(state.what, state.parts) for state in states[2:]] == [("", True), ("", False)]
+    nothing = kept.explain(key_chain(2, branch="unheard of"))
+    assert [(state.where, state.what, state.parts) for state in nothing] == [("", "", False)] * 2
+
+
+def test_the_same_prompt_stored_longer_does_not_part_from_itself(kept: Remembered) -> None:
+    kept.store(key_chain(3))
+    assert [state.parts for state in kept.explain(key_chain(4))] == [False] * 4
+
+
+def test_refused_aborted_forgotten_and_being_written_are_told_apart(kept: Remembered) -> None:
+    keys = key_chain(6)
+    writing = kept.cache.begin_store(keys, "w")
+    states = kept.explain(keys)
+    assert [state.where for state in states] == ["being written"] * 4 + [""] * 2
+    assert states[4].what == "refused" and "no room for 2 of 6" in states[4].cause
+    kept.cache.release(writing)
+    assert kept.explain(keys)[0].what == "aborted"
+    kept.store(keys[:2])
+    kept.cache.forget(keys[:1])
+    assert kept.explain(keys)[0].what == "forgotten"
+    kept.cache.clear()
+    assert kept.explain(keys)[1] == ChunkState(1, 1, "", "forgotten", "host", "", "", 0.0)
+
+
+def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_was() -> None:
+    tower = Tower("through")
+    bus, history = EventBus(interval_s=0.001), History(1000, 0.0)
+    bus.subscribe(history)
+    source = bus.source("c", CHUNK_NBYTES)
+    tower.cache.events = tower.cache._host.events = source
+    for lane in tower.lanes:
+        lane.events = source
+    keys = key_chain(2)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    assert bus.flush()
+    assert [state.where for state in explain(tower.cache, history.of("c"), keys, 0.0)] == ["tier0", "tier0"]
+    tower.tiers[0].discard(keys[:1])  # as a tier does to make room
+    (lost, _) = explain(tower.cache, history.of("c"), keys, 0.0)
+    assert (lost.where, lost.what, lost.below) == ("", "evicted", ("tier0",))
+    tower.tiers[0].fault = "flip"
+    tower.fetch(keys[1:])
+    tower.run()
+    assert bus.flush()
+    (damaged,) = explain(tower.cache, history.of("c"), keys[1:], 0.0)
+    assert (damaged.where, damaged.what, damaged.tier) == ("", "damaged", "tier0")
+    tower.tiers[0].fault = ""
+    tower.close()
+    bus.close()
+
+
+def test_a_tier_that_must_be_asked_over_a_network_is_not_asked() -> None:
+    tower = Tower("through", remote=[True])
+    keys = key_chain(2)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    calls = list(tower.tiers[0].calls)
+    assert [state.where for state in explain(tower.cache, None, keys, 0.0)] == ["", ""]
+    assert tower.tiers[0].calls == calls and tower.cache.below.unasked() == ["tier0"]
+    tower.close()
+
+
+def test_a_chunk_of_several_shares_is_as_badly_off_as_the_worst(kept: Remembered) -> None:
+    one, other = key_chain(2, branch="shard 0"), key_chain(2, branch="shard 1")
+    kept.store(one)
+    kept.store(other[:1])
+    assert kept.bus.flush()
+    states = explain_shares(kept.cache, kept.history.of("c"), [one, other], 0.0)
+    assert [state.where for state in states] == ["host", ""]
+
+
+def test_explaining_leases_and_touches_nothing(kept: Remembered) -> None:
+    old, new = key_chain(2, branch="old"), key_chain(2, branch="new")
+    kept.store(old)
+    kept.store(new)
+    kept.explain(old)
+    counts = kept.cache.counts()
+    assert counts.read_leases == 0 and counts.lookups == 0
+    kept.store(key_chain(2, branch="more"))
+    assert [state.where for state in kept.explain(old)] == ["", ""]  # the oldest left, though it was asked about
+
+
+# The memory.
+
+
+def test_a_memory_is_bounded_and_forgets_the_oldest_first() -> None:
+    memory = Memory(100)
+    keys = key_chain(500)
+    for number in range(0, 500, 10):
+        memory.change(keys[number : number + 10], lambda _, number=number: Fate("stored", float(number)))
+        assert len(memory) <= 110
+    assert memory.fate(keys[499]) == Fate("stored", 490.0)
+    assert all(memory.fate(key) is not None for key in keys[-50:])
+    assert memory.fate(keys[0]) is None and not memory.is_whole
+
+
+def test_keys_of_one_call_share_one_fate() -> None:
+    memory = Memory(1000)
+    keys = key_chain(10)
+    memory.change(keys, lambda _: Fate("stored", 1.0))
+    memory.change([*keys, *key_chain(5, branch="new")], lambda before: Fate("evicted", 2.0, stored_s=before and 1.0))
+    assert len({id(memory.fate(key)) for key in keys}) == 1
+    assert memory.fate(keys[0]) != memory.fate(key_chain(5, branch="new")[0])
+
+
+# A real server.
+
+
+SPACE = KeySpace("model", "r", "float16", "f", 1, ChainScheme("sha256", CHUNK_TOKENS).name)
+
+
+def keys_of(tokens: list[int], salt: str | None = None, space: KeySpace = SPACE) -> list[ChunkKey]:
+    scheme = ChainScheme("sha256", CHUNK_TOKENS)
+    digests = KeySequence(scheme, root=scheme.root(salt=salt)).append(tokens)
+    return space.keys(digests, tenant=tenant_tag(salt))
+
+
+class Asked:
+    """A kv-server process, a client that stores there, and `kv explain` about it."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], **options: object) -> None:
+        self.home, self.capsys = home, capsys
+        host = {"capacity_bytes": 8 * slot_bytes_for(CHUNK_NBYTES), "policy": "lru"}
+        self.server: ServerProcess = launch({"host": host, **options})
+        self.remote = RemoteCache(self.server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", engine="an engine")
+
+    def store(self, keys: list[ChunkKey]) -> None:
+        self.remote.commit(self.remote.begin_store(keys, "w"))
+
+    def run(self, tokens: list[int], *options: str) -> tuple[int, str]:
+        from kv_core.cli import main
+
+        prompt = self.home / "prompt"
+        prompt.write_text(" ".join(map(str, tokens)))
+        words = ["explain", str(prompt), "--chunk-tokens", str(CHUNK_TOKENS), "--socket", str(self.server.socket)]
+        status = main([*words, *options])
+        return status, self.capsys.readouterr().out
+
+    def until(self, tokens: list[int], said: Callable[[str], bool], *options: str) -> tuple[int, str]:
+        """Asked again until the server's history has been told of what just happened."""
+        deadline = time.monotonic() + 10
+        while True:
+            status, out = self.run(tokens, *options)
+            if said(out):
+                return status, out
+            assert time.monotonic() < deadline, out
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.remote.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str]) -> Iterator[Asked]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        made = Asked(Path(home), capsys)
+        yield made
+        made.close()
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kv-server needs Linux")
+
+
+def test_a_prompt_that_is_held_is_told_so_with_status_0(asked: Asked) -> None:
+    tokens = list(range(12))
+    asked.store(keys_of(tokens))
+    status, out = asked.until(tokens, lambda out: "in host" in out)
+    assert status == 0
+    assert out.splitlines() == ["3 of 3 chunks of 4 tokens are held", "chunks 0–2: in host"]
+
+
+def test_the_space_may_be_named_and_is_then_found_without_the_history(asked: Asked) -> None:
+    tokens = list(range(8))
+    asked.store(keys_of(tokens))
+    named = ["--model", "model", "--revision", "r", "--dtype", "float16", "--format-fingerprint", "f"]
+    status, out = asked.run(tokens, *named)
+    assert status == 0 and "chunks 0–1: in host" in out
+
+
+def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> None:
+    common, rest = list(range(8)), list(range(100, 108))
+    asked.store(keys_of(common + rest))
+    status, out = asked.until(common + [7] * 8, lambda out: "in host" in out)
+    assert status == 1
+    assert out.splitlines()[:3] == [
+        "2 of 4 chunks of 4 tokens are held",
+        "chunks 0–1: in host",
+        "chunk 2: where this prompt parts from what was stored: other prompts went on differently here",
+    ]
+    assert "chunk 3: never stored here since the server began to remember" in out
+    asked.store(keys_of(list(range(1000, 1024))))  # six chunks: two of the eight slots are not enough for the four
+    status, out = asked.until(common + rest, lambda out: "evicted" in out)
+    assert status == 1
+    assert "chunks 2–3: evicted" in out and "from host by lru to make room for a prompt" in out
+
+
+def test_another_salt_and_another_model_are_found(asked: Asked) -> None:
+    tokens = list(range(8))
+    asked.store(keys_of(tokens, salt="alice"))
+    status, out = asked.until(tokens, lambda out: "under the salt" in out, "--also-salt", "alice")
+    assert status == 1
+    assert "0 of 2 chunks" in out and "the first 2 chunks are held under the salt 'alice'" in out
+    status, out = asked.run(tokens, "--salt", "alice", "--model", "another", "--dtype", "bfloat16")
+    assert status == 1 and "0 of 2 chunks" in out
+    assert "the first 2 chunks are held under another model or format" in out and "an engine" in out
+    asked.remote.clear()
+    asked.store(keys_of(tokens))
+    status, out = asked.until(tokens, lambda out: "without a salt" in out, "--salt", "alice")
+    assert "the first 2 chunks are held without a salt" in out and status == 1
+
+
+def test_json_has_everything_and_no_salt(asked: Asked) -> None:
+    tokens = list(range(8))
+    asked.store(keys_of(tokens, salt="a secret"))
+    _, out = asked.until(
+        tokens,
+        lambda out: json.loads(out)["chunks_held"] == 2,
+        "--salt",
+        "a secret",
+        "--also-salt",
+        "another",
+        "--json",
+    )
+    told = json.loads(out)
+    assert (told["chunks"], told["chunk_tokens"]) == (2, 4)
+    assert [one["salt"] for one in told["salts"]] == ["given", "none", "also 2"]
+    assert told["salts"][0]["explained"][0]["states"][0]["where"] == "host"
+    assert "secret" not in out and "another" not in out
+
+
+def test_a_server_that_is_not_there_and_a_prompt_without_a_chunk_are_said(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kv_core.cli import main
+
+    prompt = asked.home / "prompt"
+    prompt.write_text("1 2 3 4")
+    assert main(["explain", str(prompt), "--chunk-tokens", "4", "--socket", str(asked.home / "none.sock")]) == 2
+    assert "no server answers" in capsys.readouterr().err
+    prompt.write_text("1 2 3")
+    assert main(["explain", str(prompt), "--chunk-tokens", "4", "--socket", str(asked.server.socket)]) == 2
+    assert "3 tokens are no whole chunk of 4" in capsys.readouterr().err
+
+
+def test_without_a_history_the_answer_says_that_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        made = Asked(Path(home), capsys, observe={"history_keys": 0})
+        status, out = made.run(list(range(8)))
+        assert status == 1 and "remembers nothing (history_keys = 0)" in out
+        made.close()
+
+
+def test_hostile_questions_are_refused_and_the_next_is_answered(asked: Asked) -> None:
+    for digests, heads in ((b"d" * 33, []), (b"d" * 32, [b"x" * 30])):
+        answer = ask_server(asked.server.socket, wire.Explain(32, digests, heads))
+        assert isinstance(answer, wire.Failed) and answer.kind == "malformed"
+    answer = ask_server(asked.server.socket, wire.Explain(32, bytes(32 * wire.MAX_EXPLAINED), []))
+    assert isinstance(answer, wire.Explanations) and answer.explained == []

@@ -1,0 +1,92 @@
+"""An operator gets one line for what matters, and not a thousand."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from kv_core.clock import HandClock
+from kv_core.testing import key_chain
+from kv_tiers.observe import events
+from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.log import LogLines, say_json, say_text
+
+
+class Lines:
+    """A bus with a log on it, and what was said."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock(1000.0)
+        self.bus = EventBus(interval_s=0.001, clock=self.clock)
+        self.said: list[tuple[int, str, dict[str, Any]]] = []
+        self.bus.subscribe(LogLines(self.bus, lambda *said: self.said.append(said), every_s=60.0, refused_for_s=10.0))
+        self.source = self.bus.source("c")
+
+    def tell(self, event: events.Event) -> list[str]:
+        """What is said because of it."""
+        before = len(self.said)
+        self.source.publish(event)
+        assert self.bus.flush()
+        return [text for _, text, _ in self.said[before:]]
+
+
+def refusal() -> events.StoreBegun:
+    keys = key_chain(2)
+    return events.StoreBegun("w", 1, keys, (), keys, "no room for 2 of 2 chunks")
+
+
+def test_a_tier_that_fails_and_one_that_is_back_are_always_told() -> None:
+    lines = Lines()
+    for _ in range(3):
+        assert lines.tell(events.TierHealth("disk", "UP", "RESTING", "no disk")) == [
+            "cache c: tier disk is resting: no disk"
+        ]
+        assert lines.tell(events.TierHealth("disk", "RESTING", "UP", "")) == ["cache c: tier disk is back"]
+    assert [level for level, _, _ in lines.said[:2]] == [logging.WARNING, logging.INFO]
+    lines.bus.close()
+
+
+def test_damage_is_told_once_a_minute_with_what_was_kept_back() -> None:
+    lines = Lines()
+    damaged = events.Damaged("disk", key_chain(3), "a wrong checksum")
+    assert lines.tell(damaged) == ["cache c: 3 damaged chunks were discarded in disk: a wrong checksum"]
+    for _ in range(100):
+        assert lines.tell(damaged) == []
+    assert len(lines.tell(events.Damaged("redis", key_chain(1), "x"))) == 1  # another tier's is another matter
+    lines.clock.advance(61)
+    (text,) = lines.tell(damaged)
+    assert text.endswith("(100 more like this before)")
+    lines.tell(damaged)
+    lines.bus.close()
+    assert lines.said[-1][1] == "1 more of kind damaged of cache c in disk"
+
+
+def test_stores_that_find_no_room_are_told_when_it_lasts() -> None:
+    lines = Lines()
+    assert lines.tell(refusal()) == []
+    lines.clock.advance(9)
+    assert lines.tell(refusal()) == []
+    lines.clock.advance(2)
+    assert lines.tell(refusal()) == ["cache c: stores have found no room for 11 s: no room for 2 of 2 chunks"]
+    keys = key_chain(1)
+    assert lines.tell(events.StoreBegun("w", 2, keys, keys, (), "")) == []  # one finds room again
+    lines.clock.advance(100)
+    assert lines.tell(refusal()) == []
+    lines.bus.close()
+
+
+def test_json_is_one_object_a_line_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = HandClock()
+    bus = EventBus(interval_s=0.001, clock=clock)
+    bus.subscribe(LogLines(bus, say_json))
+    bus.source("c").publish(events.TierHealth("disk", "UP", "STUCK", "a call has not come back"))
+    bus.close()
+    told = json.loads(capsys.readouterr().err)
+    assert (told["level"], told["event"], told["cache"], told["tier"]) == ("WARNING", "tier_health", "c", "disk")
+    assert (told["was"], told["now"]) == ("UP", "STUCK") and told["time"] > 1.7e9
+
+
+def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kv_tiers.observe.log"):
+        say_text(logging.WARNING, "100% of it", {})
+    assert caplog.messages == ["100% of it"]

@@ -1,0 +1,207 @@
+"""Spans as OpenTelemetry's own SDK and protocol see them."""
+
+import gzip
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from kv_core.clock import HandClock
+from kv_core.errors import ConfigError
+from kv_core.service import LoadReady
+from kv_core.testing import key_chain
+from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers.observe import events, spans
+from kv_tiers.observe.build import build_bus
+from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.config import ObserveConfig
+from kv_tiers.observe.spans import Spans
+from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.tower import Tower
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+
+class Traced:
+    """A cache whose spans are kept in memory."""
+
+    def __init__(self) -> None:
+        self.bus = EventBus(interval_s=0.001)
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.bus.subscribe(Spans(self.bus, provider))
+        self.source = self.bus.source("c", CHUNK_NBYTES)
+        pool = HostPool.anonymous("test", CHUNK_NBYTES, 4)
+        self.clock = HandClock()
+        self.cache = LocalCache(pool, policy=LruPolicy(), clock=self.clock, events=self.source)
+
+    def spans(self) -> list[ReadableSpan]:
+        """Those that have ended."""
+        assert self.bus.flush()
+        return list(self.exporter.get_finished_spans())
+
+    def close(self) -> None:
+        self.cache.close()
+        self.bus.close()
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    made = Traced()
+    yield made
+    made.close()
+
+
+def test_a_request_is_a_span_with_its_loads_and_stores_inside(traced: Traced) -> None:
+    cache, keys = traced.cache, key_chain(2)
+    cache.commit(cache.begin_store(keys, "other"))
+    cache.lookup([*keys, *key_chain(1, branch="x")], "r")
+    cache.begin_load(keys, "r")
+    (ready,) = cache.poll("r")
+    assert isinstance(ready, LoadReady)
+    cache.release(ready.lease)
+    cache.commit(cache.begin_store(key_chain(4), "r"))
+    traced.source.publish(events.BlocksAllocated("r", 7))
+    cache.end("r")
+    alone, load, store, request = traced.spans()
+    assert [span.name for span in (alone, load, store, request)] == ["kv.store", "kv.load", "kv.store", "kv.request"]
+    assert alone.parent is None
+    for child in (load, store):
+        assert child.parent is not None and child.parent.span_id == request.context.span_id
+        assert request.start_time <= child.start_time <= child.end_time <= request.end_time
+    assert load.attributes == {"kv.cache": "c", "kv.holder": "r", "kv.chunks": 2, "kv.bytes": 2 * CHUNK_NBYTES}
+    assert [event.name for event in request.events] == ["kv.lookup", "kv.blocks_allocated"]
+    told = dict(request.events[0].attributes or {})
+    assert (told["kv.chunks.asked"], told["kv.chunks.hit"], told["kv.ended"]) == (3, 2, "absent")
+    assert (told["kv.tiers"], told["kv.tiers.chunks"]) == (("host",), (2,))
+    assert all(span.status.status_code is StatusCode.UNSET for span in (alone, load, store, request))
+
+
+def test_what_went_wrong_is_a_status(traced: Traced) -> None:
+    cache, keys = traced.cache, key_chain(2)
+    cache.begin_load(keys, "r")
+    writing = cache.begin_store(keys, "r")
+    cache.release(writing)
+    cache.commit(cache.begin_store(keys, "r"))
+    cache.lookup(keys, "r")
+    traced.clock.advance(301)
+    cache.counts()
+    missed, aborted, _, expired = traced.spans()
+    assert (missed.name, missed.status.description) == ("kv.load", "2 chunks are not held")
+    assert (aborted.name, aborted.status.description) == ("kv.store", "it was given up")
+    assert (expired.name, expired.status.description) == ("kv.request", "nothing was heard of it in time")
+
+
+def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -> None:
+    tower = Tower("through")
+    traced = Traced()
+    tower.cache.events = tower.cache._host.events = traced.source
+    keys = key_chain(4)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    tower.fetch(keys)
+    tower.cache.end("r")
+    found = traced.spans()
+    (request,) = [span for span in found if span.name == "kv.request"]
+    up = [span for span in found if span.name == "kv.promote"]
+    assert sum((span.attributes or {})["kv.chunks"] for span in up) == 4  # type: ignore[misc]
+    for span in up:
+        assert span.parent is not None and span.parent.span_id == request.context.span_id
+        assert (span.attributes or {})["kv.tier"] == "tier0" and span.start_time < span.end_time
+    assert "kv.evicted" in {event.name for event in request.events}
+    assert {span.name for span in found if span.parent is None} == {"kv.request", "kv.store", "kv.spill"}
+    tower.close()
+    traced.close()
+
+
+def test_holders_that_never_end_are_bounded(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "MAX_OPEN", 10)
+    for number in range(25):
+        traced.cache.lookup(key_chain(1), f"r{number}")
+    assert len(traced.spans()) == 15
+    traced.cache.close()
+    traced.bus.close()
+    assert len(traced.exporter.get_finished_spans()) == 25
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    """An OTLP/HTTP endpoint, and what it was sent."""
+    received: list[ExportTraceServiceRequest] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_spans_reach_a_collector_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+        bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0))
+        cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 4), events=bus.source("c", CHUNK_NBYTES))
+        cache.commit(cache.begin_store(key_chain(2), "w"))
+        cache.lookup(key_chain(2), "r")
+        cache.end("r")
+        cache.close()
+        bus.close()
+    resources = [spans for request in received for spans in request.resource_spans]
+    names = {span.name for one in resources for scope in one.scope_spans for span in scope.spans}
+    assert names == {"kv.store", "kv.request"}
+    services = {a.value.string_value for one in resources for a in one.resource.attributes if a.key == "service.name"}
+    assert services == {"kv-tiers"}
+
+
+def test_the_environment_names_service_and_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    made = spans.make_spans(EventBus())
+    assert made._provider.resource.attributes["service.name"] == "ours"
+    made.close()
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nowhere")
+    with pytest.raises(ConfigError, match="write otlp, console or none"):
+        spans.make_spans(EventBus())
+
+
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from kv_core.errors import ConfigError\n"
+        "from kv_tiers.observe.build import build_bus\n"
+        "from kv_tiers.observe.config import ObserveConfig\n"
+        "build_bus(ObserveConfig())[0].close()\n"
+        "try:\n    build_bus(ObserveConfig(otel=True))\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONDEVMODE": "0"}
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert "pip install 'kv-tiers[otel]'" in said.stdout
