@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
+from kv_core import doctor
 from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kv", description="Look into a tiered KV cache.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _register_keys(commands)
+    doctor.register(commands)
     if words[:1] != ["keys"]:  # what others add may import much, and `kv keys` need not wait for it
         _register_others(commands)
     try:

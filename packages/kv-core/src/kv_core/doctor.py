@@ -1,0 +1,84 @@
+"""`kv doctor`: what this machine can do for the cache, and what to do about what it cannot.
+
+Each package examines what it works with, through the entry-point group `kv_core.doctor`: a function from what was asked
+to its findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a feature.
+"""
+
+import argparse
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+CHECKS = "kv_core.doctor"
+
+State = Literal["ok", "note", "wrong"]
+_MARKS: dict[State, str] = {"ok": "ok   ", "note": "note ", "wrong": "WRONG"}
+_ABOUT = """\
+Examine this machine: the GPU, its driver and the bus, pinned and shared memory, NUMA, the disk's file system, and which
+engines and libraries are here in which versions. Every finding that is not ok says what to do.
+Exit status 1 where something is wrong.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """what: the thing examined. found: how it is. advice: what to do about it; empty only where all is well."""
+
+    state: State
+    what: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """path: a directory that a disk tier might have. measure: copies may be timed, which takes some seconds."""
+
+    path: str
+    measure: bool
+
+
+Check = Callable[[Asked], Iterable[Finding]]
+
+
+def findings(asked: Asked) -> Iterator[Finding]:
+    """Of all packages that are installed, in the order of their names. One that fails is a finding too."""
+    for entry in sorted(importlib.metadata.entry_points(group=CHECKS), key=lambda entry: entry.name):
+        try:
+            yield from entry.load()(asked)
+        except Exception as error:  # noqa: BLE001  # the other packages' findings are wanted all the more
+            yield Finding(
+                "wrong", entry.name, f"{entry.value} failed: {error!r}", "report this; the other findings stand"
+            )
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version; None if it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def register(commands: Any) -> None:
+    """Add `kv doctor`."""
+    parser = commands.add_parser("doctor", help="what this machine can do, and what to do about it", description=_ABOUT)
+    parser.add_argument("--path", default=".", metavar="DIR", help="where a disk tier would be (default: here)")
+    parser.add_argument("--no-measure", action="store_true", help="look only; copy nothing")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.set_defaults(run=_run)
+
+
+def _run(asked: argparse.Namespace) -> int:
+    worst = 0
+    for finding in findings(Asked(asked.path, not asked.no_measure)):
+        if asked.json:
+            print(json.dumps(asdict(finding)), flush=True)
+        else:
+            print(f"{_MARKS[finding.state]}  {finding.what}: {finding.found}", flush=True)
+            if finding.advice:
+                print(f"       → {finding.advice}")
+        worst = max(worst, finding.state == "wrong")
+    return worst

