@@ -2,12 +2,17 @@
 
 import json
 import re
+import uuid
 from pathlib import Path
 
 import pytest
 from kv_core.cli import main
 from kv_core.errors import ConfigError
+from kv_core.testing import key_chain
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
 from kv_vllm.config import Settings, load
+from kv_vllm.place import Format, open_here, open_there
 
 
 def test_nothing_given_means_the_defaults() -> None:
@@ -54,6 +59,8 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"cold": {"wait": 1}}, "did you mean 'cold.wait_s'"),
         ({"cold": {"spill_share": 0}}, "a part of the pool"),
         ({"cold": {"batch_bytes": 0}}, "at least 1"),
+        ({"observe": {"log": "yes"}}, "write one of none, text, json"),
+        ({"observe": {"history_keys": -1}}, "history_keys is -1"),
         ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
     ],
 )
@@ -118,3 +125,35 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
             printed = capsys.readouterr().out
             assert "hush" not in printed
             assert "***" in printed
+
+
+def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_path: Path) -> None:
+    settings, _ = load({"observe": {"record": str(tmp_path / "trace.jsonl")}, "host.capacity": "1MiB"}, {})
+    cache, bus = open_here(settings, Format(4096, "f"))
+    cache.lookup(key_chain(3), "r")
+    cache.close()
+    bus.close()
+    assert len(json.loads((tmp_path / "trace.jsonl").read_text())["hash_ids"]) == 3
+
+
+def test_nothing_watches_a_cache_in_this_process_unless_it_was_asked_for() -> None:
+    cache, bus = open_here(load({"host.capacity": "1MiB"}, {})[0], Format(4096, "f"))
+    assert not cache.events.on
+    cache.close()
+    bus.close()
+
+
+def test_a_private_server_watches_as_the_settings_say(tmp_path: Path) -> None:
+    extra = {"observe": {"record": str(tmp_path / "trace.jsonl"), "history_keys": 7}, "host.capacity": "1MiB"}
+    settings, _ = load(extra, {})
+    remote, server = open_there(settings, Format(4096, "f"), engine_id=uuid.uuid4().hex, rank=0, facts={})
+    assert server is not None
+    try:
+        remote.lookup(key_chain(3), "r")
+        answer = ask_server(server.socket, wire.Explain(32, b"d" * 32, []))
+        assert isinstance(answer, wire.Explanations) and answer.history_keys == 7
+    finally:
+        remote.close()
+        server.stop()
+    (trace,) = tmp_path.glob("trace-*.jsonl")
+    assert len(json.loads(trace.read_text())["hash_ids"]) == 3

@@ -18,6 +18,7 @@ from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_cuda import Copier, make_copier
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.observe.bus import EventBus
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
@@ -37,12 +38,14 @@ class Engine:
 
     off: why nothing is loaded or stored; empty while it works. Both halves look at it before they do anything.
     faults: every reason for which it was ever turned off.
+    bus: of a cache in this process.
     server: the private one, in the process that started it.
     """
 
     id: str
     off: str = ""
     cache: LocalCache | RemoteCache | None = None
+    bus: EventBus | None = None
     server: ServerProcess | None = None
     shape: ConnectShape | None = None
     formats: tuple[ChunkFormat, ...] = ()
@@ -140,7 +143,7 @@ def bind_worker(
         "kv_dtype": formats[0].dtype if formats[0].kind == "canonical" else str(groups[0].tensors[0].dtype),
     }
     if in_one_process(vllm_config) and not settings.server.socket:
-        bound.cache = open_here(settings, chunks)
+        bound.cache, bound.bus = open_here(settings, chunks)
     else:
         try:
             bound.cache, bound.server = open_there(
@@ -197,6 +200,8 @@ def release(engine_id: str, role: str) -> None:
                 bound.cache.close()
             except BufferError as error:  # whoever still looks at the pool keeps it mapped; the engine is going anyway
                 _log.warning("the host pool stays mapped: %s", error)
+        if bound.bus is not None:
+            bound.bus.close()
         if bound.server is not None:
             bound.server.stop()
 

@@ -16,6 +16,8 @@ import msgspec
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
 from kv_tiers import ColdConfig, HostConfig
+from kv_tiers.observe.build import check as check_observe
+from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     socket: str = ""
     """Empty: the cache is in the engine's process, or where that has several in a private server that ends with it. A
-    path: join the kv-server that listens there; host, tiers and cold are then its own."""
+    path: join the kv-server that listens there; host, tiers, cold and observe are then its own."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     party's), write (through, back or never), and the options of the type."""
     cold: ColdConfig = ColdConfig()
     server: ServerSettings = ServerSettings()
+    observe: ObserveConfig = ObserveConfig()
 
     def scheme(self) -> ChainScheme:
         """How tokens become digests.
@@ -136,6 +139,7 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"cold.{name} is {getattr(settings.cold, name)}; write a part of the pool, such as 0.25")
     if settings.cold.wait_s < 0 or settings.cold.drain_s < 0 or settings.cold.batch_bytes < 1:
         raise ConfigError("cold.wait_s and cold.drain_s must be 0 or more seconds, and cold.batch_bytes at least 1")
+    check_observe(settings.observe)
     for number, tier in enumerate(settings.tiers):
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, path: …}}")

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_tiers import HostConfig, LocalCache, build_local_cache
+from kv_tiers.observe.build import build_bus
+from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.config import default_socket
@@ -54,19 +56,27 @@ def socket_of(settings: Settings, engine_id: str) -> Path:
     return Path(settings.server.socket) if settings.server.socket else default_socket(f"vllm-{engine_id}")
 
 
-def open_here(settings: Settings, chunks: Format) -> LocalCache:
-    """The cache in this process.
+def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
+    """The cache in this process, and the bus that tells what happens in it: close it after the cache.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
-    return build_local_cache(
-        _host(settings),
-        chunk_nbytes=chunks.chunk_nbytes,
-        fingerprint=chunks.fingerprint,
-        tiers=settings.tiers,
-        cold=settings.cold,
-    )
+    # Whoever asks `kv explain` asks a server: a history that nobody can ask for would cost and be of no use.
+    bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0))
+    try:
+        cache = build_local_cache(
+            _host(settings),
+            chunk_nbytes=chunks.chunk_nbytes,
+            fingerprint=chunks.fingerprint,
+            tiers=settings.tiers,
+            cold=settings.cold,
+            events=bus.source("", chunks.chunk_nbytes),
+        )
+    except BaseException:
+        bus.close()
+        raise
+    return cache, bus
 
 
 def open_there(
@@ -90,7 +100,7 @@ def open_there(
     if not settings.server.socket and rank == 0:
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
-        config = {"host": _host(settings), "tiers": settings.tiers, "cold": settings.cold}
+        config = {"host": _host(settings), "tiers": settings.tiers, "cold": settings.cold, "observe": settings.observe}
         server = launch(msgspec.to_builtins(config), socket=socket)
     until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
     while True:

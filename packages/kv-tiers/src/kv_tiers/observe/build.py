@@ -27,7 +27,7 @@ def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
     check(config)
     bus = EventBus()
     subscribers: list[Subscriber] = []
-    if config.log != "off":
+    if config.log != "none":
         subscribers.append(LogLines(bus, say_json if config.log == "json" else say_text))
     if config.record:
         subscribers.append(Recorder(bus, config.record, config.record_bytes))

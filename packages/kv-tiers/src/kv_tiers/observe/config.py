@@ -8,7 +8,7 @@ import msgspec
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who subscribes to a cache's events. Metrics are not here: they begin with whoever asks for them."""
 
-    log: Literal["off", "text", "json"] = "off"
+    log: Literal["none", "text", "json"] = "none"
     """A line for what an operator must know, at most one of a kind in a while: to the log, or as JSON on stderr."""
     record: str = ""
     """A file for the requests, which `kv sim` replays; a server puts each cache's name before the file's suffix."""
