@@ -18,6 +18,7 @@ test: lint test-packages test-engine ## everything, under 15 minutes on two core
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
+	@scripts/setup.sh browser
 	$(WORKSPACE)/python -m pytest -q packages tests --ignore tests/engine -m "not gpu"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine

@@ -4,6 +4,7 @@
 # Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
 #
 #   scripts/setup.sh workspace|vllm|sglang
+#   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '%s\n' "setup: $*" >&2; }
@@ -45,6 +46,16 @@ install() {
   printf '%s' "$wanted" >"$environment/.installed"
 }
 
+find_browser() {
+  if command -v chromium || command -v chromium-browser || command -v google-chrome; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing Chromium"
+    { apt-get install -qq -y chromium || { apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 && return
+  fi
+  say "there is no Chromium and it cannot be installed here, so the tests of the server's page are skipped"
+}
+if [ "${1:-}" = browser ]; then find_browser >/dev/null; exit; fi
+
 packages=()
 for package in kv-core kv-tiers kv-cuda kv-vllm kv-sglang; do packages+=(-e "packages/$package"); done
 uv=$(find_uv)
@@ -72,5 +83,5 @@ sglang)
     fi
   fi
   ;;
-*) say "which environment? workspace or vllm"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang or browser"; exit 2 ;;
 esac

@@ -213,6 +213,21 @@ def test_what_is_asked_of_a_server_that_has_ended_is_refused_at_once(served: Ser
         served.server.ask(lambda: 3).result(0)
 
 
+def test_metrics_are_what_happened(served: Served) -> None:
+    cache = served.join()
+    store(cache, 3)
+    assert cache.lookup(key_chain(5), "r").chunks == 3
+    cache.end("r")
+    (behind,) = served.server.caches.values()
+    label = f'cache="{behind.events.name}"'
+    until(lambda: f"kv_chunks_asked_total{{{label}}} 5.0" in served.get("/metrics").text)
+    told = served.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain; version=")
+    assert f'kv_chunks_hit_total{{{label},tier="host"}} 3.0' in told.text
+    assert f'kv_pool_bytes{{{label},state="resident"}} {3.0 * SLOT_NBYTES}' in told.text
+    cache.close()
+
+
 # What it changes.
 
 

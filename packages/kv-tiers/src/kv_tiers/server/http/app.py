@@ -12,10 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_tiers.server.http import clear, openapi, prefixes, state
+from kv_tiers.server.http import clear, metrics, openapi, prefixes, state
 from kv_tiers.server.http.guard import Guard
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.operation import Operation, perform
+from kv_tiers.server.http.page import Page
 from kv_tiers.server.http.problem import Problem, problem_response
 from kv_tiers.server.http.relay import Relay
 
@@ -29,6 +30,7 @@ def make_app(relay: Relay, *, token: str, hosts: frozenset[str], archive_dir: st
     """
     operations = [
         *state.operations(relay),
+        *metrics.operations(relay),
         *clear.operations(relay),
         *prefixes.operations(relay, Jobs(), archive_dir),
     ]
@@ -41,7 +43,7 @@ def make_app(relay: Relay, *, token: str, hosts: frozenset[str], archive_dir: st
     routes = [
         _route(path, list(of_path), token) for path, of_path in groupby(by_path, key=lambda operation: operation.path)
     ]
-    routes += [Route("/openapi.json", document)]
+    routes += [Route("/", Page().answer), Route("/openapi.json", document)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _bug})
     return Guard(app, hosts)
 

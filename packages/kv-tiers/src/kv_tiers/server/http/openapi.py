@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
+from starlette.responses import Response
 
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.http.operation import Operation
@@ -20,7 +21,7 @@ _REFERENCE: Final = "#/components/schemas/{name}"
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    types = {operation.answer for operation in operations} | {operation.body for operation in operations} - {None}
+    types = {type_ for operation in operations for type_ in (operation.answer, operation.body)} - {None, Response}
     ordered = [ProblemDocument, *sorted(types, key=str)]
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REFERENCE)
     schema_of = dict(zip(ordered, schemas, strict=True))
@@ -43,8 +44,13 @@ def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": _name(operation),
-        "responses": {str(operation.status): _response(operation.status, schema_of[operation.answer])},
+        "responses": {},
     }
+    if operation.answer is Response:
+        answer = _response(operation.status, {"type": "string"}, "text/plain")
+    else:
+        answer = _response(operation.status, schema_of[operation.answer])
+    described["responses"][str(operation.status)] = answer
     if names := re.findall(r"{(\w+)}", operation.path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -60,9 +66,7 @@ def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         failures |= {401, 403}
         described["security"] = [{"token": []}]
     for status in sorted(failures | {421}):
-        described["responses"][str(status)] = _response(
-            status, schema_of[ProblemDocument], media_type="application/problem+json"
-        )
+        described["responses"][str(status)] = _response(status, schema_of[ProblemDocument], "application/problem+json")
     return described
 
 

@@ -34,7 +34,7 @@ _BODIES: Final = msgspec.json.Decoder(float_hook=_number)
 @dataclass(frozen=True, slots=True)
 class Operation:
     """answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
-    `InputError`. answer: what it returns. failures: the statuses of its own problems.
+    `InputError`. answer: what it returns; `Response` is text as it is. failures: the statuses of its own problems.
     """
 
     method: str
@@ -69,6 +69,8 @@ async def perform(operation: Operation, request: Request, token: str) -> Respons
         answer = await operation.answer_with(*arguments, **request.path_params)
     except InputError as error:
         raise Problem(400, str(error)) from None
+    if isinstance(answer, Response):
+        return answer
     return Response(msgspec.json.encode(answer), operation.status, media_type="application/json")
 
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from kv_core.errors import MisuseError, TierDown
 
 from kv_tiers.local import LocalCache
+from kv_tiers.observe.bus import EventBus
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.server import CacheServer
@@ -39,6 +40,11 @@ class Relay:
     @property
     def is_stopping(self) -> bool:
         return self._server.is_stopping
+
+    @property
+    def bus(self) -> EventBus:
+        """Where the caches tell what happens."""
+        return self._server.bus
 
     async def report(self) -> Report:
         """
