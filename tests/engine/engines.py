@@ -29,12 +29,18 @@ class Engine:
         self.llm = llm
         self.hits: list[int] = []
 
-    def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, **sampling: Any) -> list[Answer]:
-        """Generate greedily for all prompts at once. `hits` then says how many tokens of each were found."""
+    def ask(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, salt: str = "", **sampling: Any
+    ) -> list[Answer]:
+        """Generate greedily for all prompts at once. `hits` then says how many tokens of each were found.
+
+        salt: the tenant's, as vLLM's `cache_salt`.
+        """
         from vllm import SamplingParams, TokensPrompt
 
+        salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
+            [TokensPrompt(prompt_token_ids=list(prompt), **salted) for prompt in prompts],
             SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **sampling),
             use_tqdm=False,
         )

@@ -2,13 +2,19 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import killed
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
+from killed import PHASES
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess, launch
 
 CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
@@ -94,3 +100,41 @@ def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_di
             engine.assert_at_rest()
         finally:
             successor.stop()
+
+
+def report_of(server: ServerProcess) -> wire.Report:
+    answer = ask_server(server.socket, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    return answer.report
+
+
+def test_an_engine_killed_in_any_phase_leaves_nothing_with_the_server(tiny_llama: str, server: ServerProcess) -> None:
+    """Its leases are counted while it hangs there, and gone with it; what was committed stays."""
+    with started(tiny_llama, cache=joined(server)) as engine:
+        engine.ask_in_turn(PROMPTS)
+    held_before = report_of(server).caches[0].counts.chunks_resident
+    assert held_before == 6
+    for phase in PHASES:
+        child = subprocess.Popen(
+            [sys.executable, killed.__file__, tiny_llama, str(server.socket), phase],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=Path(killed.__file__).parent,
+        )
+        assert child.stdout is not None
+        try:
+            assert any(line.strip() == phase for line in child.stdout), f"{phase}: it ended before"
+            counts = report_of(server).caches[0].counts
+            assert bool(counts.read_leases) == (phase in ("planned", "reading")), (phase, counts)
+            assert bool(counts.write_leases) == (phase == "writing"), (phase, counts)
+        finally:
+            child.kill()
+            child.wait()
+        until = time.monotonic() + 10
+        while report_of(server).sessions or report_of(server).orphans:
+            assert time.monotonic() < until, report_of(server)
+            time.sleep(0.02)
+        counts = report_of(server).caches[0].counts
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, (phase, counts)
+        assert counts.slots_used == counts.chunks_resident == held_before, (phase, counts)

@@ -1047,6 +1047,7 @@ def test_hostile_bytes_neither_crash_nor_wedge_it(sturdy: ServerProcess, sent: b
 
 
 def test_bent_messages_by_the_thousand() -> None:
+    """By the million: `python test_server.py bend 1000000`, some two minutes; benchmarks/results has one run."""
     done = subprocess.run([sys.executable, __file__, "bend", "20000"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     counted = json.loads(done.stdout)
