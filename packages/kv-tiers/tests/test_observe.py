@@ -1,10 +1,12 @@
 """The bus never costs its publishers anything, and the caches tell on it what happened, once a call."""
 
 import logging
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import TypeVar, get_args
 
 import pytest
 from kv_core.clock import HandClock
@@ -14,11 +16,13 @@ from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
+from kv_tiers.observe.metrics import Metrics
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
+from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")
 
@@ -387,3 +391,39 @@ def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
         asked = [one.source.name for one in gathered.all if isinstance(one.event, events.LookedUp)]
         assert asked == [cache_name((CHUNK_NBYTES, "f")), cache_name((CHUNK_NBYTES, "g"))]
         assert gathered.is_closed
+
+
+# What the page says.
+
+PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+
+
+def test_the_page_lists_every_event_and_no_other() -> None:
+    listed = re.findall(r"^\| `([A-Z][A-Za-z]+)` \|", PAGE, re.MULTILINE)
+    assert listed == [kind.__name__ for kind in get_args(events.Event)]
+
+
+def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
+    tower = Tower("through")
+    bus, _ = watch(tower)
+    metrics = Metrics(bus, lambda: [tower.cache])
+    keys = key_chain(2)
+    tower.store(keys)
+    tower.run()
+    tower.ask(keys)
+    tower.read(keys)
+    tower.cache.end("r")
+    tower.crowd_out()
+    tower.tiers[0].fault = "flip"
+    tower.fetch(keys)
+    assert bus.flush()
+    exposed = {}
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"cache", "le"}
+        exposed[name] = (family.type, labels)
+    rows = re.findall(r"^\| `(kv_[a-z_]+)` \| ([a-z]+) \|([a-z, ]*)\|", PAGE, re.MULTILINE)
+    listed = {name: (kind, set(filter(None, labels.replace(" ", "").split(",")))) for name, kind, labels in rows}
+    assert listed == exposed
+    tower.close()
+    bus.close()
