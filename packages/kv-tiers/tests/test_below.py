@@ -31,6 +31,23 @@ def test_what_left_the_pool_comes_back_from_below() -> None:
     tower.close()
 
 
+def test_a_question_that_has_to_be_asked_again_counts_once() -> None:
+    tower = Tower()
+    tower.store(KEYS)
+    tower.run()
+    tower.crowd_out()
+    before = tower.cache.counts()
+    for _ in range(5):
+        assert tower.ask(KEYS).ended is Ended.PENDING
+    assert tower.cache.counts().lookups == before.lookups
+    tower.run()
+    assert tower.ask([*KEYS, *key_chain(2, branch="unknown")]).chunks == 6
+    after = tower.cache.counts()
+    assert after.lookups == before.lookups + 1
+    assert (after.chunks_asked - before.chunks_asked, after.chunks_hit - before.chunks_hit) == (8, 6)
+    tower.close()
+
+
 def test_what_the_pool_has_and_what_is_below_make_one_prefix() -> None:
     tower = Tower(slots=8)
     tower.store(KEYS)

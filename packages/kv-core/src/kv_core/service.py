@@ -63,7 +63,8 @@ Completion = LoadReady | LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """A snapshot. Slots and leases are present values; the rest only grow.
+    """A snapshot. Slots and leases are present values; the rest only grow. Lookups, and the chunks asked for and hit in
+    them, are counted when they are answered for good: not while the answer is `PENDING`.
 
     At rest `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and
     `chunks_committed + chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.

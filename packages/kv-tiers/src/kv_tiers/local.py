@@ -90,6 +90,11 @@ class _Totals:
     chunks_hit: int = 0
     leases_expired: int = 0
 
+    def answered(self, chunks_asked: int, chunks_hit: int) -> None:
+        self.lookups += 1
+        self.chunks_asked += chunks_asked
+        self.chunks_hit += chunks_hit
+
 
 class LocalCache:
     """A `CacheService` in this process, safe to call from any thread. It owns the pool and closes it."""
@@ -145,16 +150,18 @@ class LocalCache:
                 if not (doubtful := self._host.lease_doubtful(slots)):
                     plan = self._promise(asked, slots, holder, keys_per_chunk, now_s)
                     self.below.promotions.promised(holder)
+                    may_wait = patient and have < len(asked) and bool(self.below)
+                    if not may_wait:
+                        self._totals.answered(len(asked) // keys_per_chunk, plan.chunks)
                     break
             self._host.verify(doubtful)
-        # What is promised already stays put meanwhile, so what comes up joins it.
-        if (
-            patient
-            and have < len(asked)
-            and self.below
-            and self.below.promotions.is_pending(asked, have, holder, now_s)
-        ):
-            plan = replace(plan, ended=Ended.PENDING)
+        if may_wait:
+            # What is promised already stays put meanwhile, so what comes up joins it.
+            if self.below.promotions.is_pending(asked, have, holder, now_s):
+                plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
+            else:
+                with self._lock:
+                    self._totals.answered(len(asked) // keys_per_chunk, plan.chunks)
         if self.events.on:
             self.events.publish(told.LookedUp(holder, asked, keys_per_chunk, plan.chunks, plan.tiers, plan.ended.name))
         return plan
@@ -498,10 +505,6 @@ class LocalCache:
             ended = Ended.INCOMPLETE if over else Ended.ABSENT
             if over:
                 slots = slots[:-over]
-        totals = self._totals
-        totals.lookups += 1
-        totals.chunks_asked += len(asked) // keys_per_chunk
-        totals.chunks_hit += chunks
         holding = self._holdings.get(holder)
         before = None if holding is None else holding.promise
         if slots:

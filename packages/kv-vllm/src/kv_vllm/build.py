@@ -139,6 +139,7 @@ def bind_worker(
     chunks = Format(formats[0].nbytes, fingerprint)
     known = {
         "rank": str(bound.rank),
+        "chunk_tokens": str(settings.chunk_tokens),
         "block_tokens": " ".join(str(group.block_tokens) for group in groups),
         "kv_dtype": formats[0].dtype if formats[0].kind == "canonical" else str(groups[0].tensors[0].dtype),
     }
