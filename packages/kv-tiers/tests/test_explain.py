@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.observe.bus import EventBus
-from kv_tiers.observe.explain import ChunkState, explain, explain_shares, leading_held, runs
+from kv_tiers.observe.explain import ChunkState, Explanation, explain
 from kv_tiers.observe.history import Fate, History, Memory
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
@@ -44,13 +45,24 @@ class Remembered:
     def store(self, keys: list[ChunkKey]) -> None:
         self.cache.commit(self.cache.begin_store(keys, "w"))
 
-    def explain(self, keys: list[ChunkKey]) -> list[ChunkState]:
+    def runs(self, keys: list[ChunkKey]) -> Explanation:
         assert self.bus.flush()
-        return explain(self.cache, self.history.of("c"), keys, self.clock.now_s())
+        return explain(self.cache, self.history.of("c"), [keys], self.clock.now_s())
+
+    def explain(self, keys: list[ChunkKey]) -> list[ChunkState]:
+        """Each chunk's on its own."""
+        return each(self.runs(keys))
 
     def close(self) -> None:
         self.cache.close()
         self.bus.close()
+
+
+def each(explanation: Explanation) -> list[ChunkState]:
+    """Runs taken apart again."""
+    return [
+        replace(run, first=at, chunks=1) for run in explanation.runs for at in range(run.first, run.first + run.chunks)
+    ]
 
 
 @pytest.fixture
@@ -74,8 +86,9 @@ def test_what_was_evicted_says_when_by_what_and_why(kept: Remembered) -> None:
     states = kept.explain(key_chain(4))
     assert [state.where for state in states] == ["host", "host", "", ""]
     assert states[2] == ChunkState(2, 1, "", "evicted", "host", "store", "lru", 180.0, 190.0)
-    assert [(run.first, run.chunks) for run in runs(states)] == [(0, 2), (2, 2)]
-    assert leading_held(states) == 2
+    explained = kept.runs(key_chain(4))
+    assert [(run.first, run.chunks) for run in explained.runs] == [(0, 2), (2, 2)]
+    assert explained.held == 2
 
 
 def test_where_a_prompt_parts_from_another_is_told_and_what_nobody_stored_is_not_made_up(kept: Remembered) -> None:
@@ -121,15 +134,15 @@ def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_
     tower.run()
     tower.crowd_out()
     assert bus.flush()
-    assert [state.where for state in explain(tower.cache, history.of("c"), keys, 0.0)] == ["tier0", "tier0"]
+    assert [state.where for state in each(explain(tower.cache, history.of("c"), [keys], 0.0))] == ["tier0", "tier0"]
     tower.tiers[0].discard(keys[:1])  # as a tier does to make room
-    (lost, _) = explain(tower.cache, history.of("c"), keys, 0.0)
+    (lost, _) = each(explain(tower.cache, history.of("c"), [keys], 0.0))
     assert (lost.where, lost.what, lost.below) == ("", "evicted", ("tier0",))
     tower.tiers[0].fault = "flip"
     tower.fetch(keys[1:])
     tower.run()
     assert bus.flush()
-    (damaged,) = explain(tower.cache, history.of("c"), keys[1:], 0.0)
+    (damaged,) = each(explain(tower.cache, history.of("c"), [keys[1:]], 0.0))
     assert (damaged.where, damaged.what, damaged.tier) == ("", "damaged", "tier0")
     tower.tiers[0].fault = ""
     tower.close()
@@ -143,7 +156,7 @@ def test_a_tier_that_must_be_asked_over_a_network_is_not_asked() -> None:
     tower.run()
     tower.crowd_out()
     calls = list(tower.tiers[0].calls)
-    assert [state.where for state in explain(tower.cache, None, keys, 0.0)] == ["", ""]
+    assert each(explain(tower.cache, None, [keys], 0.0)) == [ChunkState(0, 1, ""), ChunkState(1, 1, "")]
     assert tower.tiers[0].calls == calls and tower.cache.below.unasked() == ["tier0"]
     tower.close()
 
@@ -153,8 +166,9 @@ def test_a_chunk_of_several_shares_is_as_badly_off_as_the_worst(kept: Remembered
     kept.store(one)
     kept.store(other[:1])
     assert kept.bus.flush()
-    states = explain_shares(kept.cache, kept.history.of("c"), [one, other], 0.0)
-    assert [state.where for state in states] == ["host", ""]
+    for shares in ([one, other], [other, one]):
+        explained = explain(kept.cache, kept.history.of("c"), shares, 0.0)
+        assert [state.where for state in explained.runs] == ["host", ""] and explained.held == 1
 
 
 def test_explaining_leases_and_touches_nothing(kept: Remembered) -> None:

@@ -17,4 +17,4 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     otel: bool = False
     """Spans for OpenTelemetry, sent where the standard OTEL_… environment variables say."""
     history_keys: int = 1 << 20
-    """How many keys of each cache are remembered for `kv explain`, at about 150 bytes each. 0: none."""
+    """How many keys of each cache are remembered for `kv explain`, at about 100 bytes each. 0: none."""

@@ -6,7 +6,7 @@ The history is told a moment after things happen, so what left in the last insta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kv_core.keys import ChunkKey
 
@@ -18,7 +18,7 @@ BEING_WRITTEN = "being written"
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """One chunk, or a run of `chunks` neighbours that are alike.
+    """A run of `chunks` neighbours that are alike, as the first of them is.
 
     where: the tier that holds it, the fastest if several; `BEING_WRITTEN`; or "" for nowhere.
     what, tier, cause, policy: as of `Fate`; what is "" if nothing is known. Said of what is held too.
@@ -39,82 +39,91 @@ class ChunkState:
     parts: bool = False
 
 
-def explain(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkState]:
-    """One a key, in order, of a prompt's keys from its first chunk; of one share of each chunk.
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """runs: all chunks of the prompt in order, neighbours that are alike as one. held: the leading ones that a tier
+    holds."""
 
+    runs: list[ChunkState]
+    held: int
+
+
+_Looked = tuple[str, Fate | None, bool]
+"""Of one chunk: where it is, what became of it, and whether prompts part there."""
+
+
+def explain(
+    cache: LocalCache, memory: Memory | None, shares: Sequence[Sequence[ChunkKey]], now_s: float
+) -> Explanation:
+    """What is known of a prompt. A chunk of several shares is as badly off as the worst of them.
+
+    shares: of each share the keys of all chunks, from the first.
     memory: of this cache (`History.of`), if there is one. now_s: by the bus's clock.
     """
-    found = cache.where(keys)
-    states = []
-    before: ChunkKey | None = None
-    for number, (key, where) in enumerate(zip(keys, found, strict=True)):
-        fate = None if memory is None else memory.fate(key)
-        state = ChunkState(number, 1, where)
-        if fate is not None:
-            state = _with_fate(state, fate, now_s)
-        elif not where and memory is not None and before is not None and memory.goes_on_otherwise(before, key):
-            state = replace(state, parts=True)
-        states.append(state)
-        before = key
-    return states
-
-
-def explain_shares(
-    cache: LocalCache, memory: Memory | None, shares: Sequence[Sequence[ChunkKey]], now_s: float
-) -> list[ChunkState]:
-    """As `explain` for chunks of several shares: a chunk is as badly off as the worst of its shares.
-
-    shares: of each share all chunks' keys.
-    """
-    explained = [explain(cache, memory, keys, now_s) for keys in shares]
-    return [min(states, key=is_held) for states in zip(*explained, strict=True)]
-
-
-def runs(states: Sequence[ChunkState]) -> list[ChunkState]:
-    """Neighbours that are alike as one."""
-    joined: list[ChunkState] = []
-    for state in states:
-        if joined and _are_alike(joined[-1], state):
-            joined[-1] = replace(joined[-1], chunks=joined[-1].chunks + state.chunks)
-        else:
-            joined.append(state)
-    return joined
-
-
-def leading_held(states: Sequence[ChunkState]) -> int:
-    """How many leading chunks some tier holds."""
-    return next((number for number, state in enumerate(states) if not is_held(state)), len(states))
+    looked = [_look(cache, memory, keys) for keys in shares]
+    chunks = [_worst(of_shares) for of_shares in zip(*looked, strict=True)]
+    starts = [at for at, chunk in enumerate(chunks) if not at or not _are_alike(chunks[at - 1], chunk)]
+    ends = [*starts[1:], len(chunks)]
+    runs = [_state(at, end - at, chunks[at], now_s) for at, end in zip(starts, ends, strict=True)]
+    held = next((at for at, (where, _, _) in enumerate(chunks) if not _holds(where)), len(chunks))
+    return Explanation(runs, held)
 
 
 def is_held(state: ChunkState) -> bool:
-    return state.where not in ("", BEING_WRITTEN)
+    return _holds(state.where)
 
 
-def _with_fate(state: ChunkState, fate: Fate, now_s: float) -> ChunkState:
-    return replace(
-        state,
-        what=fate.what,
-        tier=fate.tier,
-        cause=fate.cause,
-        policy=fate.policy,
-        seconds_ago=max(0.0, now_s - fate.at_s),
-        stored_seconds_ago=None if fate.stored_s is None else max(0.0, now_s - fate.stored_s),
-        below=tuple(tier for tier, _ in fate.below),
+def _look(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) -> list[_Looked]:
+    places = cache.where(keys)
+    if memory is None:
+        return [(place, None, False) for place in places]
+    looked: list[_Looked] = []
+    for number, (key, place) in enumerate(zip(keys, places, strict=True)):
+        fate = memory.fate(key)
+        parts = not place and fate is None and number > 0 and memory.goes_on_otherwise(keys[number - 1], key)
+        looked.append((place, fate, parts))
+    return looked
+
+
+def _worst(of_shares: Sequence[_Looked]) -> _Looked:
+    return next((one for one in of_shares if not _holds(one[0])), of_shares[0])
+
+
+def _holds(where: str) -> bool:
+    return where not in ("", BEING_WRITTEN)
+
+
+def _state(first: int, chunks: int, chunk: _Looked, now_s: float) -> ChunkState:
+    where, fate, parts = chunk
+    if fate is None:
+        return ChunkState(first, chunks, where, parts=parts)
+    return ChunkState(
+        first,
+        chunks,
+        where,
+        fate.what,
+        fate.tier,
+        fate.cause,
+        fate.policy,
+        max(0.0, now_s - fate.at_s),
+        None if fate.stored_s is None else max(0.0, now_s - fate.stored_s),
+        tuple(tier for tier, _ in fate.below),
     )
 
 
-def _are_alike(one: ChunkState, other: ChunkState) -> bool:
-    """What is held is alike wherever it is the same; what is not, if it happened at about the same time."""
-    if is_held(one) or is_held(other):
-        return one.where == other.where
-    if one.parts or other.parts:
+def _are_alike(one: _Looked, other: _Looked) -> bool:
+    """What is held is alike wherever it is the same; what is not, if the same happened at about the same time."""
+    (where, fate, parts), (other_where, other_fate, other_parts) = one, other
+    if where != other_where or parts or other_parts:
         return False
-    if (one.where, one.what, one.tier, one.cause, one.policy) != (
-        other.where,
-        other.what,
-        other.tier,
-        other.cause,
-        other.policy,
-    ):
+    if fate is other_fate or _holds(where):
+        return True
+    if fate is None or other_fate is None:
         return False
-    return one.seconds_ago is None or other.seconds_ago is None or abs(one.seconds_ago - other.seconds_ago) < 1.0
+    same = (fate.what, fate.tier, fate.cause, fate.policy) == (
+        other_fate.what,
+        other_fate.tier,
+        other_fate.cause,
+        other_fate.policy,
+    )
+    return same and abs(fate.at_s - other_fate.at_s) < 1.0

@@ -1,14 +1,15 @@
 """What became of keys, remembered for a while: a bounded memory for each cache, filled from events.
 
-A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 150
+A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100
 bytes. When half of what may be remembered is new, the older half is forgotten as a whole: no list has to be kept in
-order. Beside its fate a key remembers which key followed it last, to tell where prompts part.
+order. A fate knows which keys were stored together, in their order, to tell where prompts part.
 
 Fates are of the host pool. What a tier below holds now it says itself; here is only when a chunk was stored there.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kv_core.keys import ChunkKey
@@ -29,6 +30,7 @@ class Fate:
 
     tier: where it happened. cause, policy: of an eviction; cause is the reason of a refusal or damage.
     stored_s: when it last came to the pool. below: the tiers where it was stored since, and when.
+    run: the numbers of the keys that were stored with it, in the prompt's order.
     """
 
     what: What
@@ -38,6 +40,7 @@ class Fate:
     policy: str = ""
     stored_s: float | None = None
     below: tuple[tuple[str, float], ...] = ()
+    run: "array[int] | None" = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,21 @@ class Memory:
 
     def fate(self, key: ChunkKey) -> Fate | None:
         """None: it was never heard of, or so long ago that it was forgotten here."""
-        number = hash(key)
+        number = _number(key)
         found = self._young.get(number)
         return self._old.get(number) if found is None else found
 
     def goes_on_otherwise(self, parent: ChunkKey, key: ChunkKey) -> bool:
         """Another chunk than `key` followed `parent` in a prompt that was stored."""
-        number = hash(parent)
+        number, own = _number(parent), _number(key)
         follower = self._young_next.get(number, self._old_next.get(number))
-        return follower is not None and follower != hash(key)
+        if follower is not None and follower != own:
+            return True
+        fate = self.fate(parent)
+        if fate is None or fate.run is None:
+            return False
+        after = fate.run.index(number) + 1 if number in fate.run else len(fate.run)
+        return after < len(fate.run) and fate.run[after] != own
 
     def namings(self) -> list[Naming]:
         return [Naming(space, tenant, heads) for (space, tenant), heads in list(self._heads.items())]
@@ -88,7 +97,7 @@ class Memory:
         """All of these have a new fate, made of the one before. Keys with one fate go on sharing one."""
         made: dict[int, tuple[Fate | None, Fate]] = {}  # the old ones too, lest another gets an old one's identity
         for key in keys:
-            number = hash(key)
+            number = _number(key)
             before = self._young.get(number)
             if before is None:
                 before = self._old.get(number)
@@ -100,14 +109,9 @@ class Memory:
             self.is_whole = self.is_whole and not self._old
             self._young, self._old = {}, self._young
 
-    def follow(self, chain: Sequence[ChunkKey], new: Sequence[ChunkKey]) -> None:
-        """A prompt is stored, and these of its chunks were not there before."""
-        wanted = set(new)
-        parent: ChunkKey | None = None
-        for key in chain:
-            if parent is not None and key in wanted:
-                self._young_next[hash(parent)] = hash(key)
-            parent = key
+    def follow(self, parent: ChunkKey, key: ChunkKey) -> None:
+        """A prompt goes on with `key` after a chunk that was stored before."""
+        self._young_next[_number(parent)] = _number(key)
         if len(self._young_next) >= self._half:
             self._young_next, self._old_next = {}, self._young_next
 
@@ -145,12 +149,15 @@ class History(Subscriber):
         match occurred.event:
             case StoreBegun() as begun:
                 if begun.reserved:
-                    memory.name(begun.reserved[0])
-                    memory.follow(begun.chain, begun.reserved)
+                    first = begun.reserved[0]
+                    memory.name(first)
+                    if at := begun.chain.index(first):
+                        memory.follow(begun.chain[at - 1], first)
                 if begun.refused:
                     memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
             case Committed(keys=keys):
-                memory.change(keys, lambda before: Fate("stored", at_s, stored_s=at_s, below=_below(before)))
+                run = array("q", map(_number, keys))
+                memory.change(keys, lambda before: Fate("stored", at_s, stored_s=at_s, below=_below(before), run=run))
             case Promoted(tier=tier, keys=keys):
                 memory.change(keys, lambda before: _came_up(before, tier, at_s))
             case Aborted(keys=keys):
@@ -171,12 +178,12 @@ class History(Subscriber):
 
 def _next(before: Fate | None, after: Fate) -> Fate:
     """What happened, with what was known of the chunk before."""
-    stored_s = None if before is None else before.stored_s
-    return replace(after, stored_s=stored_s, below=_below(before))
+    return after if before is None else replace(after, stored_s=before.stored_s, below=before.below, run=before.run)
 
 
 def _came_up(before: Fate | None, tier: str, at_s: float) -> Fate:
-    return Fate("promoted", at_s, tier, stored_s=at_s, below=_below(before) or ((tier, at_s),))
+    run = None if before is None else before.run
+    return Fate("promoted", at_s, tier, stored_s=at_s, below=_below(before) or ((tier, at_s),), run=run)
 
 
 def _went_down(before: Fate | None, tier: str, at_s: float) -> Fate:
@@ -186,3 +193,8 @@ def _went_down(before: Fate | None, tier: str, at_s: float) -> Fate:
 
 def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
     return () if before is None else before.below
+
+
+def _number(key: ChunkKey) -> int:
+    """What stands for a key in this process: 60 bits, as Python keeps 64 in half as much space again."""
+    return hash(key) >> 4

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kv_core.keys import ChunkKey
 
 from kv_tiers.local import LocalCache
-from kv_tiers.observe.explain import explain_shares, leading_held, runs
+from kv_tiers.observe.explain import explain
 from kv_tiers.observe.history import History, Memory, Naming
 from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
@@ -41,8 +41,7 @@ def explain_prompt(
             shares = [[ChunkKey(head + digest) for digest in digests] for head in naming.heads]
             if not _is_known(cache, memory, [keys[:_LOOKED_AT_FIRST] for keys in shares], now_s):
                 continue
-            states = explain_shares(cache, memory, shares, now_s)
-            joined = runs(states)
+            explained = explain(cache, memory, shares, now_s)
             told.append(
                 wire.Explained(
                     nbytes,
@@ -52,10 +51,10 @@ def explain_prompt(
                     sorted(engines),
                     was_asked,
                     len(shares),
-                    leading_held(states),
+                    explained.held,
                     unasked,
-                    joined[:MAX_RUNS],
-                    len(joined) > MAX_RUNS,
+                    explained.runs[:MAX_RUNS],
+                    len(explained.runs) > MAX_RUNS,
                 )
             )
     remembered_s = 0.0 if history is None else max(0.0, now_s - history.began_s)
@@ -78,4 +77,4 @@ def _namings(heads: Sequence[bytes], memory: Memory | None) -> list[tuple[Naming
 
 
 def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]], now_s: float) -> bool:
-    return any(state.where or state.what for state in explain_shares(cache, memory, shares, now_s))
+    return any(state.where or state.what for state in explain(cache, memory, shares, now_s).runs)
