@@ -42,7 +42,18 @@ REPORT = wire.Report(
     package="0.1.0",
     sessions=[wire.Registration(1, 2, "engine", 4096, "f", 1, {"a": "b"})],
     orphans=0,
-    caches=[wire.CacheReport(4096, "f", "pool", 1, COUNTS, [wire.TierReport("disk", "UP", "", None, 1, 2, 3, 4)])],
+    caches=[
+        wire.CacheReport(
+            4096,
+            "f",
+            "pool",
+            1,
+            COUNTS,
+            [wire.TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
+            [wire.TenantReport("a", "00" * 7, 1, 4096, None)],
+            1,
+        )
+    ],
 )
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),

@@ -34,6 +34,9 @@ KEY_NBYTES: Final = (_PREFIX_NBYTES + 16, _PREFIX_NBYTES + 32)
 TENANT_NBYTES: Final = 7
 """Version, space and tenant are 24 bytes: 32 characters of base64, so a tenant's names share a prefix there too."""
 
+TENANT_AT: Final = slice(17, 17 + TENANT_NBYTES)
+"""For loops in which `ChunkKey.tenant` would cost too much."""
+
 NO_TENANT: Final = bytes(TENANT_NBYTES)
 """The tag of chunks that anyone may share: those of prompts without a salt."""
 
@@ -62,7 +65,7 @@ class ChunkKey(bytes):
     @property
     def tenant(self) -> bytes:
         """The tag of whose chunk it is, `NO_TENANT` if anyone's."""
-        return self[17:24]
+        return self[TENANT_AT]
 
     @property
     def group(self) -> int:

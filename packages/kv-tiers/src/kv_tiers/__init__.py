@@ -6,6 +6,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.eviction import EvictionPolicy, LruPolicy
 from kv_tiers.local import LocalCache
 from kv_tiers.pool import HostPool
+from kv_tiers.tenants import Tenant
 
 __all__ = [
     "ColdConfig",
@@ -15,5 +16,6 @@ __all__ = [
     "LocalCache",
     "LruPolicy",
     "MonotonicClock",
+    "Tenant",
     "build_local_cache",
 ]

@@ -39,7 +39,7 @@ class Below:
         self._lanes = [lane for lane, _ in lanes]
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
-        self.spills = Spills(host, lanes, max_slots=max(1, int(slots * config.spill_share)), batch_chunks=batch_chunks)
+        self.spills = Spills(host, lanes, part=config.spill_share, batch_chunks=batch_chunks)
         self.promotions = Promotions(
             host,
             self._lanes,
@@ -61,6 +61,10 @@ class Below:
     def clear(self) -> None:
         for lane in self._lanes:
             lane.clear()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        for lane in self._lanes:
+            lane.clear_tenant(tenant)
 
     def freeze(self, name: str, frozen: bool) -> bool:
         """Leave a tier alone, or go on with it. False: there is none of this name."""

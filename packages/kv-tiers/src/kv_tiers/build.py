@@ -4,6 +4,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 from kv_core.clock import Clock
@@ -20,6 +21,7 @@ from kv_tiers.options import read_options
 from kv_tiers.pool import HostPool, slot_bytes_for
 from kv_tiers.registry import tier_factory
 from kv_tiers.spill import WriteMode
+from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import CheckedFactory, TierContext, TierFactory
 
 _NUMBERS = itertools.count()
@@ -34,6 +36,7 @@ def build_local_cache(
     cold: ColdConfig | None = None,
     clock: Clock | None = None,
     shared: bool = False,
+    tenants: Sequence[Tenant] = (),
     events: Source | None = None,
 ) -> LocalCache:
     """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
@@ -41,6 +44,7 @@ def build_local_cache(
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
     events: where it tells what happens (`kv_tiers.observe`).
     shared: its pool has a descriptor that other processes can map it by (`HostPool.shared`), and no name.
+    tenants: those of them that have a quota get so much of the pool for themselves.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
@@ -54,7 +58,8 @@ def build_local_cache(
             f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
             f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
         )
-    policy = make_policy(config.policy, slots)
+    quotas = quotas_of(tenants)
+    policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_nbytes)))
     if config.name and shared:
         raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
     if config.name:
@@ -72,7 +77,15 @@ def build_local_cache(
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         return LocalCache(
-            pool, policy=policy, lease_s=config.lease_s, clock=clock, lanes=lanes, cold=cold, events=events
+            pool,
+            policy=policy,
+            lease_s=config.lease_s,
+            clock=clock,
+            lanes=lanes,
+            cold=cold,
+            events=events,
+            quotas=quotas,
+            share_policy=partial(make_policy, config.policy),
         )
     except BaseException:
         for lane, _ in lanes:

@@ -1,6 +1,6 @@
 """Settings of the host tier, strict: an unknown name or a wrong type is refused where the settings are read."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -28,6 +28,24 @@ def check_lease(lease_s: float) -> None:
     """
     if not lease_s > 0:
         raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tenant that is told apart in reports, or has a part of the pool for itself. One of salt, salt_file and tag."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    """What reports call it."""
+    quota_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """How much of the pool is this tenant's alone, and all it gets there. Left out: it shares what the quotas leave."""
+    salt: str | None = None
+    """What its requests carry. Better in a file."""
+    salt_file: str | None = None
+    """The file that the salt is in, readable by its owner alone. A newline at its end does not count."""
+    tag: str | None = None
+    """Instead of the salt: 14 hex digits of its hash. Zeros: requests without a salt."""
+
+    def __repr__(self) -> str:
+        return f"TenantConfig(name={self.name!r}, quota_bytes={self.quota_bytes})"  # and never a salt
 
 
 class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

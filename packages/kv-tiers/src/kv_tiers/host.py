@@ -6,7 +6,7 @@ called under it unless it says otherwise, and nothing under it waits or reads a 
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_core.errors import MisuseError
@@ -17,6 +17,7 @@ from kv_core.service import Holder
 from kv_tiers import codec
 from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
 from kv_tiers.eviction.policy import EvictionPolicy, policy_name
+from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.observe import events as told
 from kv_tiers.observe.bus import UNWATCHED, Source
 from kv_tiers.pool import HostPool
@@ -44,11 +45,26 @@ class HostTotals:
 class HostTier:
     """Owns the pool and closes it."""
 
-    def __init__(self, pool: HostPool, policy: EvictionPolicy, events: Source = UNWATCHED) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        policy: EvictionPolicy,
+        make_policy: Callable[[int], EvictionPolicy],
+        quotas: Mapping[bytes, int],
+        events: Source = UNWATCHED,
+    ) -> None:
+        """policy: of all tenants without a quota. make_policy: of one with. quotas: slots, by tenant.
+
+        Raises:
+            ConfigError: the quotas are more than the pool.
+        """
         self.pool = pool
         self.events = events
         self.lock = threading.Lock()
-        self.residency = Residency(pool.slots, policy)
+        self.shares = Shares(pool.slots, policy, make_policy)
+        for tenant, slots in quotas.items():
+            self.shares.set_quota(tenant, slots, ())
+        self.residency = Residency(pool.slots, self.shares)
         self.totals = HostTotals()
         self._policy_name = policy_name(policy)
         self._evicted: list[ChunkKey] = []  # not told yet
@@ -78,15 +94,36 @@ class HostTier:
     def reserve(self, key: ChunkKey, spared: Collection[int], set_aside: set[int]) -> int | None:
         """A slot for a chunk whose bytes are still to come, emptied if it must be. None: there is no room.
 
+        The room is that of its tenant's share: other tenants' chunks stay, and slots that others have free are theirs.
+
         set_aside: as `met` of `Residency.victim`.
         """
-        slot = self.pool.allocate()
+        share = self.shares.of(key)
+        while share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
+            slot = self._make_room(share, spared, set_aside)
+            if slot is None:
+                return None
+            self.free([slot])
+        slot = self.pool.allocate() if share.slots_used < share.slots else None
         if slot is None:
-            slot = self._make_room(spared, set_aside)
+            slot = self._make_room(share, spared, set_aside)
         if slot is not None:
+            self.shares.took(slot, key)
             self.residency.reserve(key, slot)
             self.totals.chunks_reserved_ever += 1
         return slot
+
+    def set_quota(self, tenant: bytes, slots: int | None) -> None:
+        """Give a tenant so many slots for itself, or none (None). What is too much leaves as far as nobody leases it.
+
+        Raises:
+            ConfigError: the other quotas leave less than that.
+        """
+        moves = self.shares.has_quota(tenant) != (slots is not None)
+        resident = self.residency.of_tenant(tenant) if moves else []
+        self.shares.set_quota(tenant, slots, resident)
+        self.residency.have_moved(slot for _, slot in resident)
+        self._trim()
 
     def commit(
         self,
@@ -105,6 +142,7 @@ class HostTier:
         self.totals.chunks_committed += len(slots) - len(freed)
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
+        self._trim()
 
     def checksums(self, slots: Sequence[int]) -> list[bytes]:
         """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""
@@ -137,14 +175,16 @@ class HostTier:
             return False
         self._disown(slot)
         if self.residency.is_free(slot):
-            self.pool.free(slot)
+            self.free([slot])
         return True
 
     def unlease(self, slots: Sequence[int]) -> None:
         self.free(self.residency.unlease(slots))
+        self._trim()
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
+            self.shares.left(slot)
             self.pool.free(slot)
 
     def lease_doubtful(self, slots: Sequence[int]) -> dict[int, bytes]:
@@ -173,11 +213,20 @@ class HostTier:
             if damaged_keys and self.events.on:
                 self.events.publish(told.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 
-    def _make_room(self, spared: Collection[int], set_aside: set[int]) -> int | None:
-        slot = self.residency.victim(spared, set_aside)
+    def _make_room(self, share: Share, spared: Collection[int], set_aside: set[int]) -> int | None:
+        slot = self.residency.victim(spared, set_aside, share.policy)
         if slot is not None:
             self.evict(slot)
         return slot
+
+    def _trim(self) -> None:
+        """Evict what a share has beyond its size, as far as nobody leases it."""
+        for share in list(self.shares.over):
+            while share.slots_used > share.slots and (slot := self._make_room(share, (), set())) is not None:
+                self.free([slot])
+            if share.slots_used <= share.slots:
+                self.shares.over.remove(share)
+            self.tell_evicted("quota")
 
     def _disown(self, slot: int) -> None:
         """Nobody may find this slot's bytes, after a restart either."""
@@ -217,10 +266,13 @@ class HostTier:
                 directory.wipe(record.slot)
                 continue
             adopted[record.key] = record.slot
+            self.shares.took(record.slot, record.key)
             self.residency.adopt(record.key, record.slot)
             self._doubtful[record.slot] = record.digest
         self.pool.take(adopted.values())
         self.totals.chunks_adopted = len(adopted)
+        self.shares.note_over()
+        self._trim()
         if adopted:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
 

@@ -28,7 +28,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from kv_tiers import codec
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import UNWATCHED
-from kv_tiers.tier import Read, Tier, TierUsage, Write
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
 _log = logging.getLogger(__name__)
 
@@ -105,11 +105,16 @@ class _Discard:
 
 
 @dataclass(slots=True)
+class _ClearTenant:
+    tenant: bytes
+
+
+@dataclass(slots=True)
 class _Probe:
     pass
 
 
-_Job = _Load | _Ask | _Store | _Discard | _Probe
+_Job = _Load | _Ask | _Store | _Discard | _ClearTenant | _Probe
 
 
 @dataclass(slots=True)
@@ -160,6 +165,8 @@ class Lane:
         self._load_chunks = self._store_chunks = 0
         self._discarding: set[ChunkKey] = set()
         self._clearing = 0
+        self._tenants_to_clear: dict[bytes, None] = {}
+        self._clearing_tenants: set[bytes] = set()
         self._storing: dict[int, _Store] = {}
         self._running: dict[int, float] = {}  # job → when it began
         self._frozen = self._closed = False
@@ -220,6 +227,17 @@ class Lane:
             self._drop_everything()
             self._changed.notify()
 
+    def clear_tenant(self, tenant: bytes) -> None:
+        """As `clear`, for what has this tag. A tier that cannot tell tenants apart is cleared whole."""
+        with self._changed:
+            if isinstance(self.tier, ClearsTenants):
+                self._tenants_to_clear[tenant] = None
+                for job in (*self._stores, *self._storing.values()):
+                    job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
+            else:
+                self._drop_everything()
+            self._changed.notify()
+
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
         with self._changed:
@@ -262,7 +280,14 @@ class Lane:
         """Wait until nothing is queued or running. False: there still was when the time was over."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            while self._loads or self._stores or self._discards or self._clear_next or self._running:
+            while (
+                self._loads
+                or self._stores
+                or self._discards
+                or self._clear_next
+                or self._tenants_to_clear
+                or self._running
+            ):
                 left = until - time.monotonic()
                 if left <= 0 or self._health() is not Health.UP:
                     return not self._running and not self._loads and not self._stores
@@ -328,6 +353,8 @@ class Lane:
         with self._changed:
             if self._health() is not Health.UP or self._clearing or self._clear_next:
                 return False
+            if self._is_of_cleared(job):
+                return False
             if isinstance(job, _Store):
                 if self._store_chunks + len(job.chunks) > self._max_store_chunks:
                     return False
@@ -343,14 +370,29 @@ class Lane:
             return True
 
     def _first_hidden(self, keys: Sequence[ChunkKey]) -> int:
-        if not self._discards and not self._discarding:
-            return len(keys)
-        hidden = (n for n, key in enumerate(keys) if key in self._discards or key in self._discarding)
-        return next(hidden, len(keys))
+        first = len(keys)
+        if self._discards or self._discarding:
+            hidden = (n for n, key in enumerate(keys) if key in self._discards or key in self._discarding)
+            first = next(hidden, first)
+        if self._tenants_to_clear or self._clearing_tenants:
+            first = next((n for n, key in enumerate(keys[:first]) if self._is_being_cleared(key)), first)
+        return first
+
+    def _is_being_cleared(self, key: ChunkKey) -> bool:
+        return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants
+
+    def _is_of_cleared(self, job: _Load | _Ask | _Store) -> bool:
+        """Whether it is about chunks of a tenant whose clearing has not ended."""
+        if not self._tenants_to_clear and not self._clearing_tenants:
+            return False
+        if isinstance(job, _Ask):
+            return any(map(self._is_being_cleared, job.keys))
+        return any(self._is_being_cleared(one.key) for one in (job.reads if isinstance(job, _Load) else job.chunks))
 
     def _drop_everything(self) -> None:
         self._clear_next = True
         self._discards.clear()
+        self._tenants_to_clear.clear()
         for job in (*self._stores, *self._storing.values()):
             job.dropped.update(chunk.key for chunk in job.chunks)
 
@@ -365,6 +407,11 @@ class Lane:
             return self._loads.popleft()
         if self._clear_next and not self._storing and not self._clearing:
             return _Discard([], everything=True)
+        if self._tenants_to_clear and not self._clearing and not self._clear_next:
+            storing = {chunk.key.tenant for job in self._storing.values() for chunk in job.chunks}
+            for tenant in self._tenants_to_clear:
+                if tenant not in storing and tenant not in self._clearing_tenants:
+                    return _ClearTenant(tenant)
         if self._discards:
             busy = {chunk.key for job in self._storing.values() for chunk in job.chunks}
             keys = [key for key in self._discards if key not in busy]
@@ -389,6 +436,9 @@ class Lane:
                 for key in job.keys:
                     del self._discards[key]
                 self._discarding.update(job.keys)
+            case _ClearTenant():
+                del self._tenants_to_clear[job.tenant]
+                self._clearing_tenants.add(job.tenant)
             case _Probe():
                 self._probing = True
             case _:
@@ -409,6 +459,8 @@ class Lane:
                 self._clearing -= 1
             case _Discard():
                 self._discarding.difference_update(job.keys)
+            case _ClearTenant():
+                self._clearing_tenants.remove(job.tenant)
             case _Probe():
                 self._probing = False
         self._changed.notify_all()
@@ -464,6 +516,9 @@ class Lane:
                 self.tier.discard(job.keys)
                 with self._changed:
                     self._totals.discarded += len(job.keys)
+            case _ClearTenant():
+                assert isinstance(self.tier, ClearsTenants)
+                self.tier.clear_tenant(job.tenant)
             case _Probe():
                 self.tier.probe()
                 with self._changed:
@@ -533,6 +588,8 @@ class Lane:
                     self._clear_next = True
                 case _Discard():
                     self._discards.update(dict.fromkeys(job.keys))
+                case _ClearTenant():
+                    self._tenants_to_clear[job.tenant] = None
                 case _:
                     pass
             waiting: list[_Job] = [*self._loads, *self._stores]

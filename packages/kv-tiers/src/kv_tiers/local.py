@@ -14,12 +14,13 @@ ones costs nothing while there are none.
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from kv_core.clock import Clock
-from kv_core.errors import MisuseError
+from kv_core.errors import ConfigError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import (
@@ -96,6 +97,19 @@ class _Totals:
         self.chunks_hit += chunks_hit
 
 
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What a tenant has of the pool, in whole slots: chunks that are held, being written, or read after their end.
+
+    tenant: its tag. quota_bytes: None for one that shares what the quotas leave with all others.
+    """
+
+    tenant: bytes
+    chunks: int
+    used_bytes: int
+    quota_bytes: int | None
+
+
 class LocalCache:
     """A `CacheService` in this process, safe to call from any thread. It owns the pool and closes it."""
 
@@ -109,16 +123,30 @@ class LocalCache:
         lanes: Sequence[tuple[Lane, WriteMode]] = (),
         cold: ColdConfig | None = None,
         events: Source | None = None,
+        quotas: Mapping[bytes, int] | None = None,
+        share_policy: Callable[[int], EvictionPolicy] | None = None,
     ) -> None:
         """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them.
-        events: where it tells what happens; the bus stays the caller's to close."""
+        events: where it tells what happens; the bus stays the caller's to close.
+        quotas: bytes that tenants have for themselves, by their tag; see `set_quota`.
+        share_policy: makes the policy of such a tenant's share, given its size in chunks.
+
+        Raises:
+            ConfigError: the quotas are more than the pool, or leases last no time.
+        """
         check_lease(lease_s)
         self.pool = pool
         self._lease_s = lease_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self.events = UNWATCHED if events is None else events
-        chosen = make_policy(DEFAULT_POLICY, pool.slots) if policy is None else policy
-        self._host = HostTier(pool, chosen, self.events)
+        default = partial(make_policy, DEFAULT_POLICY)
+        self._host = HostTier(
+            pool,
+            default(pool.slots) if policy is None else policy,
+            default if share_policy is None else share_policy,
+            {tenant: self._slots_in(nbytes) for tenant, nbytes in (quotas or {}).items()},
+            self.events,
+        )
         self._lock = self._host.lock
         self._cold = ColdConfig() if cold is None else cold
         for lane, _ in lanes:
@@ -299,14 +327,18 @@ class LocalCache:
     def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
         """Keep the leading run of `keys` that the pool holds until `unpin`; how many chunks that is.
 
-        The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most:
-        what is beyond that is not pinned.
+        The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most, or
+        half of a tenant's quota: what is beyond that is not pinned.
         """
         with self._lock:
             self._check_open()
             before = self._pins.pop(name, [])
-            room = self.pool.slots // 2 - sum(map(len, self._pins.values()))
-            slots = list(self._host.residency.leading(keys))[: max(0, room)]
+            slots = list(self._host.residency.leading(keys))
+            if slots:
+                share_at = self._host.shares.at
+                share = share_at(slots[0])
+                pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
+                slots = slots[: max(0, share.slots // 2 - pinned)]
             self._host.residency.lease(slots)
             self._host.unlease(before)
             if slots:
@@ -368,6 +400,52 @@ class LocalCache:
             self.below.clear()
             if self.events.on:
                 self.events.publish(told.Forgotten((), everything=True))
+
+    def clear_tenant(self, tenant: bytes) -> int:
+        """Forget every chunk with this tag, on all tiers; how many the pool held. What is being written too.
+
+        A tier that cannot tell tenants apart is cleared whole.
+        """
+        with self._lock:
+            self._check_open()
+            residency = self._host.residency
+            keys = [key for key in residency.keys() + residency.writing() if key.tenant == tenant]
+            forgotten = [key for key in keys if self._host.forget(key)]
+            self._host.totals.chunks_forgotten += len(forgotten)
+            self.below.clear_tenant(tenant)
+            if self.events.on:
+                self.events.publish(told.Forgotten(forgotten))
+            return len(forgotten)
+
+    def tenants(self) -> list[TenantUse]:
+        """Of every tenant that has chunks or a quota, by tag. Their chunks add up to the slots used."""
+        slot_bytes = self.pool.slot_bytes
+        with self._lock:
+            self._check_open()
+            uses = self._host.shares.uses()
+        return [
+            TenantUse(
+                use.tenant,
+                use.slots_used,
+                use.slots_used * slot_bytes,
+                None if use.slots_quota is None else use.slots_quota * slot_bytes,
+            )
+            for use in uses
+        ]
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> None:
+        """Set so much of the pool apart for the tenant with this tag: nobody else's chunks get there, and the tenant's
+        get nowhere else. Whole chunks count. None: it shares what the quotas leave with all others.
+
+        What does not fit any more is evicted at once, but for what is being read or written: that goes when it is not.
+
+        Raises:
+            ConfigError: a negative number, less than one chunk (0 is none at all), or more than the other quotas leave.
+        """
+        slots = None if nbytes is None else self._slots_in(nbytes)
+        with self._lock:
+            self._check_open()
+            self._host.set_quota(tenant, slots)
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
@@ -439,6 +517,19 @@ class LocalCache:
         if not self.below.close(self._cold.drain_s):
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not come back from a call")
         self.pool.close()
+
+    def _slots_in(self, quota_bytes: int) -> int:
+        """
+        Raises:
+            ConfigError: no quota for chunks of this size.
+        """
+        slots, rest = divmod(quota_bytes, self.pool.slot_bytes)
+        if slots < 0 or (rest and not slots):
+            raise ConfigError(
+                f"a quota of {quota_bytes} bytes holds no chunk of this model, which takes {self.pool.slot_bytes}; "
+                "write at least that, or 0 for a tenant that keeps nothing"
+            )
+        return slots
 
     # What follows is called under the lock, but where it says otherwise.
 

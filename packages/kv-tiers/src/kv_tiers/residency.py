@@ -8,7 +8,7 @@ time, checked against the keys they hold now. A run is a hint; a stale one costs
 Nothing here locks, waits or touches a chunk's bytes: the cache holds its one lock around every call.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kv_core.keys import ChunkKey
 
@@ -164,17 +164,19 @@ class Residency:
             self.empty(slot)
         return slot
 
-    def victim(self, spared: Container[int], met: set[int]) -> int | None:
+    def victim(self, spared: Container[int], met: set[int], among: EvictionPolicy | None = None) -> int | None:
         """The slot that an eviction would empty. The same again until it is emptied, leased or touched.
 
         met: gets the spared chunks that had to be set aside; give them back (`put_back`) when the sparing ends.
+        among: the part of the policy that knows the chunks which may be chosen (`Share`); None: all of it.
         """
-        while (slot := self._policy.victim()) is not None:
+        policy = self._policy if among is None else among
+        while (slot := policy.victim()) is not None:
             if self._leases[slot]:
-                self._policy.set_aside(slot)
+                policy.set_aside(slot)
                 self._aside.add(slot)
             elif slot in spared:
-                self._policy.set_aside(slot)
+                policy.set_aside(slot)
                 met.add(slot)
             else:
                 return slot
@@ -213,6 +215,17 @@ class Residency:
 
     def writing(self) -> list[ChunkKey]:
         return list(self._writing)
+
+    def of_tenant(self, tenant: bytes) -> list[tuple[ChunkKey, int]]:
+        """This tenant's resident chunks, tails first as far as runs tell. It looks at every slot."""
+        slots = {slot: key for slot, key in enumerate(self._key_at) if key is not None and key.tenant == tenant}
+        runs = [self._runs[slot] or () for slot in slots]
+        heads_first = dict.fromkeys(slot for run in (*runs, slots) for slot in run if slot in slots)
+        return [(slots[slot], slot) for slot in reversed(heads_first)]
+
+    def have_moved(self, slots: Iterable[int]) -> None:
+        """These are in the order of another policy now, which has set none of them aside."""
+        self._aside.difference_update(slots)
 
     def _hide(self, slot: int) -> None:
         key = self._key_at[slot]

@@ -14,7 +14,7 @@ raised as `TierDown`: the lane then rests the tier for a while. Anything else th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
@@ -127,6 +127,14 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of everything. No other call comes during or after it, but a second close."""
+
+
+@runtime_checkable
+class ClearsTenants(Protocol):
+    """What a `Tier` may do besides. One that does not is cleared whole when a tenant is to be cleared."""
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        """Discard everything of this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
 
 
 OptionsCheck = Callable[[Mapping[str, object]], object]

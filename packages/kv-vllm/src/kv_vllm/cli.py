@@ -11,7 +11,7 @@ from kv_core.errors import ConfigError
 from kv_vllm.config import load
 
 _PASSWORD_IN_URL = re.compile(r"(://[^/@]*:)[^/@]*@")
-_SECRET = re.compile(r"(password|secret|token)(?!.*_file$)")
+_SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -19,6 +19,7 @@ from kv_tiers import ColdConfig, HostConfig
 from kv_tiers.observe.build import check as check_observe
 from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
+from kv_tiers.tenants import read_tenants
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     socket: str = ""
     """Empty: the cache is in the engine's process, or where that has several in a private server that ends with it. A
-    path: join the kv-server that listens there; host, tiers, cold and observe are then its own."""
+    path: join the kv-server that listens there; host, tiers, cold, tenants and observe are then
+    its own."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +69,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
     party's), write (through, back or never), and the options of the type."""
     cold: ColdConfig = ColdConfig()
+    tenants: list[dict[str, Any]] = []
+    """Who has a part of the pool alone: of each a name, one of salt_file (0600), salt and tag, and quota_bytes. The
+    salt is the cache_salt that the tenant's requests carry."""
     server: ServerSettings = ServerSettings()
     observe: ObserveConfig = ObserveConfig()
 
@@ -143,6 +148,7 @@ def _check(settings: Settings) -> None:
     for number, tier in enumerate(settings.tiers):
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, path: …}}")
+    read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)
     if settings.host.capacity_bytes < 1:
         raise ConfigError("host.capacity is 0; give the pool room for at least one chunk, such as 1GiB")
 
@@ -217,7 +223,8 @@ def _convert(path: str, value: object, wanted: Any, origin: str) -> object:
     except msgspec.DecodeError as error:  # and ValidationError, which is one
         choices = get_args(wanted)
         hint = f"; write one of {', '.join(map(str, choices))}" if choices else ""
-        raise ConfigError(f"{path} is {value!r} in {origin}: {str(error).lower()}{hint}") from None
+        shown = "not right" if path == "tenants" else repr(value)  # a salt may be in it
+        raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
 
 
 def _value_at(settings: Settings, path: str) -> object:

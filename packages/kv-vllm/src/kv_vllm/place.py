@@ -24,6 +24,7 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.wire import Registration
+from kv_tiers.tenants import read_tenants
 
 from kv_vllm.config import Settings
 
@@ -71,6 +72,7 @@ def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]
             fingerprint=chunks.fingerprint,
             tiers=settings.tiers,
             cold=settings.cold,
+            tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
             events=bus.source("", chunks.chunk_nbytes),
         )
     except BaseException:
@@ -100,7 +102,13 @@ def open_there(
     if not settings.server.socket and rank == 0:
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
-        config = {"host": _host(settings), "tiers": settings.tiers, "cold": settings.cold, "observe": settings.observe}
+        config = {
+            "host": _host(settings),
+            "tiers": settings.tiers,
+            "cold": settings.cold,
+            "tenants": settings.tenants,
+            "observe": settings.observe,
+        }
         server = launch(msgspec.to_builtins(config), socket=socket)
     until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
     while True:

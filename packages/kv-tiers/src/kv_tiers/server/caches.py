@@ -106,6 +106,7 @@ class Caches:
                 cold=self._config.cold,
                 clock=self._clock,
                 shared=True,
+                tenants=self._config.tenants,
                 events=self._bus.source(cache_name(wanted), wanted[0]),
             )
         except ConfigError as error:

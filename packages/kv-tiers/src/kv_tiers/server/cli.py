@@ -42,6 +42,11 @@ The settings are a file of TOML or JSON:
   wait_s = 1.0                # how long a request may wait for chunks on their way up
   drain_s = 5.0               # how long stopping may take
 
+  [[tenants]]                 # who has a part of the pool alone (docs/tenants.md); as many as you like
+  name = "team-a"
+  salt_file = "/…/team-a"     # of mode 0600, with the salt that team-a's requests carry; or salt, or tag
+  quota_bytes = "1GiB"
+
   [http]                      # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
   listen = "127.0.0.1:9400"   # a page at /, /metrics, /status and more; nothing unless it is said
   token_file = "/…/token"     # made if it is not there; without it nothing can be changed over HTTP

@@ -14,6 +14,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import read_options
 from kv_tiers.server.http.config import HttpConfig
+from kv_tiers.tenants import Tenant, read_tenants
 
 _MAX_PATH_NBYTES: Final = 107
 """What the kernel takes for a socket's path."""
@@ -29,6 +30,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     observe: ObserveConfig = ObserveConfig()
     """What watches the caches. A trace's file and the log are the server's own."""
     http: HttpConfig = HttpConfig()
+    tenants: list[Tenant] = []
+    """Of each format's pool. In the file: a list of `TenantConfig`."""
     socket: str = ""
     """Where it listens; empty: a file `NAME.sock` in a directory of the user's own."""
     name: str = "default"
@@ -65,7 +68,9 @@ def read_config(options: Mapping[str, object]) -> ServerConfig:
         part = given.get(name)
         if isinstance(part, Mapping):
             given[name] = msgspec.to_builtins(read_options(settings, part, name))
+    tenants = given.pop("tenants", [])
     config = read_options(ServerConfig, given, "server")
+    config = msgspec.structs.replace(config, tenants=read_tenants(tenants, capacity_bytes=config.host.capacity_bytes))
     if config.max_formats < 1 or config.max_sessions < 1:
         raise ConfigError("server: max_formats and max_sessions are at least 1")
     if config.host.name:

@@ -8,10 +8,11 @@ the exception (`kv_tiers.server.orphans`).
 import os
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
 from typing import TypeVar
@@ -20,7 +21,7 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
 
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.local import LocalCache
+from kv_tiers.local import LocalCache, TenantUse
 from kv_tiers.observe.build import build_bus
 from kv_tiers.server import wire
 from kv_tiers.server.address import Address
@@ -47,6 +48,7 @@ class CacheServer:
         """
         self._lease_s = config.host.lease_s
         self._max_formats = config.max_formats
+        self._names = {tenant.tag: tenant.name for tenant in config.tenants}
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
         self.bus, self._history = build_bus(config.observe)
@@ -250,7 +252,15 @@ class CacheServer:
         """For the serving thread: the server at this moment."""
         used = [one.session.cache for one in self._clients.all() if one.session is not None]
         caches = [
-            wire.CacheReport(nbytes, fingerprint, cache.pool.name, used.count(cache), cache.counts(), _tiers(cache))
+            wire.CacheReport(
+                nbytes,
+                fingerprint,
+                cache.pool.name,
+                used.count(cache),
+                cache.counts(),
+                _tiers(cache),
+                *_tenants(cache, self._names),
+            )
             for (nbytes, fingerprint), cache in self._caches.by_format().items()
         ]
         return wire.Report(
@@ -293,6 +303,20 @@ class CacheServer:
         self._wake_reader.close()
         self._wake_writer.close()
         self._address.close()
+
+
+def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[wire.TenantReport], int]:
+    """Those that a report lists, and how many there are in all."""
+    uses = {use.tenant: use for use in cache.tenants()}
+    for tag in names:
+        uses.setdefault(tag, TenantUse(tag, 0, 0, None))
+    known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
+    others = nlargest(wire.MOST_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
+    listed = [*known.values(), *others]
+    return [
+        wire.TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
+        for use in listed
+    ], len(uses)
 
 
 def _tiers(cache: LocalCache) -> list[wire.TierReport]:

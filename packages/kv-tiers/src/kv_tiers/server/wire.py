@@ -29,6 +29,8 @@ MAX_KEYS: Final = 1 << 16
 """Keys in one message: 16 million tokens in chunks of 256."""
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
+MOST_TENANTS: Final = 1000
+"""That a report lists though they have no name and no quota: there may be as many as there are chunks."""
 MAX_REQUEST_NBYTES: Final = 4 << 20
 MAX_ANSWER_NBYTES: Final = 64 << 20
 
@@ -320,8 +322,26 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantReport:
+    """What a tenant has of the pool. name: from the settings, "" if it is not there. tag: hex, as in keys' paths.
+
+    quota_bytes: None for one that shares what the quotas leave.
+    """
+
+    name: str
+    tag: str
+    chunks: int
+    used_bytes: int
+    quota_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
-    """One format's cache. sessions: of clients that use it now."""
+    """One format's cache. sessions: of clients that use it now.
+
+    tenants: those with a name or a quota, and of all others the `MOST_TENANTS` that have most, as `tenants_known`
+    counts all.
+    """
 
     chunk_nbytes: int
     fingerprint: str
@@ -329,6 +349,8 @@ class CacheReport:
     sessions: int
     counts: CacheCounts
     tiers: list[TierReport]
+    tenants: list[TenantReport]
+    tenants_known: int
 
 
 @dataclass(frozen=True, slots=True)

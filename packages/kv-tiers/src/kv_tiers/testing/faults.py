@@ -9,7 +9,7 @@ from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, StoreOutcome
 
-from kv_tiers.tier import Read, Tier, TierUsage, Write
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
 Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug"]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
@@ -70,6 +70,11 @@ class FaultyTier:
     def clear(self) -> None:
         self._fail("clear")
         self._tier.clear()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        self._fail("clear_tenant")
+        assert isinstance(self._tier, ClearsTenants)
+        self._tier.clear_tenant(tenant)
 
     def probe(self) -> None:
         self._fail("probe")

@@ -7,14 +7,14 @@ import mmap
 import threading
 from collections.abc import Sequence
 
-from kv_core.keys import ChunkKey
+from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored
 from kv_core.testing import key_chain
 
 from kv_tiers import codec
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.testing.contract import content
-from kv_tiers.tier import Read, Tier, TierContext, Write
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierContext, Write
 
 CHUNK_NBYTES = 10_000
 """No multiple of a page, on purpose."""
@@ -135,6 +135,29 @@ class TierContract:
         assert self.tier.usage().chunks in (0, None)
         self.store(keys)
         assert self.loaded(keys) == [True] * 4
+
+    def test_a_tenant_is_cleared_and_nobody_else(self) -> None:
+        if not isinstance(self.tier, ClearsTenants):
+            return  # its lane clears it whole
+        salts = (None, "", "one", "two")
+        chains = {salt: key_chain(3, salt=salt) for salt in salts}
+        # Another model's: a tenant has chunks in every key space.
+        elsewhere = {
+            salt: [ChunkKey(key[:1] + bytes(range(16)) + key[17:]) for key in chains[salt][:1]] for salt in salts
+        }
+        for salt in salts:
+            self.store(chains[salt])
+            self.store(elsewhere[salt])
+        self.tier.clear_tenant(tenant_tag("one"))
+        self.tier.clear_tenant(tenant_tag("never seen"))
+        for salt in salts:
+            assert self.tier.holds(chains[salt]) == [salt != "one"] * 3
+            assert self.loaded(chains[salt] + elsewhere[salt]) == [salt != "one"] * 4
+        assert self.tier.usage().chunks in (12, None)
+        self.store(chains["one"])
+        self.tier.clear_tenant(NO_TENANT)
+        assert self.loaded(chains["one"]) == [True] * 3
+        assert self.tier.holds(chains[None] + elsewhere[None]) == [False] * 4
 
     def test_every_share_of_a_chunk_is_its_own(self) -> None:
         keys = key_chain(2, shards=2)

@@ -1,7 +1,7 @@
 """A whole hierarchy, small, whose tiers fail and whose lanes work when they are told to."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
@@ -35,6 +35,7 @@ class Tower:
         threads: int = 0,
         cold: ColdConfig | None = None,
         pool: HostPool | None = None,
+        quotas: Mapping[bytes, int] | None = None,
     ) -> None:
         self.clock = HandClock()
         self.tiers: list[FaultyTier] = []
@@ -59,6 +60,8 @@ class Tower:
             clock=self.clock,
             lanes=lanes,
             cold=cold or ColdConfig(batch_bytes=2 * 4096, prefetch_share=1.0, drain_s=0.2),
+            quotas=quotas,
+            share_policy=lambda chunks: LruPolicy(),
         )
 
     def run(self) -> None:

@@ -213,6 +213,9 @@ class DiskTier:
     def clear(self) -> None:
         self.discard(self._index.all_keys())
 
+    def clear_tenant(self, tenant: bytes) -> None:
+        self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
+
     def probe(self) -> None:
         """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped."""
         with self._lock:

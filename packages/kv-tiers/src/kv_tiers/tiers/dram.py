@@ -97,6 +97,9 @@ class DramTier:
     def clear(self) -> None:
         self._index.discard(self._index.all_keys())
 
+    def clear_tenant(self, tenant: bytes) -> None:
+        self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
+
     def probe(self) -> None:
         return
 

@@ -29,6 +29,9 @@ class NullTier:
     def clear(self) -> None:
         return
 
+    def clear_tenant(self, tenant: bytes) -> None:
+        return
+
     def probe(self) -> None:
         return
 

@@ -128,9 +128,12 @@ class ObjectsTier:
         self._delete([self._path(key) for key in keys])
 
     def clear(self) -> None:
-        batches = self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE)
-        while (batch := self._asked(partial(next, batches, None))) is not None:
-            self._delete([found["path"] for found in batch])
+        self._delete_below(self._prefix)
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        found = self._asked(lambda: self._obstore.list_with_delimiter(self._store, self._prefix))
+        for space in found["common_prefixes"]:
+            self._delete_below(f"{space.rstrip('/')}/{tenant.hex()}")
 
     def probe(self) -> None:
         try:
@@ -201,6 +204,11 @@ class ObjectsTier:
         except _ForbiddenError as error:
             return Refused(str(error))
         return Stored()
+
+    def _delete_below(self, path: str) -> None:
+        batches = self._obstore.list(self._store, path, chunk_size=_DELETED_AT_ONCE)
+        while (batch := self._asked(partial(next, batches, None))) is not None:
+            self._delete([found["path"] for found in batch])
 
     def _delete(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), _DELETED_AT_ONCE):

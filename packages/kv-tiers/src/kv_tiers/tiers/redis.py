@@ -119,6 +119,11 @@ class RedisTier:
         for address in self._servers.masters():
             self._servers.find(address, self._everything, partial(self._unlink_names, address))
 
+    def clear_tenant(self, tenant: bytes) -> None:
+        pattern = self._everything + b"{" + _pattern_of(tenant)
+        for address in self._servers.masters():
+            self._servers.find(address, pattern, partial(self._unlink_names, address))
+
     def probe(self) -> None:
         # Who serves what may be old knowledge by now.
         self._servers.forget()
@@ -357,6 +362,17 @@ def _numbers(connection: Connection, commands: Sequence[bytes], asking: bool) ->
             connection.read_ok()
             answers += connection.read_numbers(1)
     return answers
+
+
+def _pattern_of(tenant: bytes) -> bytes:
+    """What the base64 of this tenant's keys looks like, whatever their key space (a glob).
+
+    Version and space are 17 bytes: 22 characters, and 4 bits of the next one, whose other 2 are the tenant's first.
+    """
+    spelled = [urlsafe_b64encode(bytes(16) + bytes([last]) + tenant)[22:] for last in range(16)]
+    letters = b"".join(one[:1] for one in spelled)
+    # In a class a minus between two letters means a range.
+    return b"?" * 22 + b"[" + letters.replace(b"-", b"\\-") + b"]" + spelled[0][1:] + b"*"
 
 
 def _ping(connection: Connection) -> ErrorReply | None:

@@ -137,17 +137,16 @@ class SharedFsTier:
             self._remove(self._path(key))
 
     def clear(self) -> None:
-        # Renamed at once, removed at leisure; and what others left in the middle of that.
-        left = f".{os.path.basename(self._directory)}."
+        self._take_away([self._directory])
+
+    def clear_tenant(self, tenant: bytes) -> None:
         try:
-            os.rename(self._directory, f"{self._root}/{left}{secrets.token_hex(8)}")
+            spaces = os.listdir(self._directory)
         except OSError as error:
             if error.errno not in _GONE:
                 raise self._down(error) from error
-        self._check_root()
-        for name in os.listdir(self._root):
-            if name.startswith(left):
-                shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
+            spaces = []
+        self._take_away([f"{self._directory}/{space}/{tenant.hex()}" for space in spaces])
 
     def probe(self) -> None:
         self._check_root()
@@ -304,6 +303,20 @@ class SharedFsTier:
                 self._sweep, self._swept_from_s = _files(self._directory), now_s
         finally:
             self._sweeping.release()
+
+    def _take_away(self, directories: Sequence[str]) -> None:
+        """Renamed at once, removed at leisure; and what others left in the middle of that."""
+        left = f".{os.path.basename(self._directory)}."
+        for directory in directories:
+            try:
+                os.rename(directory, f"{self._root}/{left}{secrets.token_hex(8)}")
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise self._down(error) from error
+        self._check_root()
+        for name in os.listdir(self._root):
+            if name.startswith(left):
+                shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
 
     def _remove(self, path: str) -> None:
         try:

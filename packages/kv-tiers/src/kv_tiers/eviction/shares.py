@@ -1,0 +1,202 @@
+"""Whose part of a pool each chunk is in, and what leaves when that part is full.
+
+A tenant with a quota has a share of its own, as large as the quota, and a policy of its own. All others have what the
+quotas leave, the common share. Nothing is lent: a share that is full makes room in itself, whatever else is free, so no
+chunk ever leaves for a chunk of another share, and what one tenant does changes nothing in another's order.
+
+Slots are counted for their tenant from when they are taken until they are free again, those too in which nobody finds a
+chunk any more while somebody still reads it: so what the tenants use always adds up to what the pool uses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kv_core.errors import ConfigError
+from kv_core.keys import TENANT_AT, ChunkKey
+
+from kv_tiers.eviction.policy import EvictionPolicy
+
+
+@dataclass(eq=False, slots=True)
+class Share:
+    """One tenant's, or the common one. slots_used may be above slots for a while after a quota was lowered."""
+
+    policy: EvictionPolicy
+    slots: int
+    slots_used: int = 0
+    is_common: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Account:
+    """Of a tenant that has a slot."""
+
+    tenant: bytes
+    share: Share
+    slots_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """slots_quota: None for a tenant of the common share."""
+
+    tenant: bytes
+    slots_used: int
+    slots_quota: int | None
+
+
+class Shares:
+    """An `EvictionPolicy` of policies, and the accounts of all tenants. Constant time a chunk, however many there are.
+
+    While nobody has a quota it hands every call on and does nothing else.
+    """
+
+    def __init__(self, slots: int, policy: EvictionPolicy, make_policy: Callable[[int], EvictionPolicy]) -> None:
+        """policy: of the common share. make_policy: a new one for a share of so many slots."""
+        self.common = Share(policy, slots, is_common=True)
+        self.over: set[Share] = set()
+        """Shares that have more than they may, since a quota was set."""
+        self._make_policy = make_policy
+        self._own: dict[bytes, Share] = {}
+        self._accounts: dict[bytes, _Account] = {}
+        self._account_at: list[_Account | None] = [None] * slots
+
+    def of(self, key: ChunkKey) -> Share:
+        """Where a chunk of this key belongs."""
+        return self._own.get(key[TENANT_AT], self.common) if self._own else self.common
+
+    def at(self, slot: int) -> Share:
+        """Whose this taken slot is."""
+        account = self._account_at[slot]
+        assert account is not None
+        return account.share
+
+    def took(self, slot: int, key: ChunkKey) -> None:
+        """The slot is this chunk's from now, and not another's any more."""
+        tenant = key[TENANT_AT]
+        before = self._account_at[slot]
+        if before is not None:
+            if before.tenant == tenant:
+                return
+            self.left(slot)
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(tenant, self._own.get(tenant, self.common))
+        account.slots_used += 1
+        account.share.slots_used += 1
+        self._account_at[slot] = account
+
+    def left(self, slot: int) -> None:
+        """The slot is nobody's."""
+        account = self._account_at[slot]
+        assert account is not None
+        self._account_at[slot] = None
+        account.share.slots_used -= 1
+        account.slots_used -= 1
+        if not account.slots_used:
+            del self._accounts[account.tenant]
+
+    def uses(self) -> list[SlotUse]:
+        """Of every tenant that has a slot or a quota, by tag."""
+        found = []
+        for tenant in sorted(self._accounts.keys() | self._own.keys()):
+            account, own = self._accounts.get(tenant), self._own.get(tenant)
+            used = 0 if account is None else account.slots_used
+            found.append(SlotUse(tenant, used, None if own is None else own.slots))
+        return found
+
+    def has_quota(self, tenant: bytes) -> bool:
+        return tenant in self._own
+
+    def set_quota(self, tenant: bytes, slots: int | None, resident: Sequence[tuple[ChunkKey, int]]) -> None:
+        """Give the tenant a share of so many slots, or change its size; None: it is one of the others again.
+
+        What is beyond a share's size afterwards stays until somebody evicts it (`over`).
+
+        resident: the tenant's chunks, least worth first. Only looked at if it had no quota, or has none from now.
+
+        Raises:
+            ConfigError: the other quotas leave less than that.
+        """
+        own = self._own.get(tenant)
+        free = self.common.slots + (0 if own is None else own.slots)
+        if slots is not None and slots > free:
+            raise ConfigError(f"a quota of {slots} chunks, where the other quotas leave {free}")
+        if own is None and slots is not None:
+            own = self._own[tenant] = Share(self._make_policy(max(1, slots)), slots)
+            self._move(tenant, self.common, own, resident)
+        elif own is not None and slots is None:
+            del self._own[tenant]
+            own.slots = 0
+            self._move(tenant, own, self.common, resident)
+        elif own is not None and slots is not None:
+            own.slots = slots
+        self.common.slots = free - (slots or 0)
+        self.note_over()
+
+    def note_over(self) -> None:
+        """See which shares have too much. For after what is done seldom: it looks at all of them."""
+        self.over.update(share for share in (self.common, *self._own.values()) if share.slots_used > share.slots)
+
+    # As an `EvictionPolicy`.
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for share, its_keys, its_slots in self._parted(keys, slots):
+            share.policy.added(its_keys, its_slots)
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for share, its_keys, its_slots in self._parted(keys, slots):
+            share.policy.used(its_keys, its_slots)
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for share, its_keys, its_slots in self._parted(keys, slots):
+            share.policy.extended(its_keys, its_slots)
+
+    def removed(self, slot: int) -> None:
+        self.at(slot).policy.removed(slot)
+
+    def victim(self) -> int | None:
+        """Of any share. Whoever makes room for a chunk asks its share's policy instead."""
+        offers = (share.policy.victim() for share in (self.common, *self._own.values()))
+        return next((slot for slot in offers if slot is not None), None)
+
+    def set_aside(self, slot: int) -> None:
+        self.at(slot).policy.set_aside(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        if not self._own:
+            self.common.policy.put_back(slots)
+            return
+        of_share: dict[Share, list[int]] = {}
+        for slot in slots:
+            of_share.setdefault(self.at(slot), []).append(slot)
+        for share, its_slots in of_share.items():
+            share.policy.put_back(its_slots)
+
+    def _parted(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int]
+    ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
+        """By share. A prompt is one tenant's and so of one share; what is no prompt may be of several."""
+        if not self._own:
+            return [(self.common, keys, slots)]
+        shares = {account.share for account in set(map(self._account_at.__getitem__, slots)) if account is not None}
+        if len(shares) == 1:
+            return [(shares.pop(), keys, slots)]
+        of_share: dict[Share, tuple[list[ChunkKey], list[int]]] = {}
+        for key, slot in zip(keys, slots, strict=False):
+            its_keys, its_slots = of_share.setdefault(self.at(slot), ([], []))
+            its_keys.append(key)
+            its_slots.append(slot)
+        return [(share, its_keys, its_slots) for share, (its_keys, its_slots) in of_share.items()]
+
+    def _move(self, tenant: bytes, old: Share, new: Share, resident: Sequence[tuple[ChunkKey, int]]) -> None:
+        account = self._accounts.get(tenant)
+        if account is None:
+            return
+        account.share = new
+        old.slots_used -= account.slots_used
+        new.slots_used += account.slots_used
+        for _, slot in resident:
+            old.policy.removed(slot)
+        for key, slot in resident:
+            new.policy.added([key], [slot])

@@ -1,0 +1,102 @@
+"""Tenants as a user writes them: a name, what tells their requests apart, and how much of the pool they have.
+
+A salt may be a secret. It is read, turned into its tag, and not kept: nothing below this knows tenants by anything but
+their tag, and no text of ours repeats a salt.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from kv_core.errors import ConfigError, InputError
+from kv_core.keys import TENANT_NBYTES, tenant_tag
+
+from kv_tiers.config import TenantConfig
+from kv_tiers.machine import spelled
+from kv_tiers.options import read_options
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """One that is known by name. tag: as `ChunkKey.tenant`. quota_bytes: None if it shares what the quotas leave."""
+
+    name: str
+    tag: bytes
+    quota_bytes: int | None = None
+
+
+def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
+    """What a list of `TenantConfig`, as it comes from a file, says. capacity_bytes: of the pool.
+
+    Raises:
+        ConfigError: an option that is unknown, missing or out of range; a salt's file that others can read; a name or a
+            salt that is there twice; quotas beyond the pool.
+    """
+    if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
+        raise ConfigError("tenants: write a list, of each tenant its name, its salt_file and its quota_bytes")
+    tenants = [_read(options, f"tenants[{number}]") for number, options in enumerate(listed)]
+    _check_once(tenants)
+    quotas = sum(tenant.quota_bytes or 0 for tenant in tenants)
+    if quotas > capacity_bytes:
+        raise ConfigError(
+            f"tenants: the quotas are {quotas} bytes ({spelled(quotas)}) in all, and the pool has {capacity_bytes} "
+            f"({spelled(capacity_bytes)}); write smaller quota_bytes or a larger capacity"
+        )
+    return tenants
+
+
+def quotas_of(tenants: Iterable[Tenant]) -> dict[bytes, int]:
+    """Bytes by tag, of those that have a quota."""
+    return {tenant.tag: tenant.quota_bytes for tenant in tenants if tenant.quota_bytes is not None}
+
+
+def _read(options: Mapping[str, object], where: str) -> Tenant:
+    config = read_options(TenantConfig, options, where)
+    where = f"{where} ({config.name})"
+    given = [name for name in ("salt", "salt_file", "tag") if getattr(config, name) is not None]
+    if len(given) != 1:
+        said = " and ".join(given) or "none"
+        raise ConfigError(f"{where}: write one of salt, salt_file and tag; there is {said}")
+    return Tenant(config.name, _tag(config, where), config.quota_bytes)
+
+
+def _tag(config: TenantConfig, where: str) -> bytes:
+    if config.tag is not None:
+        digits = 2 * TENANT_NBYTES
+        if len(config.tag) != digits or not set(config.tag) <= set("0123456789abcdef"):
+            raise ConfigError(
+                f"{where}: a tag is {digits} lower-case hex digits, as the status and a key's path show it"
+            )
+        return bytes.fromhex(config.tag)
+    salt = config.salt if config.salt_file is None else _salt_in(Path(config.salt_file), where)
+    try:
+        return tenant_tag(salt)
+    except InputError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _salt_in(path: Path, where: str) -> str:
+    try:
+        with path.open("rb") as file:
+            mode = path.stat().st_mode
+            salt = file.read(1 << 16).removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise ConfigError(f"{where}: salt_file {path} cannot be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{where}: salt_file {path} can be read by others: run chmod 600 {path}")
+    if not salt:
+        raise ConfigError(f"{where}: salt_file {path} is empty; write the salt into it, as requests carry it")
+    try:
+        return salt.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: salt_file {path} is not UTF-8") from None
+
+
+def _check_once(tenants: Sequence[Tenant]) -> None:
+    of_tag: dict[bytes, str] = {}
+    names: set[str] = set()
+    for tenant in tenants:
+        if tenant.name in names:
+            raise ConfigError(f"tenants: there are two called {tenant.name!r}")
+        names.add(tenant.name)
+        if (other := of_tag.setdefault(tenant.tag, tenant.name)) != tenant.name:
+            raise ConfigError(f"tenants: {other!r} and {tenant.name!r} have the same salt")
