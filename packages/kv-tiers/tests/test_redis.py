@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers import codec
@@ -711,6 +712,19 @@ class TestTroubles:
         tier.clear()
         assert server.ask("EXISTS", *mine) == 0
         assert other.holds(key_chain(2)) == [True, True]
+
+    def test_a_tenant_is_cleared_whatever_base64_makes_of_its_tag_and_of_the_key_space(self) -> None:
+        """A tenant's names have no common first letters across key spaces, so they are found by a pattern."""
+        tier = self.tier(f"unix://{running('valkey').unix}")
+        tags = [
+            bytes([first, *others]) for first in (0x00, 0x7F, 0xBE, 0xFF) for others in (bytes(6), b"\xfb\xef\xbe" * 2)
+        ]
+        spaces = [bytes([last]) * 16 for last in range(0, 256, 17)]
+        keys = [ChunkKey(b"\x01" + space + tag + bytes(6) + bytes(32)) for space in spaces for tag in tags]
+        self.bench.store(keys)
+        for cleared, tag in enumerate(tags):
+            tier.clear_tenant(tag)
+            assert tier.holds(keys) == [key.tenant not in tags[: cleared + 1] for key in keys]
 
     def test_a_server_that_wants_a_password_is_down_without_one(self) -> None:
         server = running("closed", VALKEY, "--requirepass", "s3cret")

@@ -67,7 +67,7 @@ def test_a_salt_is_named_by_itself_its_file_or_its_tag(salt_file: Path) -> None:
         ([{"name": "a", "salt_file": "/nowhere/salt"}], "/nowhere/salt cannot be read: No such file"),
         ([{"name": "a", "salt": SECRET}, {"name": "a", "salt": "b"}], "two called 'a'"),
         ([{"name": "a", "salt": SECRET}, {"name": "b", "tag": tenant_tag(SECRET).hex()}], "'a' and 'b' have the same"),
-        ([{"name": "a", "salt": "a", "quota_bytes": "1GiB"}, {"name": "b", "salt": "b", "quota_bytes": 1}], "larger cap"),
+        ([{"name": "a", "salt": "a", "quota_bytes": GIB}, {"name": "b", "salt": "b", "quota_bytes": 1}], "a larger"),
         ({"name": "a", "salt": SECRET}, "write a list"),
         ([SECRET], "write a list"),
     ],

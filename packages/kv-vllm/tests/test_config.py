@@ -57,6 +57,8 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"tiers": [{"path": "/kv"}]}, "tiers[0] has no type"),
         ({"tiers": {"type": "disk"}}, "expected `array`"),
         ({"cold": {"wait": 1}}, "did you mean 'cold.wait_s'"),
+        ({"tenants": [{"name": "a", "sallt": "s"}]}, "did you mean 'salt'"),
+        ({"tenants": [{"name": "a", "salt": "s", "quota_bytes": "5GiB"}]}, "write smaller quota_bytes"),
         ({"cold": {"spill_share": 0}}, "a part of the pool"),
         ({"cold": {"batch_bytes": 0}}, "at least 1"),
         ({"observe": {"log": "yes"}}, "write one of none, text, json"),
@@ -157,3 +159,24 @@ def test_a_private_server_watches_as_the_settings_say(tmp_path: Path) -> None:
         server.stop()
     (trace,) = tmp_path.glob("trace-*.jsonl")
     assert len(json.loads(trace.read_text())["hash_ids"]) == 3
+
+
+@pytest.mark.parametrize("tenants", [{"salt": "hush"}, [{"name": "a", "salt": ["hush"]}], "hush", ["hush"]])
+def test_a_salt_is_in_no_error(tenants: object) -> None:
+    for extra, environ in (({"tenants": tenants}, {}), ({}, {"KV_TENANTS": json.dumps(tenants)})):
+        with pytest.raises(ConfigError, match="tenants") as raised:
+            load(extra, environ)
+        assert "hush" not in str(raised.value)
+
+
+def test_kv_config_shows_tenants_without_their_salts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    salt = tmp_path / "its salt"
+    salt.write_text("more")
+    salt.chmod(0o600)
+    tenants = [{"name": "a", "salt": "hush", "quota_bytes": "1MiB"}, {"name": "b", "salt_file": str(salt)}]
+    for output in ("table", "json"):
+        assert main(["config", "--extra", json.dumps({"tenants": tenants}), "--output", output]) == 0
+        shown = capsys.readouterr().out
+        assert "hush" not in shown
+        assert "1MiB" in shown
+        assert str(salt) in shown
