@@ -11,7 +11,7 @@ run of bytes, which is much cheaper to read than an array of them.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -349,8 +349,8 @@ class CacheReport:
     sessions: int
     counts: CacheCounts
     tiers: list[TierReport]
-    tenants: list[TenantReport]
-    tenants_known: int
+    tenants: list[TenantReport] = field(default_factory=list)
+    tenants_known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
