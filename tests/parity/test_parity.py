@@ -114,6 +114,9 @@ class Player:
             assert time.monotonic() < end
         return plan
 
+    def progress(self, holder: str) -> object:
+        return replace(self.at.service.progress(holder), waited_s=0.0)
+
     def renew(self, holder: str) -> object:
         return self.at.service.renew(holder)
 
@@ -221,6 +224,7 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
             ("begin_load", A[:2], "l"),
             ("poll", "l", "2"),
             ("advance", 200.0),
+            ("progress", "r"),
             ("renew", "r"),
             ("advance", 100.0),
             ("release", "2"),
@@ -360,7 +364,9 @@ def test_the_same_answers_to_anything(seed: int) -> None:
             case 8 if names:
                 scenario.append(("release", rng.choice(names)))
             case 9:
-                scenario.append(rng.choice([("renew", holder), ("end", holder), ("poll", holder)]))
+                scenario.append(
+                    rng.choice([("renew", holder), ("progress", holder), ("end", holder), ("poll", holder)])
+                )
             case 10:
                 scenario.append(("forget", keys[rng.randint(0, len(keys)) :]))
             case _:

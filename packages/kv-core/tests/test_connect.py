@@ -122,6 +122,18 @@ def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, 
     scheduler.finished(asked.request_id)
 
 
+def test_what_blocks_the_engine_gave_is_told_once_a_step() -> None:
+    service, _, scheduler, _ = halves()
+    for name in ("a", "b"):
+        scheduler.match(request(name, list(range(9))), 0)
+        scheduler.allocated(name, 0, (range(5),))
+    scheduler.allocated("a stranger's", 0, (range(5),))
+    assert service.allocations == []
+    scheduler.build_step([])
+    scheduler.build_step([])
+    assert service.allocations == [{"e/a": 5, "e/b": 5}]
+
+
 def test_a_salted_request_s_keys_carry_its_tenant_in_both_halves() -> None:
     """And the plan between them carries the tag alone: the salt is a secret of the scheduler's."""
     service, copier, scheduler, worker = halves()

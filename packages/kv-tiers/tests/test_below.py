@@ -5,6 +5,7 @@ import time
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import LookupProgress
 from kv_core.testing import key_chain
 from kv_tiers.config import ColdConfig
 from kv_tiers.lane import Health
@@ -45,6 +46,26 @@ def test_a_question_that_has_to_be_asked_again_counts_once() -> None:
     after = tower.cache.counts()
     assert after.lookups == before.lookups + 1
     assert (after.chunks_asked - before.chunks_asked, after.chunks_hit - before.chunks_hit) == (8, 6)
+    tower.close()
+
+
+def test_the_way_up_can_be_watched() -> None:
+    """What was found at once, what is still coming, and for how long it has been waited for."""
+    tower = Tower(slots=8)
+    tower.store(KEYS)
+    tower.run()
+    tower.store(key_chain(4, branch="crowd"))
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    tower.clock.advance(0.25)
+    progress = tower.cache.progress("r")
+    assert progress == LookupProgress(promised=4, coming=2, waited_s=0.25)
+    assert tower.cache.progress("r") == progress  # looking changes nothing
+    tower.run()
+    assert tower.cache.progress("r").coming == 0
+    assert tower.ask(KEYS).chunks == 6
+    assert tower.cache.progress("r").promised == 6
+    tower.cache.end("r")
+    assert tower.cache.progress("r") == LookupProgress(0, 0, 0.0)
     tower.close()
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,9 @@ from kv_core.service import CacheService, LoadFailed, LoadReady, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.observe.bus import Occurred, Subscriber
+from kv_tiers.observe.config import ObserveConfig
+from kv_tiers.observe.events import BlocksAllocated
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
 from kv_tiers.server import caches as caches_module
@@ -36,7 +40,7 @@ from kv_tiers.server import clients as clients_module
 from kv_tiers.server import orphans as orphans_module
 from kv_tiers.server import session as session_module
 from kv_tiers.server.config import default_socket, read_config, read_config_text
-from kv_tiers.server.connection import ask_server
+from kv_tiers.server.connection import Connection, ask_server
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.server import CacheServer
@@ -225,6 +229,35 @@ def test_one_shard_each_and_a_chunk_counts_when_all_are_there(served: Served) ->
     assert asker.lookup(keys, "r", keys_per_chunk=2).chunks == 3
     for cache in (*ranks, asker):
         cache.close()
+
+
+def test_whoever_watches_the_server_hears_of_an_engines_blocks(served: Served) -> None:
+    """Without a round trip; and a question right behind it is answered by its own answer."""
+    heard: list[tuple[str, int]] = []
+
+    class Ear(Subscriber):
+        def take(self, occurred: Occurred) -> None:
+            if isinstance(occurred.event, BlocksAllocated):
+                heard.append((occurred.event.holder.partition("/")[2], occurred.event.blocks))
+
+    served.server.bus.subscribe(Ear())
+    cache = served.join()
+    cache.allocated({"one": 5, "two": 0})
+    assert cache.lookup(key_chain(2), "one").chunks == 0
+    until(lambda: heard == [("one", 5), ("two", 0)])
+    cache.close()
+
+
+def test_where_nobody_watches_blocks_are_not_told() -> None:
+    quiet = Served(observe=ObserveConfig(history_keys=0))
+    cache = quiet.join()
+    with mock.patch.object(Connection, "send", autospec=True, side_effect=Connection.send) as sent:
+        cache.allocated({"one": 5})
+        assert sent.call_count == 0
+        cache.counts()
+        assert sent.call_count == 1
+    cache.close()
+    quiet.close()
 
 
 def test_an_engines_processes_find_what_its_workers_registered(served: Served) -> None:

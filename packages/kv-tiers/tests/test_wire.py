@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
-from kv_core.service import CacheCounts
+from kv_core.service import CacheCounts, LookupProgress
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.observe.explain import ChunkState
 from kv_tiers.server import wire
@@ -29,6 +29,8 @@ REQUESTS: list[wire.Request] = [
     wire.Renew("holder"),
     wire.BeginLoad(KEYS, "holder"),
     wire.BeginStore(KEYS, "holder"),
+    wire.Progress("holder"),
+    wire.Allocated({"holder": 3}),
     wire.Commit(7),
     wire.Release(7, True),
     wire.Forget(KEYS),
@@ -58,9 +60,10 @@ REPORT = wire.Report(
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),
     wire.Welcome("0.1.0", 1),
-    wire.Pool("pool", 4096, 8, b"t" * 16, [1]),
+    wire.Pool("pool", 4096, 8, b"t" * 16, [1], True),
     wire.Done(),
     wire.Truth(True),
+    wire.Progressed(LookupProgress(1, 2, 0.5)),
     wire.Planned(1, "ABSENT", ("host",)),
     wire.Ticketed(3),
     wire.Leased(3, [0, 2], [5, 6], "no room"),

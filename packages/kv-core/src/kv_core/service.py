@@ -6,7 +6,7 @@ once. Whoever holds anything is named by a `Holder` (one request, or one worker)
 one call when the holder ends, however it ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -62,6 +62,19 @@ Completion = LoadReady | LoadFailed
 
 
 @dataclass(frozen=True, slots=True)
+class LookupProgress:
+    """How far a holder's patient lookup has come, in keys.
+
+    promised: held for it now; with the first answer, what was found at once. coming: on their way up from slower tiers.
+    waited_s: since it was first told to ask again; 0 where nothing is waited for.
+    """
+
+    promised: int
+    coming: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class CacheCounts:
     """A snapshot. Slots and leases are present values; the rest only grow. Lookups, and the chunks asked for and hit in
     them, are counted when they are answered for good: not while the answer is `PENDING`.
@@ -107,6 +120,9 @@ class CacheService(Protocol):
         holder's first question to its end. Not patient: what can be promised now, and nothing is brought up.
         """
 
+    def progress(self, holder: Holder) -> LookupProgress:
+        """How far this holder's lookup has come. Looks only: nothing is renewed, promised or waited for."""
+
     def renew(self, holder: Holder) -> bool:
         """Start the promise's time anew. False if the holder has none (any more): look up again."""
 
@@ -146,6 +162,9 @@ class CacheService(Protocol):
 
     def poll(self, holder: Holder) -> list[Completion]:
         """Tickets of `holder` that finished since it last asked."""
+
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        """Tell whoever watches the cache how many of its blocks the engine gave to which holders. Changes nothing."""
 
     def clear(self) -> None:
         """Forget every chunk that is held."""

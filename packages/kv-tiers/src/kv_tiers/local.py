@@ -30,6 +30,7 @@ from kv_core.service import (
     LeaseId,
     LoadFailed,
     LoadReady,
+    LookupProgress,
     ReadLease,
     Ticket,
     WriteLease,
@@ -193,6 +194,15 @@ class LocalCache:
         if self.events.on:
             self.events.publish(told.LookedUp(holder, asked, keys_per_chunk, plan.chunks, plan.tiers, plan.ended.name))
         return plan
+
+    def progress(self, holder: Holder) -> LookupProgress:
+        now_s = self._clock.now_s()
+        with self._lock:
+            self._begin(now_s)
+            holding = self._holdings.get(holder)
+            promise = None if holding is None else holding.promise
+            coming, waited_s = self.below.promotions.progress(holder, now_s)
+            return LookupProgress(0 if promise is None else len(self._reads[promise].slots), coming, waited_s)
 
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
@@ -390,6 +400,11 @@ class LocalCache:
             if holding.is_empty():
                 del self._holdings[holder]
             return done
+
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        if self.events.on:
+            for holder, count in blocks.items():
+                self.events.publish(told.BlocksAllocated(holder, count))
 
     def clear(self) -> None:
         """Forget every chunk that is held. What is being written now will not be found either."""

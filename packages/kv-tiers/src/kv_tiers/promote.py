@@ -66,7 +66,7 @@ class _Wait:
 
     slots: of chunks that came up for it, leased until it asks again and is promised them.
     answers: (tier, place in the prompt) → leading chunks held there, None while asked.
-    tiers: that bring something up for it.
+    tiers: that bring something up for it. coming: chunks that are on their way up for it.
     """
 
     began_s: float
@@ -74,6 +74,7 @@ class _Wait:
     over: bool = False
     slots: list[int] = field(default_factory=list)
     tiers: set[int] = field(default_factory=set)
+    coming: int = 0
     answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
 
@@ -84,6 +85,7 @@ class _Promotion:
     holder: Holder
     chain: list[ChunkKey]
     broken_at: int
+    wait: _Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +163,18 @@ class Promotions:
         wait.tiers.update(run.tier for run in runs)
         patience_s = max(self._patience_s[tier] for tier in wait.tiers)
         wait.until_s = wait.began_s + min(self._wait_s, patience_s)
-        return self._start(_Promotion(holder, list(asked), len(asked)), runs, wait)
+        return self._start(_Promotion(holder, list(asked), len(asked), wait), runs)
 
     def promised(self, holder: Holder) -> None:
         """What came up for this holder so far is in its promise. Under the lock."""
         if (wait := self._waits.get(holder)) is not None and wait.slots:
             slots, wait.slots = wait.slots, []
             self._host.unlease(slots)
+
+    def progress(self, holder: Holder, now_s: float) -> tuple[int, float]:
+        """How many chunks are on their way up for it, and how long it has waited. Under the lock."""
+        wait = self._waits.get(holder)
+        return (0, 0.0) if wait is None else (wait.coming, now_s - wait.began_s)
 
     def end(self, holder: Holder) -> None:
         """The holder waits no more. What is on its way arrives all the same. Under the lock."""
@@ -256,7 +263,7 @@ class Promotions:
                 wait.answers[place] = 0
         return wait.answers[place]
 
-    def _start(self, promotion: _Promotion, runs: Sequence[_Run], wait: _Wait) -> bool:
+    def _start(self, promotion: _Promotion, runs: Sequence[_Run]) -> bool:
         """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
         chain = promotion.chain
         jobs: list[_Job] = []
@@ -279,6 +286,7 @@ class Promotions:
                     if job.keys:
                         jobs.append(job)
                         self._arriving.update(job.keys)
+                        promotion.wait.coming += len(job.keys)
                     if len(job.keys) < min(self._batch_chunks, run.stop - start):
                         break
                 else:
@@ -318,6 +326,7 @@ class Promotions:
                 whole += 1
             keys, slots = job.keys[:whole], job.slots[:whole]
             self._arriving.difference_update(job.keys)
+            promotion.wait.coming -= len(job.keys)
             wait = self._waits.get(promotion.holder)
             if whole < len(job.keys):
                 promotion.broken_at = min(promotion.broken_at, job.start + whole)

@@ -15,7 +15,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import Item, KeySequence
-from kv_core.service import CacheService
+from kv_core.service import CacheService, Holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class SchedulerHalf:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadStep] = []
         self._refused: list[str] = []
+        self._blocks: dict[Holder, int] = {}  # given in this step
         self._generation = 0
         self._pending = 0
         self.counts = SchedulerCounts()
@@ -159,6 +160,7 @@ class SchedulerHalf:
             if external_tokens:
                 self._refused.append(request_id)
             return
+        self._blocks[self._holder(request_id)] = sum(map(len, blocks))
         if external_tokens == 0:
             if tracked.phase is not Phase.LOADING:
                 self._move(request_id, tracked, Event.ADMIT)
@@ -211,6 +213,9 @@ class SchedulerHalf:
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         plan = StepPlan(self._generation, tuple(self._loads), tuple(stores), tuple(self._refused))
         self._loads, self._refused = [], []
+        if self._blocks:
+            given, self._blocks = self._blocks, {}
+            self._service.allocated(given)
         return plan
 
     def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ to be believed by reading.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.errors import CopyFailed, MisuseError
@@ -19,6 +19,7 @@ from kv_core.service import (
     LeaseId,
     LoadFailed,
     LoadReady,
+    LookupProgress,
     ReadLease,
     Ticket,
     WriteLease,
@@ -45,6 +46,7 @@ class DictService:
     promised: dict[Holder, int] = field(default_factory=dict)
     open_leases: dict[LeaseId, ReadLease | WriteLease] = field(default_factory=dict)
     ended: list[Holder] = field(default_factory=list)
+    allocations: list[dict[Holder, int]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _done: dict[Holder, list[Completion]] = field(default_factory=dict)
 
@@ -59,6 +61,9 @@ class DictService:
             self.pending -= 1
             ended = Ended.PENDING
         return LookupPlan(holder, chunks, ended, ("dict",) * chunks)
+
+    def progress(self, holder: Holder) -> LookupProgress:
+        return LookupProgress(self.promised.get(holder, 0), self.pending, 0.0)
 
     def renew(self, holder: Holder) -> bool:
         return holder in self.promised
@@ -103,6 +108,9 @@ class DictService:
             self.expire_leases -= 1
             return False
         return True
+
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        self.allocations.append(dict(blocks))
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

@@ -163,8 +163,7 @@ class TierHealth(msgspec.Struct, frozen=True):
 
 
 class BlocksAllocated(msgspec.Struct, frozen=True):
-    """An engine gave a request so many of its blocks. Published by an engine's connector, where the cache is in its
-    process; a cache knows of no blocks."""
+    """An engine gave a request so many of its blocks. The engine says so; a cache knows of no blocks."""
 
     holder: Holder
     blocks: int

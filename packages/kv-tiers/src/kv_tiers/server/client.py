@@ -14,6 +14,7 @@ is under way harms nobody. What was forgotten meanwhile is told to whoever answe
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -28,6 +29,7 @@ from kv_core.service import (
     LeaseId,
     LoadFailed,
     LoadReady,
+    LookupProgress,
     ReadLease,
     Ticket,
     WriteLease,
@@ -98,6 +100,7 @@ class RemoteCache:
         self._is_cleared = False
         self._own_numbers = 0
         self._counts = _NOTHING
+        self._is_watched = False
         self._closed = False
         self.generation = -1
         self.pool: MappedPool
@@ -129,6 +132,11 @@ class RemoteCache:
         if ended is Ended.ALL_HELD and len(keys) > most:
             ended = Ended.REFUSED
         return LookupPlan(holder, plan.chunks, ended, plan.tiers)
+
+    def progress(self, holder: Holder) -> LookupProgress:
+        with self._lock:
+            told = self._ask(wire.Progress(holder), wire.Progressed)
+            return LookupProgress(0, 0, 0.0) if told is None else told.progress
 
     def renew(self, holder: Holder) -> bool:
         with self._lock:
@@ -226,6 +234,12 @@ class RemoteCache:
                     done = [self._completed(holder, one) for one in polled.done]
             return self._failed.pop(holder, []) + done
 
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        """No round trip: it is said only where somebody listens, and not answered."""
+        with self._lock:
+            if self._is_watched and not self._closed:
+                self._link.tell(wire.Allocated(dict(islice(blocks.items(), wire.MAX_ALLOCATED))))
+
     def clear(self) -> None:
         with self._lock:
             if self._ask(wire.Clear(), wire.Done) is None:
@@ -306,6 +320,7 @@ class RemoteCache:
         self._void.update(lease for lease in self._writes if lease % _GENERATION not in resumed)
         self._surplus = resumed - ours
         self._said, self._token = opening.register, answer.token
+        self._is_watched = answer.is_watched
 
     def _catch_up(self) -> None:
         """Tell the server what was given up and forgotten after it was written to."""

@@ -125,6 +125,18 @@ class Link:
         self.lose(got.text if isinstance(got, wire.Failed) else f"its answer is a {type(got).__name__}")
         return None
 
+    def tell(self, request: wire.Request) -> None:
+        """Say what is not answered. Nothing is tried if the server is away."""
+        if self.connection is None:
+            return
+        try:
+            self.connection.send(request)
+        except TierDown as why:
+            self.lose(str(why))
+        except BaseException:
+            self.lose("a call was interrupted")  # half a message may be sent
+            raise
+
     def rest(self, seconds: float) -> None:
         """Do not try again before so much time is over."""
         self._retry_s = self._clock.now_s() + seconds

@@ -141,7 +141,9 @@ class CacheServer:
             case _:
                 if client.session is None:
                     raise MisuseError("this session has registered no cache")
-                send(client.session.answer(request))
+                answer = client.session.answer(request)
+                if answer is not None:
+                    send(answer)
 
     # Sessions, from their registration to their end.
 
@@ -191,7 +193,9 @@ class CacheServer:
         # The same for as long as the client is: it may never have read what we answered last time.
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
-        answer = wire.Pool(pool.name, pool.chunk_nbytes, pool.slots, client.token, list(session.writes))
+        answer = wire.Pool(
+            pool.name, pool.chunk_nbytes, pool.slots, client.token, list(session.writes), cache.events.on
+        )
         self._clients.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:

@@ -75,8 +75,9 @@ class Session:
     def reads(self, lease: int) -> bool:
         return lease in self._timed
 
-    def answer(self, verb: wire.Verb) -> wire.Answer:
-        """
+    def answer(self, verb: wire.Verb) -> wire.Answer | None:
+        """None: it is one that is not answered.
+
         Raises:
             InputError: the keys are none.
             MisuseError: the call breaks the service's contract.
@@ -84,6 +85,8 @@ class Session:
         match verb:
             case wire.Lookup():
                 return self._lookup(verb)
+            case wire.Progress(holder):
+                return wire.Progressed(self.cache.progress(self._prefix + holder))
             case wire.Renew(holder):
                 return self._renew(holder)
             case wire.BeginLoad():
@@ -100,6 +103,9 @@ class Session:
                 self._end(holder)
             case wire.Poll(holder):
                 return self._poll(holder)
+            case wire.Allocated(blocks):
+                self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
+                return None
             case wire.Clear():
                 self.cache.clear()
             case wire.Counts():

@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
-from kv_core.service import CacheCounts
+from kv_core.service import CacheCounts, LookupProgress
 
 from kv_tiers.observe.explain import ChunkState
 
@@ -31,6 +31,8 @@ MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MOST_TENANTS: Final = 1000
 """That a report lists though they have no name and no quota: there may be as many as there are chunks."""
+MAX_ALLOCATED: Final = 1 << 12
+"""Requests that one message says the blocks of."""
 MAX_REQUEST_NBYTES: Final = 4 << 20
 MAX_ANSWER_NBYTES: Final = 64 << 20
 
@@ -164,6 +166,10 @@ class Renew(_Message, tag="renew"):
     holder: Name
 
 
+class Progress(_Message, tag="progress"):
+    holder: Name
+
+
 class BeginLoad(_Message, tag="begin_load"):
     keys: Keys
     holder: Name
@@ -195,6 +201,12 @@ class Poll(_Message, tag="poll"):
     holder: Name
 
 
+class Allocated(_Message, tag="allocated"):
+    """Blocks that the engine gave, by holder. Of all requests the only one that is not answered."""
+
+    blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
+
+
 class Clear(_Message, tag="clear"):
     pass
 
@@ -203,7 +215,21 @@ class Counts(_Message, tag="counts"):
     pass
 
 
-Verb = Lookup | Renew | BeginLoad | BeginStore | Commit | Release | Forget | End | Poll | Clear | Counts
+Verb = (
+    Lookup
+    | Progress
+    | Renew
+    | BeginLoad
+    | BeginStore
+    | Commit
+    | Release
+    | Forget
+    | End
+    | Poll
+    | Allocated
+    | Clear
+    | Counts
+)
 Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.
@@ -225,17 +251,25 @@ class Welcome(_Message, tag="welcome"):
 
 
 class Pool(_Message, tag="pool"):
-    """name: of this pool and of no other, ever. token: to resume this session. writes: those that were resumed."""
+    """name: of this pool and of no other, ever. token: to resume this session. writes: those that were resumed.
+
+    is_watched: somebody wants to hear of allocated blocks.
+    """
 
     name: str
     chunk_nbytes: int
     slots: int
     token: bytes
     writes: list[int]
+    is_watched: bool
 
 
 class Done(_Message, tag="done"):
     """Also the answer to a ping."""
+
+
+class Progressed(_Message, tag="progressed"):
+    progress: LookupProgress
 
 
 class Truth(_Message, tag="truth"):
@@ -416,6 +450,7 @@ Answer = (
     | Pool
     | Done
     | Truth
+    | Progressed
     | Planned
     | Ticketed
     | Leased

@@ -11,7 +11,7 @@ from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import CacheCounts, CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
+from kv_core.service import CacheCounts, CacheService, LoadFailed, LoadReady, LookupProgress, ReadLease, WriteLease
 from kv_core.testing import key_chain
 
 from kv_tiers.eviction.policy import EvictionPolicy
@@ -140,6 +140,23 @@ class ServiceContract:
         self.service.lookup(keys, "r")
         assert not self.service.renew("r")
         assert self.assert_at_rest().chunks_evicted == 3
+
+    def test_progress_tells_what_is_promised_and_renews_nothing(self) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        assert self.service.progress("r") == LookupProgress(0, 0, 0.0)
+        self.service.lookup([*keys, *key_chain(1, branch="none")], "r")
+        assert self.service.progress("r") == LookupProgress(3, 0, 0.0)
+        self.clock.advance(200)
+        assert self.service.progress("r").promised == 3
+        self.clock.advance(150)
+        assert self.service.progress("r") == LookupProgress(0, 0, 0.0)
+
+    def test_what_an_engine_says_of_its_blocks_changes_nothing(self) -> None:
+        before = self.service.counts()
+        self.service.allocated({"r": 7, "s": 0})
+        self.service.allocated({})
+        assert self.service.counts() == before
 
     def test_a_promise_ends_by_the_clock_unless_it_is_renewed(self) -> None:
         keys = key_chain(2)
