@@ -138,3 +138,33 @@ def test_an_engine_killed_in_any_phase_leaves_nothing_with_the_server(tiny_llama
         counts = report_of(server).caches[0].counts
         assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, (phase, counts)
         assert counts.slots_used == counts.chunks_resident == held_before, (phase, counts)
+
+
+def test_tenants_share_an_engine_and_a_server_but_no_chunk(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """vLLM's cache_salt is the tenant's; the noisy one, at its limit, pushes nobody else out."""
+    chunk = 1 << 19  # more than one of the tiny model's; the server rounds to whole slots
+    tenants = [
+        {"name": "quiet", "salt": "s-quiet", "quota_bytes": 4 * chunk},
+        {"name": "noisy", "salt": "s-noisy", "quota_bytes": 4 * chunk},
+    ]
+    server = launch({"host": {"capacity_bytes": 64 << 20}, "tenants": tenants}, socket=tmp_path / "private" / "t")
+    try:
+        with started(tiny_llama, cache=joined(server)) as engine:
+            for salt in ("s-quiet", "s-noisy"):
+                assert engine.ask(PROMPTS[:1], salt=salt) == reference[:1]
+                assert engine.hits == [0]  # although the same prompt is held, for somebody else
+            for number in range(40):
+                engine.ask([[7 + number + (13 * i) % 1700 for i in range(520)]], 1, salt="s-noisy")
+            assert engine.ask(PROMPTS[:1], salt="s-quiet") == reference[:1]
+            assert engine.hits == [512]
+            engine.assert_at_rest()
+        (cache,) = report_of(server).caches
+        used = {tenant.name: tenant for tenant in cache.tenants}
+        assert used["quiet"].chunks == 2
+        assert used["noisy"].used_bytes <= 4 * chunk
+        assert cache.counts.chunks_evicted > 0
+        assert sum(tenant.chunks for tenant in cache.tenants) == cache.counts.slots_used
+    finally:
+        server.stop()
