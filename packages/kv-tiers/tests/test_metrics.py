@@ -5,9 +5,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from kv_core import KeySpace, tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.observe import metrics as metrics_module
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.observe.metrics import BUCKETS_S, Metrics
 from kv_tiers.testing.contract import CHUNK_NBYTES
@@ -154,6 +156,22 @@ def test_present_values_are_asked_of_the_cache_and_add_up_to_the_pool(scraped: S
     assert states == {"resident": 3 * slot, "reserved": 2 * slot, "leaving": 0, "free": 3 * slot}
     assert scraped.value("kv_leases", kind="read") == 1 and scraped.value("kv_leases", kind="write") == 1
     tower.cache.release(writing)
+
+
+def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, slot = scraped.tower.cache, scraped.tower.cache.pool.slot_bytes
+    space = KeySpace("m", "", "", "", 1, "c")
+    tags = [tenant_tag(f"tenant {number}") for number in range(4)]
+    for number, tag in enumerate(tags):
+        keys = [space.key(bytes([number, at] * 16), tenant=tag) for at in range(number)]
+        cache.commit(cache.begin_store(keys, "w"))
+    cache.set_quota(tags[1], 2 * slot)
+    assert scraped.value("kv_tenant_bytes", tenant=tags[3].hex()) == 3 * slot
+    assert scraped.value("kv_tenant_quota_bytes", tenant=tags[1].hex()) == 2 * slot
+    monkeypatch.setattr(metrics_module, "MAX_TENANTS", 2)
+    told = {sample.labels["tenant"]: sample.value for sample in scraped.families()["kv_tenant_bytes"].samples}
+    assert told == {tags[1].hex(): slot, tags[3].hex(): 3 * slot, "others": 2 * slot}
+    cache.set_quota(tags[1], None)
 
 
 def test_dropped_events_are_told() -> None:

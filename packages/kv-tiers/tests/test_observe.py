@@ -10,6 +10,7 @@ from typing import TypeVar, get_args
 
 import pytest
 from kv_core.clock import HandClock
+from kv_core.keys import tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
@@ -253,6 +254,33 @@ def test_a_load_of_what_is_not_held_says_how_much_is_missing(watched: Watched) -
     assert watched.told() == [events.LoadBegun("r", 0, key_chain(2), 2)]
 
 
+def test_a_request_is_not_told_of_where_nobody_wants_to_know_of_any() -> None:
+    """It would keep its keys alive for nothing. What changes in the cache is told all the same."""
+
+    class Changes(Gathered):
+        wants_requests = False
+
+    bus, changes = EventBus(interval_s=0.001), Changes()
+    bus.subscribe(changes)
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source())
+
+    def a_request() -> list[str]:
+        cache.commit(cache.begin_store(key_chain(1), "w"))
+        cache.lookup(key_chain(1), "r")
+        cache.begin_load(key_chain(1), "r")
+        cache.poll("r")
+        cache.end("r")
+        assert bus.flush()
+        told, changes.all = [type(one.event).__name__ for one in changes.all], []
+        return told
+
+    assert a_request() == ["StoreBegun", "Committed"]
+    bus.subscribe(Gathered())
+    assert a_request() == ["StoreBegun", "Committed", "LookedUp", "LoadBegun", "LoadEnded", "HolderEnded"]
+    cache.close()
+    bus.close()
+
+
 def test_what_was_evicted_is_told_once_a_call_with_its_cause(watched: Watched) -> None:
     old, new = key_chain(4, branch="old"), key_chain(3, branch="new")
     watched.cache.commit(watched.cache.begin_store(old, "w"))
@@ -416,6 +444,7 @@ def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> 
     tower.crowd_out()
     tower.tiers[0].fault = "flip"
     tower.fetch(keys)
+    tower.cache.set_quota(tenant_tag("a tenant"), tower.cache.pool.slot_bytes)
     assert bus.flush()
     exposed = {}
     for family in text_string_to_metric_families(metrics.exposition()[0].decode()):

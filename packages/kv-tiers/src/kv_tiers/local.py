@@ -191,7 +191,7 @@ class LocalCache:
             else:
                 with self._lock:
                     self._totals.answered(len(asked) // keys_per_chunk, plan.chunks)
-        if self.events.on:
+        if self.events.on_requests:
             self.events.publish(told.LookedUp(holder, asked, keys_per_chunk, plan.chunks, plan.tiers, plan.ended.name))
         return plan
 
@@ -331,7 +331,7 @@ class LocalCache:
                     self._end_read(number)
                 for number in holding.writes:
                     self._abort(number)
-            if self.events.on:
+            if self.events.on_requests:
                 self.events.publish(told.HolderEnded(holder))
 
     def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
@@ -636,7 +636,7 @@ class LocalCache:
         if len(slots) < len(asked):
             missing = tuple(key for key in asked[len(slots) :] if self._host.residency.find(key) is None)
             holding.done.append(LoadFailed(ticket, missing, f"{len(missing)} of {len(asked)} chunks are not held"))
-            if self.events.on:
+            if self.events.on_requests:
                 self.events.publish(told.LoadBegun(holder, 0, asked, len(missing)))
             return ticket
         self._host.residency.lease(slots)
@@ -645,12 +645,12 @@ class LocalCache:
         holding.reads.add(number)
         lease = ReadLease(LeaseId(number), tuple(asked), tuple(map(self.pool.extent, slots)))
         holding.done.append(LoadReady(ticket, lease))
-        if self.events.on:
+        if self.events.on_requests:
             self.events.publish(told.LoadBegun(holder, number, asked, 0))
         return ticket
 
     def _tell_ended(self, read: _Read, now_s: float, how: told.LoadEnding) -> None:
-        if self.events.on:
+        if self.events.on_requests:
             seconds = now_s - (read.deadline_s - self._lease_s)
             self.events.publish(told.LoadEnded(read.holder, read.number, len(read.slots), seconds, how))
 

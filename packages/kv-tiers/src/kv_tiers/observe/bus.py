@@ -31,7 +31,7 @@ INTERVAL_S: Final = 0.05
 class Source:
     """One cache's end of a bus. Publish only after a look at `on`, so that unwatched events are never made."""
 
-    __slots__ = ("_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "name", "on")
+    __slots__ = ("_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "name", "on", "on_requests")
 
     def __init__(self, bus: "EventBus", name: str, chunk_nbytes: int) -> None:
         self.name = name
@@ -39,6 +39,8 @@ class Source:
         self.chunk_nbytes = chunk_nbytes
         self.on = False
         """Somebody subscribes."""
+        self.on_requests = False
+        """Somebody wants to know of every request: of lookups, loads and holders' ends."""
         self._queue, self._max_queued = bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
 
@@ -60,6 +62,10 @@ class Occurred(msgspec.Struct, frozen=True):
 
 class Subscriber(ABC):
     """Whoever is told. Called by the bus's thread alone, until `close`."""
+
+    wants_requests = True
+    """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may be told of none. They
+    are most of what happens, and keep every prompt's keys alive until they are told."""
 
     @abstractmethod
     def take(self, occurred: Occurred) -> None:
@@ -113,15 +119,8 @@ class EventBus:
         source = Source(self, name, chunk_nbytes)
         with self._lock:
             self._sources.append(source)
-            source.on = bool(self._subscribers) and not self._closed
+            self._turn(source)
         return source
-
-    def forget_source(self, source: Source) -> None:
-        """Its cache is closed and publishes no more."""
-        with self._lock:
-            source.on = False
-            if source in self._sources:
-                self._sources.remove(source)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Have it told everything from now on. After `close` it is told nothing."""
@@ -133,7 +132,7 @@ class EventBus:
                 self._thread = threading.Thread(target=self._deliver, name="kv-events", daemon=True)
                 self._thread.start()
             for source in self._sources:
-                source.on = True
+                self._turn(source)
 
     def wall_s(self, at_s: float) -> float:
         """A moment of this bus's clock in seconds since 1970, by the machine's clock as it is set now."""
@@ -159,7 +158,7 @@ class EventBus:
                 return
             self._closed = True
             for source in self._sources:
-                source.on = False
+                self._turn(source)
             thread = self._thread
         self._wake.set()
         if thread is not None:
@@ -169,6 +168,11 @@ class EventBus:
                 return
         for subscriber in self._subscribers:
             self._guarded(subscriber, subscriber.close)
+
+    def _turn(self, source: Source) -> None:
+        """On, or off if nobody is there to be told."""
+        source.on = bool(self._subscribers) and not self._closed
+        source.on_requests = source.on and any(subscriber.wants_requests for subscriber in self._subscribers)
 
     def _drop(self) -> None:
         with self._lock:

@@ -96,18 +96,23 @@ class Memory:
     def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
         """All of these have a new fate, made of the one before. Keys with one fate go on sharing one."""
         made: dict[int, tuple[Fate | None, Fate]] = {}  # the old ones too, lest another gets an old one's identity
-        for key in keys:
-            number = _number(key)
-            before = self._young.get(number)
+        young, old = self._young, self._old
+        for number in _numbers(keys):
+            before = young.get(number)
             if before is None:
-                before = self._old.get(number)
+                before = old.get(number)
             after = made.get(id(before))
             if after is None:
                 after = made[id(before)] = before, change(before)
-            self._young[number] = after[1]
-        if len(self._young) >= self._half:
-            self.is_whole = self.is_whole and not self._old
-            self._young, self._old = {}, self._young
+            young[number] = after[1]
+        self._make_room()
+
+    def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
+        """These, of one prompt and in its order, can be found in the pool from now."""
+        numbers = _numbers(keys)
+        fate = Fate("stored", at_s, stored_s=at_s, run=array("q", numbers))
+        self._young.update(dict.fromkeys(numbers, fate))
+        self._make_room()
 
     def follow(self, parent: ChunkKey, key: ChunkKey) -> None:
         """A prompt goes on with `key` after a chunk that was stored before."""
@@ -122,6 +127,11 @@ class Memory:
         if head not in known and (known or len(self._heads) < MAX_NAMINGS):
             self._heads[key.space_id, key.tenant] = tuple(sorted((*known, head)))
 
+    def _make_room(self) -> None:
+        if len(self._young) >= self._half:
+            self.is_whole = self.is_whole and not self._old
+            self._young, self._old = {}, self._young
+
     def clear(self, at_s: float) -> None:
         """Everything was forgotten in the cache."""
         fate = Fate("forgotten", at_s)
@@ -133,6 +143,8 @@ class Memory:
 
 class History(Subscriber):
     """Of every cache on a bus, up to `max_keys` keys each."""
+
+    wants_requests = False
 
     def __init__(self, max_keys: int, now_s: float) -> None:
         """now_s: by the bus's clock."""
@@ -156,8 +168,7 @@ class History(Subscriber):
                 if begun.refused:
                     memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
             case Committed(keys=keys):
-                run = array("q", map(_number, keys))
-                memory.change(keys, lambda before: Fate("stored", at_s, stored_s=at_s, below=_below(before), run=run))
+                memory.store(keys, at_s)
             case Promoted(tier=tier, keys=keys):
                 memory.change(keys, lambda before: _came_up(before, tier, at_s))
             case Aborted(keys=keys):
@@ -198,3 +209,7 @@ def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
 def _number(key: ChunkKey) -> int:
     """What stands for a key in this process: 60 bits, as Python keeps 64 in half as much space again."""
     return hash(key) >> 4
+
+
+def _numbers(keys: Iterable[ChunkKey]) -> list[int]:
+    return [hash(key) >> 4 for key in keys]

@@ -33,6 +33,8 @@ class _Limit:
 class LogLines(Subscriber):
     """Says them. `say_text` and `say_json` are the two ways to."""
 
+    wants_requests = False
+
     def __init__(
         self, bus: EventBus, say: Say, *, every_s: float = EVERY_S, refused_for_s: float = REFUSED_FOR_S
     ) -> None:

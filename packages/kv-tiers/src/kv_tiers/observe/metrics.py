@@ -21,7 +21,7 @@ from kv_core.service import CacheCounts
 from kv_tiers.below import TierState
 from kv_tiers.host import TIER
 from kv_tiers.lane import Health
-from kv_tiers.local import LocalCache
+from kv_tiers.local import LocalCache, TenantUse
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
 from kv_tiers.observe.events import Committed, Damaged, Evicted, LoadEnded, LookedUp, Promoted, Spilled
 
@@ -41,6 +41,9 @@ except ImportError:
 BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
+
+MAX_TENANTS: Final = 64
+"""Of a cache's tenants those with a quota and then the largest have a label of their own; the rest are `others`."""
 
 _Labels = tuple[str, ...]
 
@@ -123,13 +126,16 @@ class Metrics(Subscriber):
     def _families(self) -> Iterator[Metric]:
         yield from self._from_events()
         known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
+        tenants: list[tuple[str, list[TenantUse]]] = []
         for cache in self._caches():
             try:
                 known.append((cache.events.name, cache, cache.counts(), cache.below.states()))
+                tenants.append((cache.events.name, cache.tenants()))
             except MisuseError:  # it was closed just now
                 continue
         yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in known])
         yield from _from_tiers([(name, state) for name, _, _, states in known for state in states])
+        yield from _from_tenants(tenants)
         dropped, failures = self._bus.events_dropped, self._bus.failures
         yield CounterMetricFamily("kv_events_dropped", "Events that found the bus's queue full.", value=dropped)
         yield CounterMetricFamily("kv_subscriber_failures", "How often a subscriber of events raised.", value=failures)
@@ -237,6 +243,21 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
     yield _counter("tier_lost_chunks", "Chunks evicted before they were stored there", lost, "tier")
+
+
+def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Metric]:
+    labels = ("cache", "tenant")
+    used = GaugeMetricFamily("kv_tenant_bytes", "What a tenant has of the pool, by its tag.", labels=labels)
+    quota = GaugeMetricFamily("kv_tenant_quota_bytes", "What it has for itself, where it has a quota.", labels=labels)
+    for cache, uses in caches:
+        largest = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
+        for use in largest[:MAX_TENANTS]:
+            used.add_metric((cache, use.tenant.hex()), use.used_bytes)
+            if use.quota_bytes is not None:
+                quota.add_metric((cache, use.tenant.hex()), use.quota_bytes)
+        if rest := largest[MAX_TENANTS:]:
+            used.add_metric((cache, "others"), sum(use.used_bytes for use in rest))
+    yield from (used, quota)
 
 
 def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
