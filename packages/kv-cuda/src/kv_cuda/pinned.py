@@ -16,7 +16,8 @@ from typing import Final, Protocol
 import torch
 from kv_core.errors import ConfigError, MisuseError
 
-SLICE_NBYTES: Final = 256 << 20
+SLICE_NBYTES: Final = 64 << 20
+"""The first use of a slice waits until its pages are there and locked, some tens of milliseconds."""
 _ALREADY_REGISTERED: Final = 712
 
 
