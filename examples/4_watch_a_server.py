@@ -32,6 +32,10 @@ def main() -> None:
             {
                 "host": {"capacity_bytes": "64MiB"},
                 "tiers": [{"type": "disk", "name": "nvme", "path": f"{scratch}/kv", "capacity_bytes": "256MiB"}],
+                "tenants": [
+                    {"name": "acme", "salt": "acme", "quota_bytes": "40MiB"},
+                    {"name": "globex", "salt": "globex"},
+                ],
                 "http": {"listen": asked.http, "token_file": f"{scratch}/token"},
             }
         )

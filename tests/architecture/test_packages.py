@@ -145,4 +145,5 @@ def test_the_wheels_carry_their_types_and_licence_and_no_tests(wheels: Path) -> 
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
         assert f"{module}/py.typed" in names
+        assert ("kv_tiers/server/http/page.html" in names) == (module == "kv_tiers")
         assert not [name for name in names if name.startswith("tests/")]

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.hashing import ChainScheme
-from kv_core.keys import KeySpace
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
@@ -40,8 +40,10 @@ from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.start import open_http
+from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
+from kv_tiers.tenants import Tenant
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
 from schemathesis import GenerationMode
 from schemathesis.schemas import BaseSchema
@@ -66,11 +68,12 @@ class Served:
         config = ServerConfig(
             host=HostConfig(capacity_bytes=slots * SLOT_NBYTES),
             tiers=list(tiers),
+            tenants=[Tenant("acme", tenant_tag("salt of acme")), Tenant("globex", tenant_tag("salt of globex"))],
             socket=str(self.path),
             http=msgspec.convert(given, HttpConfig),
         )
         self.server = CacheServer(config, clock=HandClock())
-        opened = open_http(config.http)
+        opened = open_http(config.http, config.tenants)
         assert opened is not None
         self.http = opened
         self.http.start(self.server)
@@ -109,7 +112,17 @@ def served() -> Iterator[Served]:
 
 
 def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
-    lease = cache.begin_store(key_chain(chunks, branch=branch), "w")
+    store_keys(cache, key_chain(chunks, branch=branch))
+
+
+def keys_of(tenant: str, chunks: int) -> list[ChunkKey]:
+    tag = tenant_tag(f"salt of {tenant}")
+    digests = [key.digest for key in key_chain(chunks, branch=tenant)]
+    return list(KeySpace("m", "", "", "", 1, "c").keys(digests, tenant=tag))
+
+
+def store_keys(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
+    lease = cache.begin_store(keys, "w")
     for key, extent in zip(lease.keys, lease.extents, strict=True):
         cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
     cache.commit(lease)
@@ -306,6 +319,65 @@ def test_a_token_file_is_a_file_of_ours(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_token(tmp_path / "link")
+
+
+# Tenants.
+
+
+def test_one_tenants_chunks_are_cleared_and_nobody_elses(served: Served) -> None:
+    cache = served.join()
+    for tenant in ("acme", "globex"):
+        store_keys(cache, keys_of(tenant, 3))
+    assert served.post("/clear", {"tenant": "acme"}).json() == {"caches": 1, "chunks": 3}
+    assert cache.lookup(keys_of("acme", 3), "r").chunks == 0
+    assert cache.lookup(keys_of("globex", 3), "r").chunks == 3
+    cache.end("r")
+    assert served.post("/clear", {"tenant": tenant_tag("salt of globex").hex()}).json() == {"caches": 1, "chunks": 3}
+    assert "acme, globex" in problem(served.post("/clear", {"tenant": "initech"}), 404)
+    cache.close()
+
+
+def test_a_quota_is_set_and_seen_and_taken_away(served: Served) -> None:
+    cache = served.join()
+    store_keys(cache, keys_of("acme", 6))
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    before = served.get("/quota/acme").json()
+    tag = tenant_tag("salt of acme").hex()
+    assert before == {
+        "name": "acme", "tag": tag,
+        "caches": [{"chunk_nbytes": CHUNK_NBYTES, "fingerprint": "f", "chunks": 6, "used_bytes": 6 * SLOT_NBYTES,
+                    "quota_bytes": None}],
+    }  # fmt: skip
+    quota = {"quota_bytes": 4 * SLOT_NBYTES}
+    after = served.client.put("/quota/acme", json=quota, headers=headers).json()
+    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_NBYTES
+    assert after["caches"][0]["chunks"] == 4
+    assert served.get(f"/quota/{tag}").json() == after
+    assert served.get("/status").json()["caches"][0]["tenants"][0]["quota_bytes"] == 4 * SLOT_NBYTES
+    store_keys(cache, keys_of("globex", 16))
+    assert cache.lookup(keys_of("acme", 4), "r").chunks == 4  # nobody else's chunks get there
+    cache.end("r")
+    freed = served.client.delete("/quota/acme", headers=headers).json()
+    assert freed["caches"][0]["quota_bytes"] is None
+    cache.close()
+
+
+def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:
+    caches = [served.join("one"), served.join("two")]
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    whole = 16 * SLOT_NBYTES
+    mine = {"quota_bytes": 10 * SLOT_NBYTES, "fingerprint": "two"}
+    assert served.client.put("/quota/globex", json=mine, headers=headers).status_code == 200
+    refused = served.client.put("/quota/acme", json={"quota_bytes": whole}, headers=headers)
+    assert problem(refused, 409)
+    assert [use["quota_bytes"] for use in served.get("/quota/acme").json()["caches"]] == [None, None]
+    assert problem(served.client.put("/quota/acme", json={"quota_bytes": 1}, headers=headers), 409)
+    assert problem(served.client.put("/quota/acme", json={"quota_bytes": -1}, headers=headers), 400)
+    assert "14 hex digits" in problem(served.get("/quota/initech"), 404)
+    assert problem(served.client.put("/quota/acme", json={"quota_bytes": whole}), 401)
+    assert problem(served.client.delete("/quota/acme"), 401)
+    for cache in caches:
+        cache.close()
 
 
 # Prefixes.
@@ -633,7 +705,9 @@ def make_asgi(served: Served) -> ASGIApp:
     archive = Path(served.home.name) / "archive"
     archive.mkdir(exist_ok=True)
     hosts = frozenset({"localhost", "testserver"})
-    return make_app(Relay(served.server), token=TOKEN, hosts=hosts, archive_dir=str(archive))
+    return make_app(
+        Relay(served.server), names=Names({tenant_tag("x"): "acme"}), token=TOKEN, hosts=hosts, archive_dir=str(archive)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -692,7 +766,9 @@ DOCS = Path(__file__).parents[3] / "docs" / "http.md"
 def test_the_examples_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
     """As pasted, but for the server's address and the token's file."""
     http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_dir": str(tmp_path)}
-    server = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}, "http": http})
+    server = launch(
+        {"host": {"capacity_bytes": 64 * SLOT_NBYTES}, "http": http, "tenants": [{"name": "acme", "salt": "of acme"}]}
+    )
     cache = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="made-up")
     scheme = ChainScheme(chunk_tokens=256)
     keys = KeySpace("demo", "", "", "", 1, scheme.name).keys(KeySequence(scheme).append(range(1024)))

@@ -136,8 +136,9 @@ def until(reached: Callable[[], bool], seconds: float = 30) -> None:
 
 def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
     tiers = [{"type": "disk", "name": "nvme", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
+    tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
     return launch(
-        {"host": {"capacity_bytes": "8MiB"}, "tiers": tiers, "http": {"listen": http}},
+        {"host": {"capacity_bytes": "8MiB"}, "tiers": tiers, "tenants": tenants, "http": {"listen": http}},
         socket=tmp_path / "s" / "kv.sock",
     )
 
@@ -171,6 +172,9 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     assert "7,680" in text  # tokens of 30 chunks
     assert "<b>engine-1</b>" in text  # text, and no element
     assert "chunk_tokens 256" in text
+    tenants = browser.value("[...document.querySelectorAll('#tenants tr')].map(r => r.innerText).join('|')")
+    assert "acme\t0 B\t1.00 MiB\t0.0 %\t0" in tenants
+    assert "(shared)\t1.88 MiB\t–" in tenants
     until(lambda: browser.value("document.getElementById('state').textContent") == "serving")
     status = httpx.get(f"{server.url}status").json()["caches"][0]
     pool_row = browser.value("[...document.querySelectorAll('#capacity tr')].map(r => r.innerText).join('|')")

@@ -214,6 +214,9 @@ def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **chan
         {
             "chunk_nbytes": 100, "fingerprint": "f", "pool": "p", "sessions": 0,
             "counts": msgspec.to_builtins(counts(**fields)), "tiers": [msgspec.to_builtins(tier)],
+            "tenants": [{"name": "acme", "tag": "01", "chunks": 2, "used_bytes": 200, "quota_bytes": 300},
+                        {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],
+            "tenants_known": 7,
         },
         wire.CacheReport,
     )  # fmt: skip
@@ -253,3 +256,12 @@ def test_a_tier_that_fails_is_told_in_words() -> None:
     assert "▲ resting: on fire" in captured.get()
     assert "away at" in captured.get()
     assert "what was known last" in captured.get()
+
+
+def test_tenants_are_told_by_name_with_their_quotas() -> None:
+    console = plain_console()
+    with console.capture() as captured:
+        console.print(draw(Watch().take(reported(10)), "here", ""))
+    lines = [" ".join(line.split()) for line in captured.get().splitlines()]
+    assert "acme 200 B 300 B 2" in lines
+    assert "(shared) 100 B – 1" in lines

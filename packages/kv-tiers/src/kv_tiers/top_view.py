@@ -45,7 +45,7 @@ def draw(picture: Picture | None, where: str, away: str) -> RenderableType:
             parts += [_cache(row), Text()]
         if not picture.caches:
             parts.append(Text("No engine has registered yet.", style="dim"))
-        parts += [_sessions(picture.report)]
+        parts += [_tenants(picture.report), Text(), _sessions(picture.report)]
     return Group(*parts)
 
 
@@ -102,6 +102,21 @@ def _sessions(report: Report) -> Table:
         process = str(one.pid) if one.pid else "elsewhere"
         table.add_row(str(one.session), process, _plain(one.engine), str(one.shards), _plain(facts))
     _say_rest(table, len(report.sessions), 4)
+    return table
+
+
+def _tenants(report: Report) -> Table:
+    table = _table("tenants")
+    table.add_column("tenant", no_wrap=True)
+    for name in ("in use", "quota", "chunks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [one for cache in report.caches for one in cache.tenants]
+    for one in rows[:_MOST_ROWS]:
+        shared = not one.tag.strip("0")
+        called = _plain(one.name) if one.name else Text("(shared)" if shared else f"tag {one.tag}", style="dim")
+        table.add_row(called, _bytes(one.used_bytes), _bytes(one.quota_bytes), f"{one.chunks:,}")
+    unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
+    _say_rest(table, len(rows) + unlisted, 4)
     return table
 
 

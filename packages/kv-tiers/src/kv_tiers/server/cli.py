@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(arguments)
         check_settings(config.host, config.tiers)
-        http = open_http(config.http)
+        http = open_http(config.http, config.tenants)
         server = CacheServer(config)
     except ConfigError as error:
         print(f"kv-server: {error}", file=sys.stderr)

@@ -12,26 +12,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_tiers.server.http import clear, metrics, openapi, prefixes, state
+from kv_tiers.server.http import clear, metrics, openapi, prefixes, state, tenants
 from kv_tiers.server.http.guard import Guard
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.operation import Operation, perform
 from kv_tiers.server.http.page import Page
 from kv_tiers.server.http.problem import Problem, problem_response
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.tenants import Names
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(relay: Relay, *, token: str, hosts: frozenset[str], archive_dir: str) -> ASGIApp:
+def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_dir: str) -> ASGIApp:
     """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any.
 
-    archive_dir: where exported prefixes are; empty: nowhere.
+    names: of tenants. archive_dir: where exported prefixes are; empty: nowhere.
     """
     operations = [
         *state.operations(relay),
         *metrics.operations(relay),
-        *clear.operations(relay),
+        *clear.operations(relay, names),
+        *tenants.operations(relay, names),
         *prefixes.operations(relay, Jobs(), archive_dir),
     ]
     described = msgspec.json.encode(openapi.document(operations))

@@ -1,17 +1,22 @@
 """Forgetting."""
 
 from functools import partial
+from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from kv_tiers.local import LocalCache
 from kv_tiers.server.http.chosen import Which, chosen
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.tenants import Names
 
 
 class Clear(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What to forget; everything where nothing is said."""
+    """What to forget; everything where nothing is said. tenant: its name in the settings, or its tag."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=256)] | UnsetType = UNSET
 
 
 class Cleared(msgspec.Struct, frozen=True):
@@ -21,10 +26,11 @@ class Cleared(msgspec.Struct, frozen=True):
     chunks: int
 
 
-def operations(relay: Relay) -> list[Operation]:
+def operations(relay: Relay, names: Names) -> list[Operation]:
     async def clear(body: Clear) -> Cleared:
+        tag = None if body.tenant is UNSET else names.tag(body.tenant)
         caches = await chosen(relay, body)
-        chunks = [await relay.call(partial(_clear, cache)) for cache in caches.values()]
+        chunks = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]
         return Cleared(len(chunks), sum(chunks))
 
     return [
@@ -40,7 +46,9 @@ def operations(relay: Relay) -> list[Operation]:
     ]
 
 
-def _clear(cache: LocalCache) -> int:
+def _clear(cache: LocalCache, tag: bytes | None) -> int:
+    if tag is not None:
+        return cache.clear_tenant(tag)
     chunks = cache.counts().chunks_resident
     cache.clear()
     return chunks

@@ -1,17 +1,19 @@
 """The door to HTTP for those who may not have its packages."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_core.errors import ConfigError
 
 from kv_tiers.server.http.config import HttpConfig
+from kv_tiers.tenants import Tenant
 
 if TYPE_CHECKING:
     from kv_tiers.server.http.thread import HttpThread
 
 
-def open_http(config: HttpConfig) -> "HttpThread | None":
-    """Take the address that the settings say; None: they say none.
+def open_http(config: HttpConfig, tenants: Sequence[Tenant] = ()) -> "HttpThread | None":
+    """Take the address that the settings say; None: they say none. tenants: those that the settings name.
 
     Raises:
         ConfigError: it cannot be had, a setting cannot be honoured, or the extra is not installed.
@@ -22,4 +24,4 @@ def open_http(config: HttpConfig) -> "HttpThread | None":
         from kv_tiers.server.http.thread import HttpThread
     except ImportError as error:
         raise ConfigError(f"http: {error.name} is not installed; pip install 'kv-tiers[http]'") from error
-    return HttpThread(config)
+    return HttpThread(config, tenants)

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.config import HttpConfig, Listen, read_listen
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
+from kv_tiers.tenants import Tenant
 
 _log = logging.getLogger(__name__)
 
@@ -33,14 +36,16 @@ _END_S: Final = 2
 class HttpThread:
     """Takes its address at once, serves from `start` until `stop`."""
 
-    def __init__(self, config: HttpConfig) -> None:
-        """
+    def __init__(self, config: HttpConfig, tenants: Sequence[Tenant]) -> None:
+        """tenants: those that the settings name.
+
         Raises:
             ConfigError: the settings cannot be honoured, or the address is taken.
         """
         listen = read_listen(config)
         self._token = read_token(Path(config.token_file)) if config.token_file else ""
         names = listen.names()
+        self._names = Names({tenant.tag: tenant.name for tenant in tenants})
         self._archive_dir = _checked_directory(config.archive_dir)
         self._hosts = names | {name.lower() for name in config.hosts} if names or config.hosts else names
         self._listener = _bound(listen)
@@ -52,7 +57,9 @@ class HttpThread:
 
     def start(self, server: CacheServer) -> None:
         self._relay = Relay(server)
-        self._app = make_app(self._relay, token=self._token, hosts=self._hosts, archive_dir=self._archive_dir)
+        self._app = make_app(
+            self._relay, names=self._names, token=self._token, hosts=self._hosts, archive_dir=self._archive_dir
+        )
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app,

@@ -1,0 +1,123 @@
+"""How much of the pool each tenant has alone."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from kv_core.errors import ConfigError
+from kv_core.keys import TENANT_NBYTES
+from msgspec import Meta
+
+from kv_tiers.local import LocalCache
+from kv_tiers.server.caches import Format
+from kv_tiers.server.http.chosen import Which, chosen
+from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.http.relay import Relay
+
+
+class Quota(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """quota_bytes: for itself, of each format's pool; whole chunks count, and 0 is none at all."""
+
+    quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
+
+
+class Use(msgspec.Struct, frozen=True):
+    """Of one format's pool. quota_bytes: null if the tenant shares what the quotas leave with all others."""
+
+    chunk_nbytes: int
+    fingerprint: str
+    chunks: int
+    used_bytes: int
+    quota_bytes: int | None
+
+
+class TenantState(msgspec.Struct, frozen=True):
+    """name: from the settings, "" if it is not there. tag: as keys' paths show it."""
+
+    name: str
+    tag: str
+    caches: list[Use]
+
+
+class Names:
+    """What tenants are called: by the settings, or by the tag that is in their keys."""
+
+    def __init__(self, names: Mapping[bytes, str]) -> None:
+        """names: by tag."""
+        self._names = dict(names)
+        self._tags = {name: tag for tag, name in names.items()}
+
+    def name(self, tag: bytes) -> str:
+        return self._names.get(tag, "")
+
+    def tag(self, tenant: str) -> bytes:
+        """
+        Raises:
+            Problem: nobody is called that.
+        """
+        if tenant in self._tags:
+            return self._tags[tenant]
+        if len(tenant) == 2 * TENANT_NBYTES and set(tenant) <= set("0123456789abcdef"):
+            return bytes.fromhex(tenant)
+        known = ", ".join(sorted(self._tags)) or "none"
+        raise Problem(
+            404,
+            f"no tenant is called {tenant[:100]!r}; the settings know {known}. Else write the tag, "
+            f"{2 * TENANT_NBYTES} hex digits, as /status shows it",
+        )
+
+
+def operations(relay: Relay, names: Names) -> list[Operation]:
+    async def state(tag: bytes) -> TenantState:
+        caches = await relay.caches()
+        uses = [await relay.call(partial(_use, format_, cache, tag)) for format_, cache in caches.items()]
+        return TenantState(names.name(tag), tag.hex(), uses)
+
+    async def get(tenant: str) -> TenantState:
+        return await state(names.tag(tenant))
+
+    async def put(body: Quota, tenant: str) -> TenantState:
+        tag = names.tag(tenant)
+        await relay.call(partial(_set_all, await chosen(relay, body), tag, body.quota_bytes))
+        return await state(tag)
+
+    async def delete(tenant: str) -> TenantState:
+        tag = names.tag(tenant)
+        await relay.call(partial(_set_all, await relay.caches(), tag, None))
+        return await state(tag)
+
+    path = "/quota/{tenant}"
+    return [
+        Operation("GET", path, "What a tenant has of the pool", get, TenantState, failures=(404, 503)),
+        Operation(
+            "PUT", path, "Set a part of the pool apart for a tenant", put, TenantState, Quota, failures=(404, 409, 503)
+        ),
+        Operation("DELETE", path, "Have a tenant share with all others", delete, TenantState, failures=(404, 503)),
+    ]
+
+
+def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
+    for use in cache.tenants():
+        if use.tenant == tag:
+            return Use(*format_, use.chunks, use.used_bytes, use.quota_bytes)
+    return Use(*format_, 0, 0, None)
+
+
+def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int | None) -> None:
+    """In all of them or in none.
+
+    Raises:
+        Problem: one of them cannot have it.
+    """
+    done: list[tuple[LocalCache, int | None]] = []
+    try:
+        for format_, cache in caches.items():
+            before = _use(format_, cache, tag).quota_bytes
+            cache.set_quota(tag, quota_bytes)
+            done.append((cache, before))
+    except ConfigError as error:
+        for cache, before in done:
+            cache.set_quota(tag, before)
+        raise Problem(409, str(error)) from None
