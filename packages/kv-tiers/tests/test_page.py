@@ -16,10 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 
 CHUNK_NBYTES = 64 << 10
+PENDING = ("waiting", "under_way")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 if CHROMIUM is None and not os.environ.get("CI"):
@@ -191,10 +193,22 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     until(lambda: browser.value("Math.max(...flows().map(link => link.down))") > 0)
     assert browser.value("document.querySelectorAll('#flow .ribbon-down').length") == 2
     assert browser.complaints == []
+    for branch in ("c", "d", "e"):
+        store(cache, 60, branch)
+        until(lambda: sum(httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0][of] for of in PENDING) == 0)
+    found = cache.lookup(key_chain(60, branch="c"), "r", patient=True)
+    while found.ended is Ended.PENDING:
+        found = cache.lookup(key_chain(60, branch="c"), "r", patient=True)
+    cache.end("r")
+    status = httpx.get(f"{server.url}status").json()["caches"][0]
+    assert status["tiers"][0]["loaded"] > 0
+    until(lambda: browser.value("latest.caches[0].tiers[0].loaded") == status["tiers"][0]["loaded"])
+    # What came up from the disk is in the pool, and was not stored by an engine.
+    assert browser.value("samples.at(-1).storedBytes") == (30 + 4 * 60) * CHUNK_NBYTES
     cache.close()
     until(lambda: "Nobody is connected" in browser.text())
     assert "7,680" not in browser.text()
-    assert "15,360" in browser.text()  # what a chunk's tokens are is remembered
+    assert "30,720" in browser.text()  # what a chunk's tokens are is remembered
     server.stop()
 
 
