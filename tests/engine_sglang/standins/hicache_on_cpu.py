@@ -1,0 +1,84 @@
+"""HiCache where there is no CUDA: host pools in plain memory, and its copies between device and host by torch.
+
+A plug-in of SGLang's own kind, which SGLang runs in each of its processes. It replaces what a CPU lacks (pinned memory,
+copy kernels) and nothing else: tree, controller, threads and host layouts are SGLang's.
+"""
+
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    from sglang.srt.mem_cache.pool_host import common, mha, mla
+
+    common._cuda_host_register = lambda buffer, granularity=None: None
+    common._cuda_host_unregister = lambda buffer: None
+    mha._cuda_host_unregister = mla._cuda_host_unregister = common._cuda_host_unregister
+    mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
+    mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
+    mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
+    mla.MLATokenToKVPoolHost.backup_from_device_all_layer = _backup_mla
+
+
+def host_place(pool: Any, layer: int, indices: torch.Tensor) -> tuple[Any, ...]:
+    """Where the rows of one layer are in one part of the pool's buffer; reading there gives [tokens, heads, dim]."""
+    page, offset = indices // pool.page_size, indices % pool.page_size
+    places: dict[str, tuple[Any, ...]] = {
+        "layer_first": (layer, indices),
+        "page_first": (indices, layer),
+        "page_first_direct": (page, layer, offset),
+        "page_head": (page, slice(None), offset, layer),
+    }
+    return places[pool.layout]
+
+
+def _load_mha(
+    self: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    if not is_draft and not 0 <= layer_id < self.target_layer_num:
+        return
+    place = host_place(self, layer_id, host_indices)
+    self.device_k_buffers[layer_id][device_indices] = self.k_buffer[place]
+    self.device_v_buffers[layer_id][device_indices] = self.v_buffer[place]
+
+
+def _backup_mha(
+    self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+) -> None:
+    for layer in range(self.layer_num):
+        place = host_place(self, layer, host_indices)
+        self.k_buffer[place] = self.device_k_buffers[layer][device_indices]
+        self.v_buffer[place] = self.device_v_buffers[layer][device_indices]
+
+
+def _load_mla(
+    self: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    if not is_draft and layer_id not in self._target_layer_indices:
+        return
+    device = self.device_kv_buffers[self._buffer_index_by_layer[layer_id]]
+    device[device_indices] = self.kv_buffer[host_place(self, self._host_layer_by_controller[layer_id], host_indices)]
+
+
+def _backup_mla(
+    self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+) -> None:
+    for layer_id in self._target_layer_indices:
+        device = self.device_kv_buffers[self._buffer_index_by_layer[layer_id]]
+        place = host_place(self, self._host_layer_by_controller[layer_id], host_indices)
+        self.kv_buffer[place] = device[device_indices]
