@@ -12,6 +12,7 @@ from kv_cuda.plan import WholeBlocks, check_and_cut
 from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, small_caches
 
 CACHES = small_caches()
+RUNS = {name: cache for name, cache in CACHES.items() if cache.layout.blocks_are_runs}
 TRUE = CACHES["K transposed"].layout
 k, v = TRUE.parts
 
@@ -25,7 +26,7 @@ k, v = TRUE.parts
         ((replace(k, dim=1), v), "lie on each other"),
         ((k, replace(v, offset=-1)), "part v has a negative offset"),
         ((replace(k, head=-8), v), "part k has a negative head"),
-        ((k, replace(v, offset=1000)), "not one run"),
+        ((k, replace(v, offset=TRUE.page_elements)), "the blocks of part k lie on each other"),
         ((replace(k, block=TRUE.page_elements - 1), v), "the blocks of part k lie on each other"),
         ((replace(k, block=8), replace(v, block=8)), "the blocks of part k lie on each other"),
         ((), "has no parts"),
@@ -34,6 +35,17 @@ k, v = TRUE.parts
 def test_a_layout_whose_elements_share_places_is_refused(parts: tuple[PartLayout, ...], said: str) -> None:
     with pytest.raises(InputError, match=said):
         replace(TRUE, parts=parts)
+
+
+def test_parts_and_blocks_may_lie_anywhere_as_long_as_they_do_not_meet() -> None:
+    """As in SGLang's host pools: then canonical chunks can be copied, and whole blocks cannot be kept as they are."""
+    far = replace(TRUE, parts=(k, replace(v, offset=BLOCKS * TRUE.page_elements)))
+    assert far.canonical_format(8) == TRUE.canonical_format(8)
+    with pytest.raises(InputError, match="not one run"):
+        far.blocks_format(8, "x")
+    with pytest.raises(InputError, match="the blocks of part k lie on each other"):
+        replace(far, blocks=BLOCKS + 1)
+    assert not any(cache.layout.blocks_are_runs for name, cache in CACHES.items() if name.startswith("SGLang"))
 
 
 @pytest.mark.parametrize("axis", ["itemsize", "layers", "blocks", "block_tokens", "heads", "head_dim"])
@@ -93,7 +105,7 @@ def test_rows_are_where_the_strides_say(cache: SmallCache) -> None:
 
 
 def test_pages_are_the_bytes_of_whole_blocks() -> None:
-    for cache in CACHES.values():
+    for cache in RUNS.values():
         tensors = cache.make()
         pages = pages_of(tensors[1], BLOCKS)
         assert pages.shape == (BLOCKS, cache.layout.page_nbytes)

@@ -9,10 +9,10 @@ import pytest
 from kv_core.cli import main
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
+from kv_tiers.attach.place import Format, open_here, open_there
+from kv_tiers.attach.settings import Settings, load
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
-from kv_vllm.config import Settings, load
-from kv_vllm.place import Format, open_here, open_there
 
 
 def test_nothing_given_means_the_defaults() -> None:

@@ -10,11 +10,14 @@ import torch
 
 
 def register() -> None:
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, mha, mla
 
-    common._cuda_host_register = lambda buffer, granularity=None: None
-    common._cuda_host_unregister = lambda buffer: None
-    mha._cuda_host_unregister = mla._cuda_host_unregister = common._cuda_host_unregister
+    make_pool = base.HostKVCache.__init__
+
+    def make_unpinned(self: Any, **settings: Any) -> None:
+        make_pool(self, **settings | {"pin_memory": False})
+
+    base.HostKVCache.__init__ = make_unpinned
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla

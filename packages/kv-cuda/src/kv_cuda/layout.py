@@ -8,6 +8,7 @@ all layers of a group.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from kv_core.errors import InputError
 from kv_core.format import ChunkFormat
 
@@ -29,7 +30,7 @@ class PagedLayout:
     """The layers that share one block table.
 
     name: what people call this order of bytes. dtype: as torch spells it. blocks: how many each layer has.
-    page_elements: one block of one layer, all parts; its elements are neighbours in memory.
+    page_elements: one block of one layer, all parts. Its elements need not be neighbours in memory.
     """
 
     name: str
@@ -62,6 +63,11 @@ class PagedLayout:
     def page_nbytes(self) -> int:
         return self.page_elements * self.itemsize
 
+    @property
+    def blocks_are_runs(self) -> bool:
+        """Whether a block of one layer is one run of bytes, and so can be kept as it is."""
+        return int(self._places().max()) + 1 == self.page_elements
+
     def canonical_format(self, chunk_tokens: int) -> ChunkFormat:
         """K part then V part, each [layers, tokens, heads, head_dim]: what engines share."""
         return ChunkFormat(
@@ -76,7 +82,15 @@ class PagedLayout:
         )
 
     def blocks_format(self, chunk_tokens: int, origin: str) -> ChunkFormat:
-        """Whole blocks as opaque bytes, [layers, blocks, page bytes]. origin: what makes them interchangeable."""
+        """Whole blocks as opaque bytes, [layers, blocks, page bytes]. origin: what makes them interchangeable.
+
+        Raises:
+            InputError: a block of one layer is not one run of bytes.
+        """
+        if not self.blocks_are_runs:
+            raise InputError(
+                f"layout {self.name}: a block of one layer is not one run of {self.page_elements} elements"
+            )
         return ChunkFormat(
             kind="blocks",
             parts=("blocks",),
@@ -90,21 +104,35 @@ class PagedLayout:
             origin=origin,
         )
 
+    def _places(self) -> npt.NDArray[np.int64]:
+        """[parts, block_tokens × heads × head_dim]: where the elements of block 0 are."""
+        token, head, dim = np.ogrid[: self.block_tokens, : self.heads, : self.head_dim]
+        places = [part.offset + token * part.token + head * part.head + dim * part.dim for part in self.parts]
+        return np.stack([place.reshape(-1) for place in places]).astype(np.int64)
+
     def _refuse_overlaps(self) -> None:
         """No two elements of a layer may share a place. Counted, not argued: a page is small."""
-        sizes = (self.block_tokens, self.heads, self.head_dim)
-        token, head, dim = np.ogrid[: sizes[0], : sizes[1], : sizes[2]]
-        places = [part.offset + token * part.token + head * part.head + dim * part.dim for part in self.parts]
-        page = np.concatenate([place.reshape(-1) for place in places])
-        if len(np.unique(page)) != len(page):
+        page = self._places()
+        if len(np.unique(page)) != page.size:
             raise InputError(f"layout {self.name}: two elements of a block lie on each other")
-        if page.max() + 1 != self.page_elements:
-            raise InputError(
-                f"layout {self.name}: a block of one layer is not one run of {self.page_elements} elements"
-            )
+        alike = len({part.block for part in self.parts}) == 1
         for part in self.parts:
-            if self.blocks > 1 and part.block < self.page_elements:
+            # K and V at different distances are only a canary's guess: their blocks must keep clear of a whole page.
+            meet = _meet(page.reshape(-1), part.block, self.blocks) if alike else part.block <= page.max()
+            if self.blocks > 1 and meet:
                 raise InputError(f"layout {self.name}: the blocks of part {part.name} lie on each other")
+
+
+def _meet(places: npt.NDArray[np.int64], distance: int, blocks: int) -> bool:
+    """Whether two of `places`, each repeated `blocks` times at `distance`, are ever the same.
+
+    They are where two leave the same rest by the distance, and are less than `blocks` distances apart.
+    """
+    if distance < 1:
+        return True
+    number, rest = np.divmod(places, distance)
+    order = np.lexsort((number, rest))
+    return bool(((np.diff(rest[order]) == 0) & (np.diff(number[order]) < blocks)).any())
 
 
 def split_parts(

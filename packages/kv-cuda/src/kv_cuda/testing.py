@@ -53,6 +53,37 @@ def small_caches() -> dict[str, SmallCache]:
         "blocks further apart than a page": SmallCache(
             split_parts("padded", **(apart | {"block": page + 24}), **_sizes("float32")), _padded(page, 24)
         ),
+        **_host_pools(),
+    }
+
+
+def _host_pools() -> dict[str, SmallCache]:
+    """SGLang's host pools: K of everything and then V, and in each the order that the name says."""
+    tokens, row = BLOCKS * TOKENS, HEADS * DIM
+    everything = LAYERS * tokens * row
+    pages = {
+        "layer first": ((LAYERS, tokens, HEADS, DIM), {"block": TOKENS * row, "token": row, "head": DIM}, tokens * row),
+        "page first": (
+            (tokens, LAYERS, HEADS, DIM),
+            {"block": TOKENS * LAYERS * row, "token": LAYERS * row, "head": DIM},
+            row,
+        ),
+        "page first direct": (
+            (BLOCKS, LAYERS, TOKENS, HEADS, DIM),
+            {"block": TOKENS * LAYERS * row, "token": row, "head": DIM},
+            TOKENS * row,
+        ),
+        "page head": (
+            (BLOCKS, HEADS, TOKENS, LAYERS, DIM),
+            {"block": TOKENS * LAYERS * row, "token": LAYERS * DIM, "head": TOKENS * LAYERS * DIM},
+            DIM,
+        ),
+    }
+    return {
+        f"SGLang, {name}": SmallCache(
+            split_parts(name, dim=1, value_offset=everything, **strides, **_sizes("float32")), _host_pool(shape, layer)
+        )
+        for name, (shape, strides, layer) in pages.items()
     }
 
 
@@ -78,6 +109,16 @@ def _separate(shape: tuple[int, ...], dtype: torch.dtype) -> Make:
 
 def _interleaved(shape: tuple[int, ...]) -> Make:
     return lambda device="cpu": list(torch.zeros(BLOCKS, LAYERS, *shape, device=device).transpose(0, 1))
+
+
+def _host_pool(shape: tuple[int, ...], layer: int) -> Make:
+    """Layers that begin `layer` elements apart in one storage of K and V."""
+
+    def make(device: str = "cpu") -> list[torch.Tensor]:
+        both = torch.zeros(2, *shape, device=device).view(-1)
+        return [both[number * layer :] for number in range(LAYERS)]
+
+    return make
 
 
 def _padded(page: int, padding: int) -> Make:

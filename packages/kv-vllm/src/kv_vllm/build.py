@@ -18,16 +18,17 @@ from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_cuda import Copier, make_copier
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.attach.identity import key_space
+from kv_tiers.attach.place import Format, open_here, open_there, workers_of
+from kv_tiers.attach.settings import Settings
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
 
 from kv_vllm.canary import LayerGroup, Refusal, prove
-from kv_vllm.config import Settings
-from kv_vllm.identity import key_space
 from kv_vllm.layouts import read_groups
-from kv_vllm.place import Format, in_one_process, open_here, open_there, workers_of
+from kv_vllm.translate import served_model
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +110,17 @@ def check_parallelism(vllm_config: Any) -> None:
             f"the engine has {stages} pipeline stages, each with layers of its own, and this release of kv-vllm caches "
             "engines whose ranks have all layers; start with --pipeline-parallel-size 1, or without it"
         )
+
+
+def in_one_process(vllm_config: Any) -> bool:
+    """Whether vLLM's worker and scheduler share a process: its `uni` executor, by whatever name."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    parallel = vllm_config.parallel_config
+    backend = parallel.distributed_executor_backend
+    if isinstance(backend, type):
+        return issubclass(backend, UniProcExecutor) and parallel.world_size == 1
+    return parallel.world_size == 1 and (backend in (None, "uni") or str(backend).endswith(".UniProcExecutor"))
 
 
 def bind_worker(
@@ -221,7 +233,7 @@ def _shape(vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[
     scheme = settings.scheme()
     world, _ = _ranks(vllm_config)
     space = key_space(
-        vllm_config,
+        served_model(vllm_config),
         kv_dtype=known["kv_dtype"],
         format_fingerprint=chunks.fingerprint,
         world=world,

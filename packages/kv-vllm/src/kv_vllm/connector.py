@@ -19,6 +19,7 @@ from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan, StepReport
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
+from kv_tiers.attach import settings
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_vllm import build, config
+from kv_vllm import build
 from kv_vllm.translate import request_tokens
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings, _ = config.load(transfer.kv_connector_extra_config, os.environ)
+        self._settings, _ = settings.load(transfer.kv_connector_extra_config, os.environ)
         build.check_parallelism(vllm_config)
         self._engine = build.engine(str(transfer.engine_id))
         self._scheduler: SchedulerHalf | None = None

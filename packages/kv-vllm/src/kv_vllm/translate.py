@@ -6,8 +6,7 @@ from typing import Any
 
 from kv_core.connect.scheduler import RequestTokens
 from kv_core.sequence import Item
-
-from kv_vllm.identity import adapter_identity
+from kv_tiers.attach.identity import ServedModel, adapter_identity
 
 
 def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
@@ -36,3 +35,27 @@ def _items(features: Any) -> Iterator[Item]:
     for feature in features or ():
         position = feature.mm_position
         yield Item(feature.identifier, position.offset, position.length)
+
+
+def served_model(vllm_config: Any) -> ServedModel:
+    """Which model vLLM was told to serve, and how."""
+    model = vllm_config.model_config
+    load_format = str(vllm_config.load_config.load_format)
+    own = getattr(model.hf_config, "quantization_config", None)
+    quantized = own.get("quant_method") if isinstance(own, dict) else None
+    given = getattr(model, "hf_overrides", None)
+    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
+    return ServedModel(
+        engine="vllm",
+        source=str(model.model),
+        revision=model.revision,
+        computed_in=str(model.dtype).removeprefix("torch."),
+        dummy_seed=model.seed if load_format == "dummy" else None,
+        overrides={
+            # A function may change anything: then what it made of the configuration is what was given.
+            "configuration": read if callable(given) else given,
+            "quantization": model.quantization if model.quantization != quantized else None,
+        },
+        most_tokens=model.max_model_len,
+        read_config=read,
+    )

@@ -1,4 +1,4 @@
-"""What an engine on a CPU without AMX needs of SGLang's compiled kernels: one function. Every other raises when called."""
+"""What an engine on a CPU without AMX needs of SGLang's compiled kernels: one function. Others raise when called."""
 
 from collections.abc import Callable
 from typing import Any

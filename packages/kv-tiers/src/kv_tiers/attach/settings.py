@@ -1,8 +1,9 @@
 """Settings: what can be set, where each value came from, and what is wrong with it.
 
-Three places, the first that names a setting wins: vLLM's `kv_connector_extra_config`, a YAML file (its path is the
-setting `config_file`, or `KV_CONFIG_FILE`), environment variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY`, …). Read
-once, at the edge; everything below gets values.
+Three places, the first that names a setting wins: the engine's own extra config for us (vLLM's
+`kv_connector_extra_config`, SGLang's `--hicache-storage-backend-extra-config`), a YAML file (its path is the setting
+`config_file`, or `KV_CONFIG_FILE`), environment variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY`, …). Read once, at the
+edge; everything below gets values.
 """
 
 import difflib
@@ -15,7 +16,8 @@ from typing import Any, Literal, get_args
 import msgspec
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
-from kv_tiers import ColdConfig, HostConfig
+
+from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe.build import check as check_observe
 from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
@@ -107,7 +109,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
         ConfigError: an unknown key (with the nearest valid name), a value of the wrong type, or one out of range.
     """
     known = dict(_paths(Settings))
-    given = _flatten(dict(extra), "the engine's kv_connector_extra_config", {*known, "config_file"})
+    given = _flatten(dict(extra), "the engine's extra config", {*known, "config_file"})
     file = given.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
     layers: list[tuple[str, Mapping[str, object]]] = [("extra config", given)]
     if file:

@@ -1,6 +1,6 @@
 """Where an engine's cache is: in its own process, in a private server that ends with it, or in one that it joins.
 
-In process wherever worker and scheduler share one, because nothing is faster. Otherwise rank 0 starts a server whose
+In process wherever all that use it share one, because nothing is faster. Otherwise rank 0 starts a server whose
 life hangs on its own, and everyone meets at a socket named after the engine. A server named in the settings is joined
 instead, and shared with every engine that names it.
 """
@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
-from kv_tiers import HostConfig, LocalCache, build_local_cache
+
+from kv_tiers.attach.settings import Settings
+from kv_tiers.build import build_local_cache
+from kv_tiers.config import HostConfig
+from kv_tiers.local import LocalCache
 from kv_tiers.observe.build import build_bus
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
@@ -25,8 +28,6 @@ from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.wire import Registration
 from kv_tiers.tenants import read_tenants
-
-from kv_vllm.config import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -41,20 +42,9 @@ class Format:
     fingerprint: str
 
 
-def in_one_process(vllm_config: Any) -> bool:
-    """Whether vLLM's worker and scheduler share a process: its `uni` executor, by whatever name."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    parallel = vllm_config.parallel_config
-    backend = parallel.distributed_executor_backend
-    if isinstance(backend, type):
-        return issubclass(backend, UniProcExecutor) and parallel.world_size == 1
-    return parallel.world_size == 1 and (backend in (None, "uni") or str(backend).endswith(".UniProcExecutor"))
-
-
 def socket_of(settings: Settings, engine_id: str) -> Path:
     """Where the engine's processes find its server."""
-    return Path(settings.server.socket) if settings.server.socket else default_socket(f"vllm-{engine_id}")
+    return Path(settings.server.socket) if settings.server.socket else default_socket(f"engine-{engine_id}")
 
 
 def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:

@@ -1,0 +1,106 @@
+"""Two models, or two adapters, that could compute other KV never share a name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space, weights_fingerprint
+
+
+def write(directory: Path, name: str = "model.safetensors", byte: int = 1, size: int = 3_000_000) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(bytes([byte]) * size)
+    return directory
+
+
+def test_weights_that_differ_in_bytes_size_or_name_differ(tmp_path: Path) -> None:
+    same = weights_fingerprint(write(tmp_path / "a"))
+    assert weights_fingerprint(write(tmp_path / "b")) == same
+    assert weights_fingerprint(write(tmp_path / "c", byte=2)) != same
+    assert weights_fingerprint(write(tmp_path / "d", size=3_000_001)) != same
+    assert weights_fingerprint(write(tmp_path / "e", name="model-1.safetensors")) != same
+    trained = write(tmp_path / "f")
+    with (trained / "model.safetensors").open("r+b") as file:
+        for at in range(0, 3_000_000, 50_000):
+            file.seek(at)
+            file.write(b"\x07")
+    assert weights_fingerprint(trained) != same
+
+
+def test_an_adapter_is_its_weights_and_not_its_name(tmp_path: Path) -> None:
+    first = adapter_identity("helper", str(write(tmp_path / "a", "adapter_model.safetensors")))
+    assert adapter_identity("helper", str(write(tmp_path / "b", "adapter_model.safetensors", byte=2))) != first
+    assert adapter_identity("other", str(tmp_path / "a")) != first
+    write(tmp_path / "a", "adapter_model.safetensors", byte=3, size=3_000_100)  # trained on, in the same place
+    assert adapter_identity("helper", str(tmp_path / "a")) != first
+    assert adapter_identity("helper", "hub/name") != adapter_identity("helper", "hub/other")
+
+
+def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any) -> ServedModel:
+    """A model that was written to `directory`; own: changes of its configuration file, `changed`: of what is served."""
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "rope_theta": 1e4, "_name_or_path": "x"}
+    (directory / "config.json").write_text(json.dumps(config | (own or {})))
+    given: dict[str, Any] = {
+        "engine": "vllm",
+        "source": str(directory),
+        "revision": None,
+        "computed_in": "float32",
+        "most_tokens": 4096,
+    }
+    return ServedModel(**given | changed)
+
+
+def fingerprint(model: ServedModel, kv_dtype: str = "float32", form: str = "f") -> bytes:
+    return key_space(model, kv_dtype=kv_dtype, format_fingerprint=form, world=1, chain="sha256:256").fingerprint
+
+
+LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
+
+
+def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> None:
+    write(tmp_path)
+    first = fingerprint(served(tmp_path))
+    assert fingerprint(served(tmp_path, own={"_name_or_path": "elsewhere", "transformers_version": "5"})) == first
+    assert fingerprint(served(tmp_path, most_tokens=8192)) == first
+    assert fingerprint(served(tmp_path, overrides={"configuration": {}, "quantization": None})) == first
+    others = [
+        fingerprint(served(tmp_path), kv_dtype="bfloat16"),
+        fingerprint(served(tmp_path), form="g"),
+        fingerprint(served(tmp_path, computed_in="bfloat16")),
+        fingerprint(served(tmp_path, overrides={"quantization": "fp8"})),
+        fingerprint(served(tmp_path, overrides={"configuration": {"rope_theta": 1e6}})),
+        fingerprint(served(tmp_path, own={"rope_theta": 1e6})),
+        fingerprint(served(tmp_path, own=LONGROPE)),
+        fingerprint(served(tmp_path, own=LONGROPE, most_tokens=8192)),
+        fingerprint(served(tmp_path, dummy_seed=0)),
+        fingerprint(served(tmp_path, dummy_seed=1)),
+        fingerprint(served(tmp_path, source="org/name")),
+        fingerprint(served(tmp_path, source="org/name", revision="v2")),
+        fingerprint(served(tmp_path, source="org/name", read_config={"rope_theta": 2.0})),
+    ]
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_two_engines_share_a_model_that_both_are_shown_to_keep_alike(tmp_path: Path) -> None:
+    """Wherever it lies, and whatever the library that reads configurations makes of it."""
+    one, other = write(tmp_path / "one"), write(tmp_path / "other")
+    first = fingerprint(served(one, read_config={"rope_parameters": {"rope_theta": 1e4}}))
+    assert fingerprint(served(other, engine="sglang", read_config={"rope_theta": 1e4})) == first
+
+
+@pytest.mark.parametrize("own", [{"architectures": ["SomethingElse"]}, {"architectures": None}])
+def test_two_engines_never_share_what_was_not_shown(tmp_path: Path, own: dict[str, Any]) -> None:
+    write(tmp_path)
+    assert fingerprint(served(tmp_path, own=own)) != fingerprint(served(tmp_path, own=own, engine="sglang"))
+
+
+def test_made_up_weights_are_each_engines_own(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert fingerprint(served(tmp_path, dummy_seed=0)) != fingerprint(served(tmp_path, dummy_seed=0, engine="sglang"))
+
+
+def test_a_snapshot_in_the_hubs_cache_is_the_hubs_name_and_commit(tmp_path: Path) -> None:
+    snapshot = write(tmp_path / "models--org--name" / "snapshots" / ("a" * 40))
+    space = key_space(served(snapshot), kv_dtype="float32", format_fingerprint="f", world=1, chain="sha256:256")
+    assert (space.model, space.revision) == ("org/name", "commit-" + "a" * 40)
