@@ -138,7 +138,7 @@ def main() -> int:
         serve(sys.argv[2], json.loads(sys.argv[3]))
         return 0
     chosen = parser(__doc__.split("\n\n")[0]).parse_args()
-    from kv_vllm.testing.tiny import TinyLlama
+    from kv_cuda.tiny import TinyLlama
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
     chunk_nbytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * 256 * 4

@@ -22,7 +22,7 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""
-    from kv_vllm.testing.tiny import TinyLlama
+    from kv_cuda.tiny import TinyLlama
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
     return str(TinyLlama().write(directory))

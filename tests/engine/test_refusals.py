@@ -7,10 +7,10 @@ import pytest
 import torch
 from engines import started
 from kv_core.errors import ConfigError
+from kv_cuda.tiny import TinyLlama
 from kv_vllm import build
 from kv_vllm.canary import Refusal
 from kv_vllm.layouts import read_groups
-from kv_vllm.testing.tiny import TinyLlama
 from kv_vllm.translate import request_tokens
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 

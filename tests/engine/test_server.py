@@ -67,7 +67,7 @@ def test_two_engines_on_one_server(
     tiny_llama: str, reference: list[Answer], server: ServerProcess, tmp_path: Path
 ) -> None:
     """At the same time, each in its own process; a third with another model finds nothing."""
-    from kv_vllm.testing.tiny import TinyLlama
+    from kv_cuda.tiny import TinyLlama
 
     with started(tiny_llama, cache=joined(server), own_process=True) as one:
         assert one.ask_in_turn(PROMPTS) == reference

@@ -1,1 +1,8 @@
-"""The name of the SGLang package. It has no backend in this release."""
+"""KV-cache tiering for SGLang. Importing this needs no SGLang: what does is loaded when SGLang loads the backend."""
+
+from typing import Final
+
+TESTED: Final = "0.5.23"
+"""The SGLang whose interface this was written against and tested with."""
+
+__all__ = ["TESTED"]

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _show(chosen: argparse.Namespace, scratch: Path) -> int:
     model, dtype = chosen.model, chosen.dtype or "auto"
     if model is None:
-        from kv_vllm.testing.tiny import TinyLlama
+        from kv_cuda.tiny import TinyLlama
 
         model, dtype = (
             str(TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536).write(scratch / "tiny-llama")),

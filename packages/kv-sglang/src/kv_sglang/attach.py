@@ -1,0 +1,205 @@
+"""Objects out of settings: the caches of one SGLang rank, one for each of its host pools, and the names of their pages.
+
+With one rank the caches are in SGLang's scheduler process. With several, the first rank starts a private server that
+all of them join; a server named in the settings is joined by any. Each pool's pages are a format and a key space of
+their own: the names are the same hashes, so a page of one pool would else be taken for another's.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from kv_core.errors import ConfigError
+from kv_core.hashing import ChainScheme
+from kv_core.sequence import digests_of
+from kv_tiers import LocalCache
+from kv_tiers.attach.identity import ServedModel, key_space
+from kv_tiers.attach.place import Format, open_here, open_there
+from kv_tiers.attach.settings import Setting, Settings, load
+from kv_tiers.observe.bus import EventBus
+from kv_tiers.server.client import RemoteCache
+from kv_tiers.server.launch import ServerProcess
+
+from kv_sglang import TESTED
+from kv_sglang.pages import PageStore
+from kv_sglang.pools import PoolPages
+
+_log = logging.getLogger(__name__)
+
+SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
+"""What is for SGLang in the extra config that we are handed."""
+KV: Final = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which share of the engine this process is.
+
+    replicated: every rank has the same KV, and one of them writes it (MLA). stage: of pipeline parallelism.
+    """
+
+    number: int
+    ranks: int
+    replicated: bool
+    stage: int
+    stages: int
+    replica: int
+    nodes: int
+
+
+@dataclass(slots=True)
+class Attached:
+    """What was opened, by SGLang's name of the pool."""
+
+    stores: dict[str, PageStore] = field(default_factory=dict)
+    buses: list[EventBus] = field(default_factory=list)
+    server: ServerProcess | None = None
+
+    def close(self) -> None:
+        """Store below what is to be stored there, and let go. The caches' memory goes with SGLang's last thread."""
+        for name, store in self.stores.items():
+            store.close()
+            try:
+                store.cache.close()
+            except BufferError as error:  # a copy is still under way; the process is ending anyway
+                _log.warning("the host pool of %s stays mapped: %s", name, error)
+        for bus in self.buses:
+            bus.close()
+        if self.server is not None:
+            self.server.stop()
+        self.stores, self.buses, self.server = {}, [], None
+
+
+def read_settings(extra: Mapping[str, Any], page_size: int) -> Settings:
+    """Our settings out of `--hicache-storage-backend-extra-config`, a file and the environment.
+
+    Raises:
+        ConfigError: one that is wrong, or that SGLang's pages cannot have.
+    """
+    own = {name: value for name, value in extra.items() if name not in SGLANG_TAKES}
+    settings, in_force = load(own, os.environ)
+    origins = {entry.path: entry for entry in in_force}
+    _refuse_other(origins["chunk_tokens"], page_size, "a page of SGLang is a chunk: leave it out, or start with")
+    _refuse_other(origins["algorithm"], "sha256", "SGLang names its pages itself, by sha256: leave it out;")
+    if settings.format == "blocks":
+        raise ConfigError('format is "blocks"; SGLang\'s pages are kept in the canonical format: leave it out')
+    return msgspec.structs.replace(settings, chunk_tokens=page_size, algorithm="sha256")
+
+
+def _refuse_other(given: Setting, wanted: object, why: str) -> None:
+    if given.origin != "default" and given.value != wanted:
+        flag = f" --page-size {given.value}" if given.path == "chunk_tokens" else ""
+        raise ConfigError(f"{given.path} is {given.value} in {given.origin}, but {why}{flag}")
+
+
+def check_hashes() -> None:
+    """SGLang's names of pages must be the digests that we take them for.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    tokens = [1, 2, 3, 2**31, 5, 6, 7, 8]
+    theirs = get_hash_str(tokens, None, page_size=4)
+    ours = [digest.hex() for digest in digests_of(ChainScheme("sha256", 4), tokens)]
+    if theirs != ours:
+        raise ConfigError(
+            f"this SGLang names its pages otherwise than {TESTED}, with which kv-sglang is tested: use that version, "
+            "or leave out --hicache-storage-backend"
+        )
+
+
+def served_model(rank: Rank) -> ServedModel:
+    """Which model SGLang was told to serve, and how."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    model = ModelConfig.from_server_args(arguments)
+    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
+    own = read.get("quantization_config")
+    quantized = own.get("quant_method") if isinstance(own, dict) else None
+    quantization = getattr(model, "quantization", None)
+    return ServedModel(
+        engine="sglang",
+        source=str(arguments.model_path),
+        revision=arguments.revision,
+        computed_in=str(model.dtype).removeprefix("torch."),
+        dummy_seed=arguments.random_seed if arguments.load_format == "dummy" else None,
+        overrides={
+            "configuration": json.loads(arguments.json_model_override_args or "{}"),
+            "quantization": quantization if quantization != quantized else None,
+            # A draft's layers may lie in the same pages.
+            "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
+            "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
+        },
+        most_tokens=int(model.context_len),
+        read_config=read,
+    )
+
+
+def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages]) -> Attached:
+    """Open a cache for each pool.
+
+    Raises:
+        ConfigError: the settings cannot be honoured on this machine, or by this engine.
+    """
+    alone = rank.ranks == rank.stages == 1 and not settings.server.socket
+    if not alone and not settings.server.socket and rank.nodes > 1:
+        raise ConfigError(
+            f"the engine's ranks are on {rank.nodes} machines, where no private server reaches them all: start "
+            "kv-server on each and give its server.socket"
+        )
+    # The parent is the same for all ranks of an engine, and no other engine's while it lives.
+    engine = f"sglang-{os.getppid()}-{rank.replica}"
+    page_bytes = {name: pages.format.nbytes for name, pages in pools.items()}
+    made = Attached()
+    cache: LocalCache | RemoteCache
+    try:
+        for number, (name, pages) in enumerate(pools.items()):
+            chunks = Format(pages.format.nbytes, pages.format.fingerprint)
+            if alone:
+                share = _share_of(settings, name, page_bytes[name] / sum(page_bytes.values()))
+                cache, bus = open_here(share, chunks)
+                made.buses.append(bus)
+            else:
+                first = rank.number == rank.stage == number == 0
+                cache, server = open_there(
+                    settings, chunks, engine_id=engine, rank=0 if first else None, facts={"pool": name}
+                )
+                made.server = made.server or server
+            # Where every rank has the same, there is one share of it. States of linear attention never are the same.
+            whole = rank.replicated and name != "mamba"
+            space = key_space(
+                model,
+                kv_dtype=pages.format.dtype,
+                format_fingerprint=pages.format.fingerprint,
+                world=1 if whole else rank.ranks,
+                chain=settings.scheme().name,
+            )
+            made.stores[name] = PageStore(
+                cache,
+                space,
+                pages,
+                shard=0 if whole else rank.number,
+                group=number,
+                wait_s=settings.cold.wait_s,
+            )
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _share_of(settings: Settings, pool: str, share: float) -> Settings:
+    """The part of the host's memory, and the name, of one pool among several."""
+    if share == 1:
+        return settings
+    name = f"{settings.host.name}-{pool}" if settings.host.name else ""
+    capacity = str(int(settings.host.capacity_bytes * share))
+    return msgspec.structs.replace(settings, host=msgspec.structs.replace(settings.host, capacity=capacity, name=name))

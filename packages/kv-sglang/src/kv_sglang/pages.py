@@ -1,0 +1,233 @@
+"""Pages of one host pool in and out of one cache, asked for by their hashes. SGLang's threads call this directly.
+
+An answer to "are they there?" is a promise: what was found is leased until it is read, or until some questions later.
+SGLang says no more of a question once it is answered, so a promise ends with the read of its last page; those that are
+never read end one by one as newer questions come, and all at once when a store finds no room.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kv_core.errors import InputError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey, KeySpace
+from kv_core.lookup import Ended
+from kv_core.service import LoadReady, ReadLease
+from kv_core.transfer import Copy, TransferPlan
+from kv_cuda import Copier
+from kv_tiers import LocalCache
+from kv_tiers.server.client import RemoteCache
+
+from kv_sglang.pools import PoolPages
+
+_ASK_AGAIN_S: Final = 0.0005
+_PROMISES: Final = 16
+"""Questions whose answers are kept at a time. SGLang queries requests one by one, and reads them soon after."""
+_NUMBERS: Final = itertools.count()
+
+
+class PageStore:
+    """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours."""
+
+    def __init__(
+        self,
+        cache: LocalCache | RemoteCache,
+        space: KeySpace,
+        pages: PoolPages,
+        *,
+        shard: int,
+        group: int,
+        wait_s: float,
+    ) -> None:
+        """wait_s: how long a question may wait for what slower tiers hold."""
+        self.cache = cache
+        self.pages = pages
+        self._space = space
+        self._shards, self._groups = (shard,), (group,)
+        self._wait_s = wait_s
+        self._name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._promises: OrderedDict[str, ChunkKey] = OrderedDict()  # holder → the last page that it was promised
+        self._copiers: list[Copier] = []
+        self._mine = threading.local()
+
+    def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
+        """
+        Raises:
+            InputError: not SGLang's page hashes.
+        """
+        try:
+            digests = [bytes.fromhex(each) for each in hashes]
+        except (TypeError, ValueError):
+            raise InputError("a page's key is not the hex digits of a SHA-256") from None
+        return self._space.keys(digests, groups=self._groups, shards=self._shards)
+
+    def held(self, hashes: Sequence[str], until: float | None = None) -> int:
+        """How many leading pages can be read now. They stay until they are.
+
+        until: when `time.monotonic` says so, the answer must be there; None: the configured time from now.
+        """
+        keys = self.keys(hashes)
+        if not keys:
+            return 0
+        holder = self._holder("ask")
+        chunks = self._lookup(keys, holder, time.monotonic() + self._wait_s if until is None else until)
+        if not chunks:
+            self.cache.end(holder)
+            return 0
+        with self._lock:
+            self._promises[holder] = keys[chunks - 1]
+            surplus = [self._promises.popitem(last=False)[0] for _ in range(len(self._promises) - _PROMISES)]
+        self._end(surplus)
+        return chunks
+
+    def trailing(self, hashes: Sequence[str], window: int, most: int) -> list[int]:
+        """Of the prefixes of `hashes`, the `most` longest whose last `window` pages (all, if there are fewer) are held.
+
+        As lengths in pages, ascending. Fewer, if the time is over.
+        """
+        until = time.monotonic() + self._wait_s
+        found: list[int] = []
+        length = len(hashes)
+        while length > 0 and len(found) < most:
+            first = max(0, length - window)
+            run = self.held(hashes[first:length], until)
+            if run == length - first:
+                found.append(length)
+                length -= 1
+            else:
+                length = first + run  # no window may hold the page that is missing
+        return found[::-1]
+
+    def read(self, hashes: Sequence[str], slots: Sequence[int], copier: Copier | None = None) -> list[bool]:
+        """Copy pages to `slots` (the first slot of each), as far as they are there. False: the page holds anything.
+
+        copier: between chunks and somewhere else than the host pool.
+        """
+        keys = self.keys(hashes)
+        holder = self._holder("read")
+        good = 0
+        try:
+            chunks = self._lookup(keys, holder, time.monotonic() + self._wait_s)
+            lease = self._lease(keys[:chunks], holder) if chunks else None
+            if lease is not None:
+                with self._hands(copier) as hands:
+                    plan = self._plan(zip(lease.extents, slots[:chunks], strict=True))
+                    hands.load(plan).wait()
+                # Bytes that did not stay put while they were read may be another page's.
+                good = chunks if self.cache.release(lease) else 0
+        finally:
+            self.cache.end(holder)
+        read = set(keys)
+        with self._lock:
+            done = [name for name, last in self._promises.items() if last in read]
+            for name in done:
+                del self._promises[name]
+        self._end(done)
+        return [number < good for number in range(len(keys))]
+
+    def write(
+        self, hashes: Sequence[str], slots: Sequence[int], before: Sequence[str] = (), copier: Copier | None = None
+    ) -> list[bool]:
+        """Copy pages from `slots` where they are not held yet. False: there was no room.
+
+        before: the hashes of the prompt's pages in front of these, so that nothing of it leaves to make room.
+        """
+        keys = self.keys(hashes)
+        place = dict(zip(keys, slots, strict=True))
+        holder = self._holder("write")
+        try:
+            lease = self.cache.begin_store([*self.keys(before), *keys], holder)
+            if not place.keys() >= set(lease.keys):
+                # An earlier page has left the pool, and its bytes are not here to be written again.
+                self.cache.release(lease)
+                lease = self.cache.begin_store(keys, holder)
+            if lease.refused:
+                self.cache.release(lease)
+                self._end_all()
+                lease = self.cache.begin_store(keys, holder)
+            if lease.keys:
+                with self._hands(copier) as hands:
+                    plan = self._plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
+                    hands.store(plan).wait()
+                self.cache.commit(lease)
+            if not lease.refused:
+                return [True] * len(keys)
+            kept = self._lookup(keys, holder, 0.0)
+            return [number < kept for number in range(len(keys))]
+        finally:
+            self.cache.end(holder)
+
+    def close(self) -> None:
+        """Let go of the pool's memory, and of all that was promised. Nothing may be under way."""
+        self._end_all()
+        with self._lock:
+            copiers, self._copiers = self._copiers, []
+        for copier in copiers:
+            copier.detach(self.cache.pool.name)
+
+    def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
+        while True:
+            patient = time.monotonic() < until
+            plan = self.cache.lookup(keys, holder, patient=patient)
+            if plan.ended is not Ended.PENDING or not patient:
+                return plan.chunks
+            time.sleep(_ASK_AGAIN_S)
+
+    def _lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
+        ticket = self.cache.begin_load(keys, holder)
+        until = time.monotonic() + max(self._wait_s, 1.0)
+        while True:
+            for answer in self.cache.poll(holder):
+                if answer.ticket == ticket:
+                    return answer.lease if isinstance(answer, LoadReady) else None
+            if time.monotonic() > until:
+                return None
+            time.sleep(_ASK_AGAIN_S)
+
+    def _plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
+        tokens = self.pages.page_slots
+        return TransferPlan(tuple(Copy(extent, 0, slot, tokens) for extent, slot in pairs), tokens)
+
+    @contextmanager
+    def _hands(self, given: Copier | None) -> Iterator[Copier]:
+        """This thread's copier with the pool's memory as it is now, which a restarted server has exchanged."""
+        pool = self.cache.pool
+        if given is not None:
+            given.attach(pool.name, pool.view)
+            try:
+                yield given
+            finally:
+                given.detach(pool.name)
+            return
+        mine = self._mine
+        if getattr(mine, "pool", None) != pool.name:
+            if (copier := getattr(mine, "copier", None)) is None:
+                copier = mine.copier = self.pages.copier()
+                with self._lock:
+                    self._copiers.append(copier)
+            else:
+                copier.detach(mine.pool)
+            copier.attach(pool.name, pool.view)
+            mine.pool = pool.name
+        yield mine.copier
+
+    def _holder(self, what: str) -> str:
+        return f"{self._name}-{what}-{next(self._numbers)}"
+
+    def _end(self, holders: Iterable[str]) -> None:
+        for holder in holders:
+            self.cache.end(holder)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            holders = list(self._promises)
+            self._promises.clear()
+        self._end(holders)

@@ -1,0 +1,206 @@
+"""SGLang's host pools, described: which bytes a page has, and who copies them.
+
+What is in a pool's buffer follows from the shape that it has there, never from the engine's flags. Pools of plain K and
+V or of MLA's latents are kept in the canonical format, which other host layouts and other engines share. Whatever else
+there is (states of linear attention, indexers, quantised pairs) is kept as the bytes that SGLang itself flattens a page
+to, under an origin that says all that those bytes follow from, so that nothing else ever reads them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from kv_core.errors import ConfigError, InputError
+from kv_core.format import ChunkFormat
+from kv_core.transfer import TransferPlan
+from kv_cuda import Copier, CpuCopier, PagedLayout, PartLayout
+from kv_cuda.streams import DoneEvent
+
+from kv_sglang import TESTED
+
+_CANONICAL: Final = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+"""Exactly these: what derives from them keeps something else beside."""
+_DONE: Final = DoneEvent()
+
+
+class HostPool(Protocol):
+    """What we read of SGLang's `HostKVCache`."""
+
+    layout: str
+    page_size: int
+    dtype: torch.dtype
+    layer_num: int
+    kv_buffer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPages:
+    """One host pool: the format of its pages, and what makes a copier for them.
+
+    page_slots: how many of SGLang's indices one page has. A copier is for one thread at a time: each makes its own.
+    one_page: a zeroed tensor of one page as SGLang flattens it, and a copier between that and chunks; None where the
+        pool's own methods must be used.
+    """
+
+    format: ChunkFormat
+    page_slots: int
+    copier: Callable[[], Copier]
+    one_page: Callable[[], tuple[torch.Tensor, Copier]] | None
+
+
+def describe(pool: Any, name: str) -> PoolPages:
+    """
+    Raises:
+        ConfigError: this pool's pages cannot be described.
+    """
+    kind = type(pool).__name__
+    plain = getattr(pool, "storage_format_tag", None) is None and getattr(pool, "dcp_size", 1) == 1
+    if kind in _CANONICAL and plain and isinstance(pool.kv_buffer, torch.Tensor):
+        made = _canonical(pool, mla=kind.startswith("MLA"))
+        if made is not None:
+            return made
+    return _opaque(pool, name)
+
+
+def _canonical(pool: Any, *, mla: bool) -> PoolPages | None:
+    """None: a layout that is not known here, or a buffer of another shape than that layout has."""
+    buffer: torch.Tensor = pool.kv_buffer
+    pages = buffer.numel() // _page_elements(pool, mla=mla)
+    shape, layout, step = _layout(pool, pages=pages, mla=mla)
+    if layout is None or tuple(buffer.shape) != shape or not buffer.is_contiguous():
+        return None
+    layers = [buffer.view(-1)[number * step :] for number in range(pool.layer_num)]
+    _check_addresses(pool, layout, layers)
+    described = layout.canonical_format(pool.page_size)
+
+    def one_page() -> tuple[torch.Tensor, Copier]:
+        one_shape, one, one_step = _layout(pool, pages=1, mla=mla)
+        assert one is not None
+        flat = torch.zeros(one_shape, dtype=pool.dtype).view(-1)
+        return flat, CpuCopier(one, [flat[number * one_step :] for number in range(pool.layer_num)], described)
+
+    return PoolPages(described, pool.page_size, lambda: CpuCopier(layout, layers, described), one_page)
+
+
+def _page_elements(pool: Any, *, mla: bool) -> int:
+    row = pool.kv_cache_dim if mla else 2 * pool.head_num * pool.head_dim
+    return int(pool.layer_num * pool.page_size * row)
+
+
+def _layout(pool: Any, *, pages: int, mla: bool) -> tuple[tuple[int, ...], PagedLayout | None, int]:
+    """The buffer's shape, what is where in it, and from one layer's start to the next, in elements."""
+    page, layers = pool.page_size, pool.layer_num
+    heads, dim = (1, pool.kv_cache_dim) if mla else (pool.head_num, pool.head_dim)
+    row, tokens = heads * dim, pages * page
+    whole = page * layers * row
+    # shape beside K and V; strides of block, token and head; from one layer to the next
+    orders: dict[str, tuple[tuple[int, ...], tuple[int, int, int], int]] = {
+        "layer_first": ((layers, tokens, heads, dim), (page * row, row, dim), tokens * row),
+        "page_first": ((tokens, layers, heads, dim), (whole, layers * row, dim), row),
+        "page_first_direct": ((pages, layers, page, heads, dim), (whole, row, dim), page * row),
+    }
+    if not mla:
+        orders["page_head"] = ((pages, heads, page, layers, dim), (whole, layers * dim, page * layers * dim), dim)
+    if pool.layout not in orders:
+        return (), None, 0
+    shape, (block, token, head), step = orders[pool.layout]
+    starts = {"kv": 0} if mla else {"k": 0, "v": pages * whole}
+    layout = PagedLayout(
+        name=f"SGLang {pool.layout}",
+        dtype=str(pool.dtype).removeprefix("torch."),
+        itemsize=pool.dtype.itemsize,
+        layers=layers,
+        blocks=pages,
+        block_tokens=page,
+        heads=heads,
+        head_dim=dim,
+        parts=tuple(PartLayout(name, start, block, token, head, 1) for name, start in starts.items()),
+    )
+    return shape if mla else (2, *shape), layout, step
+
+
+def _check_addresses(pool: Any, layout: PagedLayout, layers: list[torch.Tensor]) -> None:
+    """SGLang says itself where a page begins. It must be where we read it.
+
+    Raises:
+        ConfigError: it is elsewhere.
+    """
+    page = layout.blocks - 1
+    slots = torch.arange(page * layout.block_tokens, (page + 1) * layout.block_tokens)
+    addresses, _ = pool.get_page_buffer_meta(slots)
+    size = layout.itemsize
+    # One address a part where a page is one run, else one a layer and part.
+    starts = layers if len(addresses) > len(layout.parts) else layers[:1]
+    ours = [layer.data_ptr() + (part.offset + page * part.block) * size for layer in starts for part in layout.parts]
+    if list(addresses) != ours:
+        raise ConfigError(
+            f"SGLang's host pool in layout {pool.layout} keeps its pages elsewhere than kv-sglang reads them, which is "
+            f"tested with SGLang {TESTED}; use that version, or leave out --hicache-storage-backend"
+        )
+
+
+def _opaque(pool: Any, name: str) -> PoolPages:
+    try:
+        page = pool.get_dummy_flat_data_page()
+        slots = int(getattr(pool, "page_size", 1) or 1)
+        parts = [
+            TESTED,
+            name,
+            type(pool).__name__,
+            getattr(pool, "layout", ""),
+            getattr(pool, "storage_format_tag", None) or "",
+            str(page.dtype),
+            str(slots),
+            str(getattr(pool, "layer_num", "")),
+            str(getattr(pool, "size_per_token", "")),
+        ]
+    except Exception as error:
+        raise ConfigError(f"SGLang's host pool {name} ({type(pool).__name__}) cannot be described: {error}") from error
+    described = ChunkFormat(
+        kind="blocks",
+        parts=("blocks",),
+        layers=1,
+        chunk_tokens=slots,
+        heads=1,
+        head_dim=-(-page.nbytes // slots),
+        dtype="uint8",
+        itemsize=1,
+        block_tokens=slots,
+        origin="sglang/" + "/".join(parts),
+    )
+    return PoolPages(described, slots, lambda: _FlatPages(pool, page.dtype, page.nbytes), None)
+
+
+class _FlatPages:
+    """A copier for pages of which only SGLang knows the inside: through its own flattening, page by page."""
+
+    def __init__(self, pool: Any, dtype: torch.dtype, nbytes: int) -> None:
+        self._pool = pool
+        self._dtype = dtype
+        self._nbytes = nbytes
+        self._pools: dict[str, torch.Tensor] = {}
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        self._pools[pool] = torch.frombuffer(view, dtype=torch.uint8)
+
+    def detach(self, pool: str) -> None:
+        self._pools.pop(pool, None)
+
+    def load(self, plan: TransferPlan) -> DoneEvent:
+        for copy in plan.copies:
+            # Cloned, so that the elements are aligned whatever the chunk's size.
+            page = self._bytes(copy.extent.pool, copy.extent.offset).clone().view(self._dtype)
+            self._pool.set_from_flat_data_page(copy.first_slot, page)
+        return _DONE
+
+    def store(self, plan: TransferPlan) -> DoneEvent:
+        for copy in plan.copies:
+            page = self._pool.get_data_page(copy.first_slot, flat=True).contiguous().view(torch.uint8)
+            if page.numel() != self._nbytes:
+                raise InputError(f"a page of {page.numel()} bytes where {self._nbytes} were described")
+            self._bytes(copy.extent.pool, copy.extent.offset).copy_(page)
+        return _DONE
+
+    def _bytes(self, pool: str, offset: int) -> torch.Tensor:
+        return self._pools[pool][offset : offset + self._nbytes]

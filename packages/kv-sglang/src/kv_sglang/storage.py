@@ -1,0 +1,358 @@
+"""The class SGLang calls. Each method is a translation and one call; what it means is in `kv_sglang.pages`.
+
+SGLang's threads that query, read and write arrive at once. No exception leaves a hook once the engine serves: a bug of
+ours turns the cache off with a traceback in the log, and the engine goes on. Before it serves, what cannot be served
+right is an error that says what to do.
+"""
+
+import functools
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+
+import torch
+from kv_core.errors import ConfigError
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kv_sglang import TESTED
+from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, read_settings, served_model
+from kv_sglang.pages import PageStore
+from kv_sglang.pools import PoolPages, describe
+
+_log = logging.getLogger(__name__)
+
+_CALLS: Final = {
+    "batch_exists": ["keys", "extra_info"],
+    "batch_get_v1": ["keys", "host_indices", "extra_info"],
+    "batch_set_v1": ["keys", "host_indices", "extra_info"],
+    "batch_exists_v2": ["keys", "pool_transfers", "extra_info"],
+    "batch_get_v2": ["transfers", "extra_info"],
+    "batch_set_v2": ["transfers", "extra_info"],
+    "register_mem_pool_host": ["mem_pool_host"],
+    "register_mem_host_pool_v2": ["host_pool", "host_pool_name"],
+    "on_host_pools_registered": [],
+}
+"""SGLang's calls as they are implemented here."""
+_MOST_PREFIXES: Final = 16
+"""So many restorable prefixes of a hybrid model are named, longest first; ranks agree on one that all of them have."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Hook = Callable[Concatenate["KVStorage", _P], _R]
+
+
+def _guarded(fallback: Callable[..., _R]) -> Callable[[_Hook[_P, _R]], _Hook[_P, _R]]:
+    """Answer `fallback` of the arguments while the cache is off, and turn it off when the hook raises."""
+
+    def decorate(hook: _Hook[_P, _R]) -> _Hook[_P, _R]:
+        @functools.wraps(hook)
+        def guarded(self: "KVStorage", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if self.off:
+                return fallback(*args, **kwargs)
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and SGLang's threads would die of it
+                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                return fallback(*args, **kwargs)
+
+        return cast(_Hook[_P, _R], guarded)
+
+    return decorate
+
+
+def _none_of(keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _none_of_any(transfers: Sequence[PoolTransfer], *_rest: Any, **_named: Any) -> dict[str, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
+
+
+def _no_page(*_args: Any, **_named: Any) -> torch.Tensor | None:
+    return None
+
+
+class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes are untyped here
+    """The backend of HiCache: `--hicache-storage-backend dynamic` with this class's name in the extra config.
+
+    off: why nothing is read or written; empty while it works.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, _extra: Any = None) -> None:
+        """
+        Raises:
+            ConfigError: settings that cannot be honoured, or an SGLang whose interface is another.
+        """
+        check_interface()
+        self.off = ""
+        self._config = storage_config
+        self._pools: dict[str, Any] = {}
+        self._pages: dict[str, PoolPages] = {}
+        self._attached = Attached()
+        self._stats = _Stats()
+        if getattr(storage_config, "attn_cp_size", 1) > 1:
+            raise ConfigError(
+                "kv-sglang does not know which share of a page a rank of context parallelism has; start with "
+                "--attn-cp-size 1, or without --hicache-storage-backend"
+            )
+
+    # Before the engine serves.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+        self._pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        name = str(host_pool_name)
+        if self._attached.stores and name not in self._attached.stores:
+            _log.warning("host pool %s was registered after the start; its pages are never found", name)
+            return
+        self._pools.setdefault(name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """All pools are known. SGLang 0.5.23 calls this before it serves.
+
+        Raises:
+            ConfigError: the settings cannot be honoured, or a pool cannot be described.
+        """
+        config = self._config
+        settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size))
+        self._pages = {name: describe(pool, name) for name, pool in self._pools.items()}
+        rank = Rank(
+            number=config.tp_rank,
+            ranks=config.tp_size,
+            replicated=config.is_mla_model,
+            stage=config.pp_rank,
+            stages=config.pp_size,
+            replica=config.dp_rank,
+            nodes=_nodes(),
+        )
+        self._attached = attach(settings, served_model(rank), rank, self._pages)
+        formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
+        _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)
+
+    # Zero copy.
+
+    @_guarded(lambda *_args, **_named: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._kv.held(keys)
+
+    @_guarded(_none_of)
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._read(KV, keys, host_indices)
+
+    @_guarded(_none_of)
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._write(KV, keys, host_indices, _before(extra_info))
+
+    # The same for several pools.
+
+    @_guarded(lambda *_args, **_named: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        pages = self._kv.held(keys)
+        hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
+        restorable = set(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            store = self._attached.stores.get(str(transfer.name))
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # another form of the same pages: it never decides, and no verdict means it is not read
+            if store is None:
+                covered: set[int] = set()
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or []))
+                covered = set(store.trailing(keys[: max(restorable, default=0)], window, _MOST_PREFIXES))
+            else:
+                covered = set(range(1, store.held(keys[:pages]) + 1))
+            if covered:
+                hits[transfer.name] = max(covered)
+            restorable &= covered
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    @_guarded(_none_of_any)
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {each.name: self._read(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    @_guarded(_none_of_any)
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {each.name: self._write(str(each.name), each.keys or [], each.host_indices, ()) for each in transfers}
+
+    # One page at a time, as the tensor that SGLang flattens it to. For whoever leaves out interface_v1.
+
+    @_guarded(_no_page)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        flat, copier = self._one_page()
+        if self._kv.read([key], [0], copier) != [True]:
+            return None
+        if target_location is None:
+            return flat
+        target_location.view(-1).copy_(flat)
+        return target_location  # type: ignore[no-any-return]
+
+    @_guarded(lambda keys, *_args, **_named: [None] * len(keys))
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        targets = target_locations if target_locations is not None else [None] * len(keys)
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+    @_guarded(lambda *_args, **_named: False)
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        flat, copier = self._one_page()
+        flat.copy_(value.reshape(-1))
+        return self._kv.write([key], [0], copier=copier) == [True]
+
+    @_guarded(lambda *_args, **_named: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return all(self.set(key, value) for key, value in zip(keys, values, strict=True))
+
+    @_guarded(lambda *_args, **_named: False)
+    def exists(self, key: str) -> bool:
+        return self._kv.held([key]) == 1
+
+    # The rest.
+
+    @_guarded(lambda: None)
+    def clear(self) -> None:
+        """Forget every page, below too. SGLang's `flush_cache` does not call this; clearing the storage does."""
+        for store in self._attached.stores.values():
+            store.cache.clear()
+
+    @_guarded(lambda: None)
+    def get_stats(self) -> Any:
+        """What was read and written since this was asked last, as SGLang's metrics want it."""
+        return self._stats.take() if self._config.enable_storage_metrics else None
+
+    def close(self) -> None:
+        """Give everything back. SGLang's threads have stopped by then."""
+        self.off = self.off or "it is closed"
+        self._attached.close()
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Read and write nothing from now on."""
+        self.off = why
+        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+
+    @property
+    def _kv(self) -> PageStore:
+        return self._attached.stores[KV]
+
+    def _read(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        store = self._attached.stores.get(pool)
+        slots = None if store is None else _slots(host_indices, len(keys), store.pages.page_slots)
+        if store is None or slots is None:
+            return [False] * len(keys)
+        began = time.perf_counter()
+        answers = store.read(keys, slots)
+        self._stats.add("prefetch", sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
+        return answers
+
+    def _write(
+        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, before: Sequence[str]
+    ) -> list[bool]:
+        store = self._attached.stores.get(pool)
+        slots = None if store is None else _slots(host_indices, len(keys), store.pages.page_slots)
+        if store is None or slots is None:
+            return [False] * len(keys)
+        began = time.perf_counter()
+        answers = store.write(keys, slots, before)
+        self._stats.add("backup", sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
+        return answers
+
+    def _one_page(self) -> tuple[torch.Tensor, Any]:
+        made = self._pages[KV].one_page
+        if made is None:
+            raise ConfigError('this model\'s pages need zero copy: write "interface_v1": 1 in the extra config')
+        return made()
+
+
+class _Stats:
+    """Pages and speeds between two looks of SGLang's metrics. Bounded, for where nobody looks."""
+
+    _MOST: Final = 1024
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
+
+    def add(self, what: str, pages: int, page_nbytes: int, seconds: float) -> None:
+        if pages:
+            with self._lock:
+                del self._seen[what][: -self._MOST]
+                self._seen[what].append((pages, pages * page_nbytes / max(seconds, 1e-9) / 1e9))
+
+    def take(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            seen, self._seen = self._seen, {"prefetch": [], "backup": []}
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in seen["prefetch"]],
+            backup_pgs=[pages for pages, _ in seen["backup"]],
+            prefetch_bandwidth=[speed for _, speed in seen["prefetch"]],
+            backup_bandwidth=[speed for _, speed in seen["backup"]],
+        )
+
+
+def check_interface() -> None:
+    """SGLang must call what is implemented here, as it is implemented here.
+
+    Raises:
+        ConfigError: it does not; the text says what differs and what to install.
+    """
+    for name, wanted in _CALLS.items():
+        call = getattr(HiCacheStorage, name, None)
+        found = ["nothing"] if call is None else list(inspect.signature(call).parameters)[1:]
+        if found[: len(wanted)] != wanted or call is None:
+            raise ConfigError(
+                f"SGLang {version('sglang')} has another storage interface than {TESTED}, with which kv-sglang is "
+                f"tested: {name} takes {found}, not {wanted}; install sglang=={TESTED}"
+            )
+    check_hashes()
+
+
+def _slots(host_indices: torch.Tensor | None, pages: int, page_slots: int) -> list[int] | None:
+    """The first slot of each page; None if the indices are not those of whole pages."""
+    if host_indices is None or host_indices.numel() != pages * page_slots:
+        return None
+    table = host_indices.reshape(pages, page_slots)
+    first = table[:, :1]
+    if not bool((table == first + torch.arange(page_slots)).all()) or bool((first % page_slots).any()):
+        return None
+    return [int(slot) for slot in first[:, 0].tolist()]
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
+    return (extra_info.prefix_keys or ()) if extra_info is not None else ()
+
+
+def _nodes() -> int:
+    from sglang.srt.runtime_context import get_server_args
+
+    return int(get_server_args().nnodes)

@@ -1,0 +1,340 @@
+"""Pages of real host-pool shapes through a real cache: what comes back is what was stored, or is said not to be."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_core.errors import ConfigError, InputError
+from kv_core.keys import KeySpace
+from kv_sglang.pages import PageStore
+from kv_sglang.pools import describe
+from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
+from kv_tiers.pool import slot_bytes_for
+from kv_tiers.server.client import RemoteCache
+from kv_tiers.server.launch import launch
+
+PAGE = 4
+MHA_LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+MLA_LAYOUTS = MHA_LAYOUTS[:3]
+Rows = Callable[[Any, Sequence[int]], torch.Tensor]
+MakePool = Callable[..., Any]
+
+
+def hashes(count: int, seed: str = "") -> list[str]:
+    return [hashlib.sha256(f"{seed}{number}".encode()).hexdigest() for number in range(count)]
+
+
+def slots(*pages: int) -> list[int]:
+    return [page * PAGE for page in pages]
+
+
+def fill(pool: Any, seed: int = 1) -> None:
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+class Cache:
+    """A cache that several pools are attached to, as engines on one server are."""
+
+    def __init__(self, pages: int = 32, tiers: Sequence[dict[str, Any]] = ()) -> None:
+        self._pages, self._tiers = pages, tiers
+        self.opened: dict[str, LocalCache] = {}
+        self.stores: list[PageStore] = []
+
+    def attach(self, pool: Any, *, group: int = 0, wait_s: float = 5.0) -> PageStore:
+        described = describe(pool, "kv")
+        nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
+        if fingerprint not in self.opened:
+            self.opened[fingerprint] = build_local_cache(
+                HostConfig(capacity_bytes=self._pages * slot_bytes_for(nbytes)),
+                chunk_nbytes=nbytes,
+                fingerprint=fingerprint,
+                tiers=self._tiers,
+                cold=ColdConfig(wait_s=wait_s),
+            )
+        space = KeySpace("m", "r", described.format.dtype, fingerprint, 1, f"sha256:{PAGE}")
+        store = PageStore(self.opened[fingerprint], space, described, shard=0, group=group, wait_s=wait_s)
+        self.stores.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        for cache in self.opened.values():
+            counts = cache.counts()
+            assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, counts
+            cache.close()
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    made = Cache()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("written", MHA_LAYOUTS)
+@pytest.mark.parametrize("read", MHA_LAYOUTS)
+def test_another_host_layout_of_the_same_model_reads_the_same_rows(
+    cache: Cache, make_pool: MakePool, rows_of: Rows, written: str, read: str
+) -> None:
+    """SGLang's own file backend serves wrong tokens here."""
+    one, other = make_pool("mha", written), make_pool("mha", read, pages=9)
+    fill(one)
+    names = hashes(3)
+    assert cache.attach(one).write(names, slots(4, 0, 2)) == [True] * 3
+    store = cache.attach(other)
+    assert store.held(names) == 3
+    assert store.read(names, slots(1, 8, 5)) == [True] * 3
+    for source, target in ((4, 1), (0, 8), (2, 5)):
+        of = lambda page: range(page * PAGE, (page + 1) * PAGE)  # noqa: E731
+        assert torch.equal(rows_of(other, of(target)), rows_of(one, of(source)))
+    untouched = [page for page in range(9) if page not in (1, 8, 5)]
+    assert not bool(rows_of(other, [page * PAGE + token for page in untouched for token in range(PAGE)]).any())
+
+
+@pytest.mark.parametrize("written", MLA_LAYOUTS)
+@pytest.mark.parametrize("read", MLA_LAYOUTS)
+def test_latents_too(cache: Cache, make_pool: MakePool, rows_of: Rows, written: str, read: str) -> None:
+    one, other = make_pool("mla", written), make_pool("mla", read)
+    fill(one)
+    assert cache.attach(one).write(hashes(2), slots(3, 1)) == [True] * 2
+    assert cache.attach(other).read(hashes(2), slots(0, 5)) == [True] * 2
+    assert torch.equal(rows_of(other, range(4)), rows_of(one, range(12, 16)))
+    assert torch.equal(rows_of(other, range(20, 24)), rows_of(one, range(4, 8)))
+
+
+def test_another_dtype_never_hits(cache: Cache, make_pool: MakePool) -> None:
+    """SGLang's own file backend gives NaN here."""
+    one = make_pool("mha", "page_first")
+    fill(one)
+    cache.attach(one).write(hashes(2), slots(0, 1))
+    for dtype in (torch.bfloat16, torch.float16):
+        other = make_pool("mha", "page_first", dtype)
+        assert cache.attach(other).held(hashes(2)) == 0
+        assert cache.attach(other).read(hashes(2), slots(0, 1)) == [False, False]
+        assert not bool(other.kv_buffer.any())
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_one_flat_page_is_the_page_in_the_pool(cache: Cache, make_pool: MakePool, rows_of: Rows, kind: str) -> None:
+    """The calls with tensors of whole pages work on the same chunks as those without copies."""
+    for layout in MLA_LAYOUTS:
+        pool = make_pool(kind, layout)
+        fill(pool)
+        store = cache.attach(pool)
+        names = hashes(1, layout)
+        assert store.write(names, slots(2)) == [True]
+        assert store.pages.one_page is not None
+        flat, copier = store.pages.one_page()
+        assert store.read(names, [0], copier) == [True]
+        single = make_pool(kind, layout, pages=1)
+        single.kv_buffer.view(-1).copy_(flat)
+        assert torch.equal(rows_of(single, range(PAGE)), rows_of(pool, range(2 * PAGE, 3 * PAGE)))
+
+
+def test_pages_that_only_sglang_can_flatten_come_back_byte_for_byte(cache: Cache, make_pool: MakePool) -> None:
+    one, other = make_pool("mamba"), make_pool("mamba")
+    one.state.copy_(torch.randint(0, 256, one.state.shape, dtype=torch.uint8))
+    one.conv.copy_(torch.randn(one.conv.shape))
+    assert cache.attach(one, group=1).write(hashes(2), [3, 5]) == [True, True]
+    store = cache.attach(other, group=1)
+    assert store.read(hashes(2), [0, 1]) == [True, True]
+    assert torch.equal(other.state[:2], one.state[[3, 5]]) and torch.equal(other.conv[:2], one.conv[[3, 5]])
+    assert not bool(other.state[2:].any())
+
+
+def test_what_cannot_be_described_is_refused_by_name() -> None:
+    class StrangePoolHost:
+        kv_buffer = None
+
+    with pytest.raises(ConfigError, match=r"host pool indexer \(StrangePoolHost\) cannot be described"):
+        describe(StrangePoolHost(), "indexer")
+
+
+def test_a_pool_that_keeps_its_pages_elsewhere_is_refused(make_pool: MakePool) -> None:
+    pool = make_pool("mha", "page_first")
+    pool.get_page_buffer_meta = lambda indices: ([0, 0], [])
+    with pytest.raises(ConfigError, match=r"keeps its pages elsewhere .* tested with SGLang 0\.5\.23"):
+        describe(pool, "kv")
+
+
+def test_only_the_leading_run_is_found_and_the_rest_reads_false(cache: Cache, make_pool: MakePool) -> None:
+    pool = make_pool("mha", "page_first")
+    store = cache.attach(pool)
+    names = hashes(4)
+    store.write([names[0], names[1], names[3]], slots(0, 1, 3))
+    assert store.held(names) == 2
+    assert store.read(names, slots(0, 1, 2, 3)) == [True, True, False, False]
+    assert store.held(names[2:]) == 0
+    assert store.held([]) == 0 and store.read([], []) == [] and store.write([], []) == []
+
+
+def test_a_page_that_is_held_is_not_written_again(cache: Cache, make_pool: MakePool, rows_of: Rows) -> None:
+    pool = make_pool("mha", "page_first")
+    fill(pool, 1)
+    before = rows_of(pool, range(PAGE)).clone()
+    store = cache.attach(pool)
+    store.write(hashes(1), slots(0))
+    fill(pool, 2)
+    assert store.write(hashes(2), slots(0, 1)) == [True, True]
+    (local,) = cache.opened.values()
+    assert local.counts().chunks_committed == 2
+    assert store.read(hashes(1), slots(5)) == [True]
+    assert torch.equal(rows_of(pool, range(5 * PAGE, 6 * PAGE)), before)
+
+
+def test_what_was_promised_stays_until_it_is_read(make_pool: MakePool) -> None:
+    """Between SGLang's question and its read other requests store."""
+    cache = Cache(pages=4)
+    pool = make_pool("mha", "page_first")
+    fill(pool)
+    store = cache.attach(pool)
+    wanted = hashes(2, "wanted")
+    assert store.write(wanted, slots(0, 1)) == [True, True]
+    assert store.held(wanted) == 2
+    for number in range(5):
+        assert store.write(hashes(2, f"other{number}"), slots(2, 3)) == [True, True]
+    assert store.read(wanted, slots(4, 5)) == [True, True]
+    for number in range(5):
+        store.write(hashes(4, f"more{number}"), slots(0, 1, 2, 3))
+    assert store.held(wanted) == 0  # once read, it may go
+    cache.close()
+
+
+def test_promises_that_are_never_read_make_way(make_pool: MakePool) -> None:
+    """SGLang asks and does not read where too little is found. A full pool of promises must not refuse every store."""
+    cache = Cache(pages=4)
+    pool = make_pool("mha", "page_first")
+    store = cache.attach(pool)
+    assert store.write(hashes(4, "a"), slots(0, 1, 2, 3)) == [True] * 4
+    assert store.held(hashes(4, "a")) == 4
+    assert store.write(hashes(3, "b"), slots(0, 1, 2)) == [True] * 3
+    assert store.held(hashes(3, "b")) == 3
+    cache.close()
+
+
+def test_more_pages_than_the_pool_has_are_refused_from_where_it_is_full(make_pool: MakePool) -> None:
+    cache = Cache(pages=3)
+    store = cache.attach(make_pool("mha", "page_first"))
+    assert store.write(hashes(5), slots(0, 1, 2, 3, 4)) == [True, True, True, False, False]
+    assert store.held(hashes(5)) == 3
+    cache.close()
+
+
+def test_an_earlier_page_that_has_left_is_not_written_from_other_bytes(cache: Cache, make_pool: MakePool) -> None:
+    store = cache.attach(make_pool("mha", "page_first"))
+    names = hashes(4)
+    assert store.write(names[2:], slots(2, 3), before=names[:2]) == [True, True]
+    assert store.held(names) == 0
+    assert store.held(names[2:]) == 2
+
+
+def test_trailing_windows_are_the_longest_prefixes_whose_last_pages_are_held(cache: Cache, make_pool: MakePool) -> None:
+    store = cache.attach(make_pool("mha", "page_first"))
+    names = hashes(10)
+    for held in (0, 3, 4, 5, 8):
+        store.write([names[held]], slots(held % 6))
+    assert store.trailing(names, 1, 16) == [1, 4, 5, 6, 9]
+    assert store.trailing(names, 2, 16) == [1, 5, 6]
+    assert store.trailing(names, 3, 16) == [1, 6]
+    assert store.trailing(names, 3, 1) == [6]
+    assert store.trailing(names, 4, 16) == [1]
+    assert store.trailing(names[1:3], 1, 16) == []
+
+
+def test_pages_come_back_from_disk_after_a_restart(make_pool: MakePool, rows_of: Rows, tmp_path: Path) -> None:
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 64 << 20}
+    pool = make_pool("mha", "page_head")
+    fill(pool)
+    first = Cache(tiers=[tier])
+    assert first.attach(pool).write(hashes(4), slots(0, 1, 2, 3)) == [True] * 4
+    first.close()
+    second = Cache(tiers=[tier])
+    other = make_pool("mha", "layer_first")
+    store = second.attach(other)
+    assert store.held(hashes(5)) == 4
+    assert store.read(hashes(5), slots(0, 1, 2, 3, 4)) == [True] * 4 + [False]
+    assert torch.equal(rows_of(other, range(4 * PAGE)), rows_of(pool, range(4 * PAGE)))
+    second.close()
+
+
+def test_a_lease_that_ran_out_under_the_copy_is_a_miss(
+    cache: Cache, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = cache.attach(make_pool("mha", "page_first"))
+    store.write(hashes(2), slots(0, 1))
+    monkeypatch.setattr(LocalCache, "release", lambda self, lease: False)
+    assert store.read(hashes(2), slots(2, 3)) == [False, False]
+
+
+def test_three_threads_at_once(cache: Cache, make_pool: MakePool, rows_of: Rows) -> None:
+    """As SGLang's: one asks, one reads, one writes."""
+    pool = make_pool("mha", "page_first_direct", pages=40)
+    fill(pool)
+    store = cache.attach(pool)
+    wrong: list[str] = []
+
+    def write() -> None:
+        for number in range(60):
+            store.write(hashes(4, f"{number % 6}"), slots(*(4 * (number % 6) + page for page in range(4))))
+
+    def ask() -> None:
+        for number in range(200):
+            store.held(hashes(4, f"{number % 6}"))
+
+    def read() -> None:
+        for number in range(200):
+            seed = number % 6
+            answers = store.read(hashes(4, f"{seed}"), slots(30, 31, 32, 33))
+            for page in range(answers.count(True)):
+                got = rows_of(pool, range((30 + page) * PAGE, (31 + page) * PAGE))
+                if not torch.equal(got, rows_of(pool, range((4 * seed + page) * PAGE, (4 * seed + page + 1) * PAGE))):
+                    wrong.append(f"{seed} {page}")
+
+    threads = [threading.Thread(target=each) for each in (write, ask, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_hash_that_is_none_is_an_error(cache: Cache, make_pool: MakePool) -> None:
+    store = cache.attach(make_pool("mha", "page_first"))
+    with pytest.raises(InputError, match="hex digits"):
+        store.held(["__placeholder__"])
+
+
+def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows, tmp_path: Path) -> None:
+    """A server that is gone costs misses. The next has another pool, which a thread that copied before must find."""
+    config = {"host": {"capacity_bytes": 8 << 20}}
+    socket = tmp_path / "private" / "s"
+    server = launch(config, socket=socket)
+    pool = make_pool("mha", "page_first")
+    fill(pool)
+    described = describe(pool, "kv")
+    nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
+    remote = RemoteCache(socket, chunk_nbytes=nbytes, fingerprint=fingerprint)
+    space = KeySpace("m", "r", "float32", fingerprint, 1, f"sha256:{PAGE}")
+    store = PageStore(remote, space, described, shard=0, group=0, wait_s=1.0)
+    try:
+        assert store.write(hashes(2), slots(0, 1)) == [True, True]
+        assert store.read(hashes(2), slots(2, 3)) == [True, True]
+        assert torch.equal(rows_of(pool, range(8, 16)), rows_of(pool, range(8)))
+        server.stop()
+        assert store.held(hashes(2)) == 0
+        assert store.read(hashes(2), slots(2, 3)) == [False, False]
+        assert store.write(hashes(2), slots(0, 1)) == [False, False]
+        server = launch(config, socket=socket)
+        while store.write(hashes(2), slots(4, 5)) != [True, True]:
+            threading.Event().wait(0.05)  # the client tries again ever more seldom
+        assert store.read(hashes(2), slots(2, 3)) == [True, True]
+        assert torch.equal(rows_of(pool, range(8, 16)), rows_of(pool, range(16, 24)))
+    finally:
+        store.close()
+        remote.close()
+        server.stop()

@@ -1,0 +1,139 @@
+"""Real SGLang engines for tests: started with and without us, asked, emptied, and shut down."""
+
+import json
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_sglang.cli import arguments_for
+from kv_tiers.pool import pool_path
+
+PAGE = 16
+NEW_TOKENS = 8
+SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
+PROMPTS = [
+    SHARED[:512] + [11 + i for i in range(90)],
+    SHARED[:512] + [1200 + i for i in range(150)],
+    SHARED[:1024],  # whole pages only: a full hit must leave something to compute
+    SHARED[:1000],
+    [5 + (31 * i) % 1900 for i in range(10)],  # shorter than a page: never stored
+    SHARED[256:900],  # the same tokens at other positions are another prefix
+]
+COLD_HITS = [0, 512, 512, 992, 0, 0]
+WARM_HITS = [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, and the logarithm of each token's probability. Equal up to the last digits of a float."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Answer)
+            and self.tokens == other.tokens
+            and bool(np.allclose(self.logprobs, other.logprobs, rtol=0, atol=2e-4))
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.tokens)
+
+
+class Engine:
+    """One `sglang.Engine`, asked in token ids. hits: how many tokens of each prompt came from our storage."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.hits: list[int] = []
+
+    def ask(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """Generate greedily for all prompts at once."""
+        outputs = self.inner.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+        )
+        details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
+        self.hits = [detail.get("storage", 0) for detail in details]
+        return [
+            Answer(
+                tuple(output["output_ids"]),
+                tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"]),
+            )
+            for output in outputs
+        ]
+
+    def ask_in_turn(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """One after the other, the engine's own two caches emptied in between: what is found is found in ours."""
+        answers, hits = [], []
+        for prompt in prompts:
+            self.flush()
+            answers += self.ask([prompt])
+            hits += self.hits
+        self.hits = hits
+        return answers
+
+    def flush(self) -> None:
+        """Empty the engine's caches on device and host, once it has nothing under way. Storage keeps what it has."""
+        until = time.monotonic() + 30
+        while not self.inner.flush_cache().success:
+            assert time.monotonic() < until, "the engine does not come to rest"
+            time.sleep(0.05)
+
+
+@contextmanager
+def started(
+    model: str, *, cache: dict[str, Any] | None = None, environ: dict[str, str] | None = None, **arguments: Any
+) -> Iterator[Engine]:
+    """A running engine; `cache` is our extra config, None for an engine without HiCache."""
+    import sglang
+
+    chosen: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "dtype": "float32",
+        "disable_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 4096,
+        "page_size": PAGE,
+        "mem_fraction_static": 0.1,
+        "log_level": "error",
+    }
+    if cache is not None:
+        chosen |= {"hicache_storage_prefetch_policy": "wait_complete"} | with_us(cache)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environ or {}).items():
+            patch.setenv(name, value)
+        inner = sglang.Engine(model_path=model, **chosen | arguments)
+        try:
+            yield Engine(inner)
+        finally:
+            inner.shutdown()
+
+
+def with_us(cache: dict[str, Any]) -> dict[str, Any]:
+    """The very flags that `python -m kv_sglang flags` prints, as the arguments of `sglang.Engine`."""
+    made: dict[str, Any] = {}
+    for flag in arguments_for({"prefetch_threshold": PAGE, **cache}, page_size=PAGE):
+        name, equals, value = flag.removeprefix("--").partition("=")
+        made[name.replace("-", "_")] = value if equals else True
+    made["page_size"] = int(made["page_size"])
+    json.loads(made["hicache_storage_backend_extra_config"])
+    return made
+
+
+def corrupt(pool: str, capacity_bytes: int) -> None:
+    """Halve every float32 in a named host pool, under the engine that is using it: what wrong bytes would do."""
+    with pool_path(pool).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        # What is where lies in front of the chunks.
+        values = np.frombuffer(mapping, dtype=np.float32, offset=len(mapping) - capacity_bytes)
+        values *= np.float32(0.5)
+        del values

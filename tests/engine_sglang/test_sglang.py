@@ -1,0 +1,77 @@
+"""The real engine is the judge: the same prompt gives the same tokens without us, cold, warm, and half broken.
+
+In float32 a hit gives the tokens of a full prefill. A control corrupts what is read, and must change them.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from kv_tiers import HostPool
+
+POOL = f"sglang-test-{os.getpid()}"
+
+
+def disk(path: Path, **options: Any) -> dict[str, Any]:
+    return {"type": "disk", "path": str(path), "capacity_bytes": "64MiB", **options}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tier") / "kv"
+
+
+@pytest.fixture(scope="class")
+def engine(tiny_llama: str, reference: list[Answer], directory: Path) -> Iterator[Engine]:
+    cache = {"host": {"capacity": "32MiB", "name": POOL}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+    try:
+        with started(tiny_llama, cache=cache) as running:
+            yield running
+    finally:
+        HostPool.unlink(POOL)
+
+
+class TestOneEngine:
+    """What one engine can show; in this order, as each test leaves pages for the next."""
+
+    def test_cold_then_warm_answers_are_equal_and_hits_are_whole_pages(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == COLD_HITS
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+
+    def test_all_prompts_at_once(self, engine: Engine, reference: list[Answer]) -> None:
+        engine.flush()
+        assert engine.ask(PROMPTS) == reference
+        assert sum(engine.hits) > 0
+
+    def test_the_control_that_halves_what_is_kept_changes_the_answers(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        """Without this the comparisons above could not fail."""
+        corrupt(POOL, 32 << 20)
+        answers = engine.ask_in_turn(PROMPTS)
+        assert engine.hits == WARM_HITS
+        for number in (0, 1, 2, 3, 5):
+            assert answers[number] != reference[number]
+
+
+class TestAfterARestart:
+    """The first engine has ended and its pool is gone: what is found comes from disk."""
+
+    def test_a_second_process_with_another_host_layout_and_no_room_for_it_all(
+        self, tiny_llama: str, reference: list[Answer], directory: Path
+    ) -> None:
+        """40 pages of room for prompts of up to 64, host memory as a buffer only, and pages of another order."""
+        cache = {"host": {"capacity": "1280KiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+        with started(
+            tiny_llama, cache=cache, hicache_mem_layout="layer_first", hicache_host_memory_mode="buffer_only"
+        ) as second:
+            for _ in range(2):
+                assert second.ask_in_turn(PROMPTS) == reference
+                assert min(second.hits[0], second.hits[1], second.hits[5]) > 0
