@@ -1,5 +1,6 @@
 """What the GPU's copier does besides moving the right bytes, which `test_copier` shows: pieces, layers, pins, roads."""
 
+import json
 import os
 import re
 import resource
@@ -21,7 +22,7 @@ from kv_cuda import CpuCopier, make_copier
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.layout import split_parts
 from kv_cuda.measure import Sizes, measure_roads, roads_from
-from kv_cuda.pinned import PinnedMapping
+from kv_cuda.pinned import PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.roads import Road, Roads, fastest, read_roads, roads_file, write_roads
 from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
 
@@ -174,37 +175,55 @@ def test_tensors_on_a_cpu_get_the_cpus_copier() -> None:
     assert isinstance(make_copier(CACHE.layout, CACHE.make(), FORMAT), CpuCopier)
 
 
+RUNS = {"a head a run": (32, 256), "a row": (256, 256), "MLA": (72, 72)}
+"""Words of 8 bytes in a run and in a row."""
 COMPILE = """
-import sys, triton
+import json, sys
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kv_cuda.ops.rows import RowKernel, move_rows
 
-run, row, nbytes, aligned, to_engine, architecture = (int(word) for word in sys.argv[1:])
-kernel = RowKernel(None, None, 64, 0, row * nbytes, 16, run, row, nbytes, aligned)
-constants = dict(kernel.constants, TO_ENGINE=bool(to_engine))
-signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32", "first_plane": "i32",
-             "plane_count": "i32", "plane_nbytes": "i64"} | {name: "constexpr" for name in constants}
-source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
-print(triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["ptx"])
+made = {}
+for name, (run, row) in json.loads(sys.argv[1]).items():
+    kernel = RowKernel(None, None, 64, 0, row * 8, 16, run, row, 8, 16)
+    for to_engine in (True, False):
+        constants = dict(kernel.constants, TO_ENGINE=to_engine)
+        signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32",
+                     "first_plane": "i32", "plane_count": "i32", "plane_nbytes": "i64"}
+        signature |= {constant: "constexpr" for constant in constants}
+        source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
+        for architecture in (80, 90, 100):
+            compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+            made[f"{name} {to_engine} {architecture}"] = compiled.asm["ptx"]
+print(json.dumps(made))
 """
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.parametrize("to_engine", [1, 0], ids=["scatter", "gather"])
-@pytest.mark.parametrize(("run", "row"), [(32, 256), (256, 256), (72, 72)], ids=["a head a run", "a row", "MLA"])
-def test_the_kernel_compiles_for_every_gpu_and_moves_128_bits_at_a_time(
-    run: int, row: int, to_engine: int, architecture: int, tmp_path: Path
-) -> None:
-    """Ahead of time, without a GPU. What moves chunks is 128 bits wide; the lists of slots are read 64 bits wide."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PTX of the kernel, ahead of time and without a GPU."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = [str(word) for word in (run, row, 8, 16, to_engine, architecture)]
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *words],
-        capture_output=True, text=True, check=False, env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+        [sys.executable, "-c", COMPILE, json.dumps(RUNS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+    )
     assert done.returncode == 0, done.stderr
-    ptx = done.stdout
+    told: dict[str, str] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("to_engine", [True, False], ids=["scatter", "gather"])
+@pytest.mark.parametrize("run", RUNS)
+def test_the_kernel_compiles_for_every_gpu_and_moves_128_bits_at_a_time(
+    compiled: dict[str, str], run: str, to_engine: bool, architecture: int
+) -> None:
+    """What moves chunks is 128 bits wide; the lists of slots are read 64 bits wide."""
+    ptx = compiled[f"{run} {to_engine} {architecture}"]
     assert f".target sm_{architecture}" in ptx
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores
@@ -263,6 +282,25 @@ def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.Mo
 
 def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
     PinnedMapping(0, 4096, Driver(status=712)).pin(0, 1)
+
+
+def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
+    driver = Driver()
+    first, second = (share_mapping(1 << 20, 4096, driver, slice_nbytes=1024) for _ in range(2))
+    other = share_mapping(1 << 21, 4096, driver, slice_nbytes=1024)
+    assert first is second is not other
+    first.pin(0, 4096)
+    second.pin(0, 4096)
+    other.pin(0, 1)
+    give_back_mapping(first)
+    assert len(driver.held) == 5
+    give_back_mapping(second)
+    assert list(driver.held) == [1 << 21]
+    give_back_mapping(other)
+    assert not driver.held
+    again = share_mapping(1 << 20, 4096, driver, slice_nbytes=2048)
+    assert again is not first
+    give_back_mapping(again)
 
 
 def test_a_forked_child_has_no_pins_and_is_told_so() -> None:

@@ -23,7 +23,7 @@ from kv_cuda.copier import check_dtype
 from kv_cuda.layout import PagedLayout
 from kv_cuda.ops import driver
 from kv_cuda.ops.rows import RowKernel, Span, row_kernel
-from kv_cuda.pinned import CudaRegistrar, PinnedMapping
+from kv_cuda.pinned import SLICE_NBYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.plan import check_and_cut, copy_shape
 from kv_cuda.roads import Direction, Road, Roads
 from kv_cuda.streams import DoneEvent, Event, make_queue
@@ -31,6 +31,8 @@ from kv_cuda.streams import DoneEvent, Event, make_queue
 _RING_SLOTS = 4
 _RING_SLOT_NBYTES = 4 << 20
 _LIST_TOKENS = 1 << 16
+_PAGE_NBYTES = 4096
+"""Chunks begin at multiples of it in every pool."""
 _PROGRAMS_ON_BUS = 16
 """Multiprocessors that a kernel reading or writing host memory may hold. The bus is full with fewer."""
 _PROGRAMS_ON_DEVICE = 32
@@ -86,6 +88,7 @@ class GpuCopier:
         is_whole_row = self._kernel.run_words == self._kernel.row_words
         self.run_nbytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
+        self._kernel.compile()
         self._all = [(0, self._kernel.plane_count)]
         self._pools: dict[str, _Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
@@ -102,8 +105,12 @@ class GpuCopier:
         data = torch.frombuffer(view, dtype=torch.uint8)
         if data.data_ptr() % self._kernel.aligned:
             raise InputError(f"pool {pool!r} does not begin at a multiple of {self._kernel.aligned} bytes")
-        is_cuda = self._device.type == "cuda"
-        pinned = PinnedMapping(data.data_ptr(), view.nbytes, CudaRegistrar()) if is_cuda else None
+        pinned = None
+        if self._device.type == "cuda":
+            # No chunk may lie across two slices: the driver copies within one registration only.
+            slot_nbytes = -(-self._format.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+            slice_nbytes = max(1, SLICE_NBYTES // slot_nbytes) * slot_nbytes
+            pinned = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_nbytes=slice_nbytes)
         self._pools[pool] = _Pool(data, pinned)
 
     def detach(self, pool: str) -> None:
@@ -112,7 +119,7 @@ class GpuCopier:
             for way in self._ways.values():
                 way.end().wait()
             if (pinned := self._pools.pop(pool).pinned) is not None:
-                pinned.unpin()
+                give_back_mapping(pinned)
 
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(plan, "load", [self._all])

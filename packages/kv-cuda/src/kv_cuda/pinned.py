@@ -11,6 +11,7 @@ cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 import os
 import resource
 import threading
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -54,6 +55,10 @@ class PinnedMapping:
     def pinned_nbytes(self) -> int:
         return sum(min(self._slice, self._nbytes - at * self._slice) for at in self._registered)
 
+    def is_inherited(self) -> bool:
+        """It is a parent process's, and worth nothing here."""
+        return os.getpid() != self._process
+
     def pin(self, offset: int, nbytes: int) -> None:
         """Have these bytes registered. Costs nothing where they are.
 
@@ -61,7 +66,7 @@ class PinnedMapping:
             ConfigError: the system does not let this process lock so much memory.
             MisuseError: a forked child calls; registrations do not survive a fork.
         """
-        if os.getpid() != self._process:
+        if self.is_inherited():
             raise MisuseError("this pool was pinned by the parent process; attach it anew after a fork")
         wanted = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
         if self._registered.issuperset(wanted):
@@ -76,7 +81,7 @@ class PinnedMapping:
         with self._lock:
             while self._registered:
                 at = self._registered.pop()
-                if os.getpid() == self._process:
+                if not self.is_inherited():
                     self._registrar.unregister(self._address + at * self._slice)
 
     def _register(self, at: int) -> None:
@@ -87,6 +92,43 @@ class PinnedMapping:
             wanted = f"{nbytes >> 20} MiB of the host pool"
             raise ConfigError(f"{wanted} cannot be pinned for the GPU (cudaError {status}). {_limit_text()}")
         self._registered.add(at)
+
+
+@dataclass(slots=True)
+class _Shared:
+    mapping: PinnedMapping
+    users: int
+
+
+_shared: dict[tuple[int, int], _Shared] = {}
+_shared_lock = threading.Lock()
+
+
+def share_mapping(address: int, nbytes: int, registrar: Registrar, *, slice_nbytes: int) -> PinnedMapping:
+    """The one registration of this memory in this process, for all copiers that use it (one a group of layers).
+
+    It must outlive them all, because a kernel that reads memory which is not registered any more takes the GPU's whole
+    context down. slice_nbytes: as the first of them wants it; their chunks are of one size.
+    """
+    with _shared_lock:
+        shared = _shared.get((address, nbytes))
+        if shared is None or shared.mapping.is_inherited():
+            shared = _Shared(PinnedMapping(address, nbytes, registrar, slice_nbytes=slice_nbytes), 0)
+            _shared[address, nbytes] = shared
+        shared.users += 1
+        return shared.mapping
+
+
+def give_back_mapping(mapping: PinnedMapping) -> None:
+    """One user less; the last one's leaving undoes the registration."""
+    with _shared_lock:
+        for place, shared in list(_shared.items()):
+            if shared.mapping is mapping:
+                shared.users -= 1
+                if not shared.users:
+                    del _shared[place]
+                    mapping.unpin()
+                return
 
 
 def _limit_text() -> str:

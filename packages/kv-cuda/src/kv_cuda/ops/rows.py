@@ -34,7 +34,8 @@ _TILE_NBYTES = 16 << 10
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# What a call says must not make another kernel of it, which would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_nbytes"])  # type: ignore[untyped-decorator]
 def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no types that mypy knows
     planes,  # *i64 [planes, 4]
     slots,  # *i64 [tokens]
@@ -113,6 +114,12 @@ class RowKernel:
             "ALIGNED": self.aligned,
         }
 
+    def compile(self) -> None:
+        """Have both directions' kernels made now, which takes a second, and not by the first request."""
+        nobody = torch.empty(0, dtype=torch.int64, device=self.planes.device)
+        for to_engine in (True, False):
+            self.move(nobody, nobody, base=0, span=(0, self.plane_count), to_engine=to_engine, programs=1)
+
     def move(
         self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int
     ) -> None:
@@ -125,7 +132,7 @@ class RowKernel:
         constants = self.constants
         first, count = span
         tiles = -(-tokens // constants["TILE"])
-        move_rows[(min(programs, tiles * count),)](
+        move_rows[(max(1, min(programs, tiles * count)),)](
             self.planes, slots, rows, base, tokens, first, count, self.plane_nbytes, TO_ENGINE=to_engine, **constants
         )
 
