@@ -90,7 +90,12 @@ class Engine:
 
 @contextmanager
 def started(
-    model: str, *, cache: dict[str, Any] | None = None, environ: dict[str, str] | None = None, **arguments: Any
+    model: str,
+    *,
+    cache: dict[str, Any] | None = None,
+    page: int = PAGE,
+    environ: dict[str, str] | None = None,
+    **arguments: Any,
 ) -> Iterator[Engine]:
     """A running engine; `cache` is our extra config, None for an engine without HiCache."""
     import sglang
@@ -103,12 +108,12 @@ def started(
         "disable_cuda_graph": True,
         "skip_tokenizer_init": True,
         "max_total_tokens": 4096,
-        "page_size": PAGE,
+        "page_size": page,
         "mem_fraction_static": 0.1,
         "log_level": "error",
     }
     if cache is not None:
-        chosen |= {"hicache_storage_prefetch_policy": "wait_complete"} | with_us(cache)
+        chosen |= {"hicache_storage_prefetch_policy": "wait_complete"} | with_us(cache, page)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
@@ -119,10 +124,10 @@ def started(
             inner.shutdown()
 
 
-def with_us(cache: dict[str, Any]) -> dict[str, Any]:
+def with_us(cache: dict[str, Any], page: int) -> dict[str, Any]:
     """The very flags that `python -m kv_sglang flags` prints, as the arguments of `sglang.Engine`."""
     made: dict[str, Any] = {}
-    for flag in arguments_for({"prefetch_threshold": PAGE, **cache}, page_size=PAGE):
+    for flag in arguments_for({"prefetch_threshold": page, **cache}, page_size=page):
         name, equals, value = flag.removeprefix("--").partition("=")
         made[name.replace("-", "_")] = value if equals else True
     made["page_size"] = int(made["page_size"])

@@ -1,0 +1,119 @@
+"""SGLang's own fixtures from its wheel: its real tree, controller, threads and host pools over our backend.
+
+No model is needed, so other kinds of caches than the real engine's tests start can be shown here: sliding windows
+beside full attention, whose pages lie in a pool of their own that is asked for by the end of a prefix.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kv_tiers.attach.identity import ServedModel
+from kv_tiers.server.launch import ServerProcess, launch
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.plugins import load_plugins
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_device_value
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+from sglang.test.test_utils import CustomTestCase
+
+FULL = CacheConfig(page_size=16, components=(ComponentType.FULL,))
+WINDOW = CacheConfig(
+    page_size=4, components=(ComponentType.FULL, ComponentType.SWA), sliding_window_size=8, kv_size=512
+)
+
+
+class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[misc]
+    """SGLang's fixtures, with our backend where they ask for that of files. Several trees share one server."""
+
+    __test__ = False
+    cfg: CacheConfig
+    socket: Path
+
+    def runTest(self) -> None:  # unittest's name
+        """There is none of its own: pytest calls the fixtures."""
+
+    def _init_hicache(self, cache: Any, **named: Any) -> None:
+        from kv_sglang import storage
+
+        model = ServedModel("sglang", "dummy", None, "float32", dummy_seed=0)
+        ours = {"server": {"socket": str(self.socket)}, "cold": {"wait_s": 5.0}}
+        made = classmethod(lambda cls, name, config, pool, **_: storage.KVStorage(config, {}))
+        with (
+            mock.patch.object(StorageBackendFactory, "_do_create_backend", made),
+            mock.patch.object(storage, "served_model", return_value=model),
+        ):
+            super()._init_hicache(cache, **named, storage_extra=ours)
+        controller = cache.cache_controller
+        controller.page_get_func, controller.page_set_func = (
+            controller._page_get_zero_copy,
+            controller._page_set_zero_copy,
+        )
+        self.addCleanup(controller.storage_backend.close)
+
+    def _fill_full_kv(self, allocator: Any, indices: Any, marker: float) -> None:
+        super()._fill_full_kv(allocator, indices, marker)
+        if self.cfg.has_swa:
+            window = allocator.get_kvcache().swa_kv_pool
+            for layer in range(window.layer_num):
+                window.k_buffer[layer].fill_(marker + 2 + layer)
+                window.v_buffer[layer].fill_(marker + 3 + layer)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    load_plugins()
+    made = launch({"host": {"capacity_bytes": 8 << 20}}, socket=tmp_path_factory.mktemp("server") / "private" / "s")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def fixtures(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Fixtures]:
+    made = Fixtures()
+    made.cfg, made.socket = request.param, server.socket
+    made.setUp()
+    yield made
+    made.tearDown()
+    made.doCleanups()
+
+
+every_cache = pytest.mark.parametrize("fixtures", [FULL, WINDOW], indirect=True, ids=["full", "sliding window"])
+
+
+@every_cache
+def test_what_one_tree_stored_another_loads_byte_for_byte(fixtures: Fixtures) -> None:
+    sequence = fixtures._make_seq(1, 6)
+    expected = fixtures._l3_produce(fixtures._make_storage_dir(), sequence, marker=7.5)
+    cache, allocator, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("again", 0))
+    match = match_prefix(cache, sequence)
+    assert match.host_hit_length == len(sequence)
+    fixtures._load_back_node(cache, match.last_host_node)
+    leaf = match_prefix(cache, sequence).last_device_node
+    found = fixtures._snapshot_full_kv(allocator, cache.path_device_indices(leaf))
+    assert all(torch.equal(ours, theirs) and bool(ours.any()) for ours, theirs in zip(found, expected, strict=True))
+    if fixtures.cfg.has_swa:
+        rows = node_device_value(cache, leaf, ComponentType.SWA)
+        window = allocator.get_kvcache().swa_kv_pool
+        for layer in range(window.layer_num):
+            assert bool((window.k_buffer[layer][rows] == 9.5 + layer).all())
+            assert bool((window.v_buffer[layer][rows] == 10.5 + layer).all())
+
+
+@every_cache
+def test_a_longer_prompt_finds_the_prefix_and_a_different_one_nothing(fixtures: Fixtures) -> None:
+    sequence = fixtures._make_seq(5000, 4)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    longer = sequence + fixtures._make_seq(9000, 3)
+    fixtures._consume_prefetch(cache, longer, CacheRequestHandle("longer", 0))
+    assert match_prefix(cache, longer).host_hit_length == len(sequence)
+    other = fixtures._make_seq(7000, 4)
+    fixtures._consume_prefetch(cache, other, CacheRequestHandle("other", 0))
+    assert match_prefix(cache, other).host_hit_length == 0
