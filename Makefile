@@ -1,29 +1,42 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine lint bench bench-engine format clean
+.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
 VLLM := .venvs/vllm/bin
+SGLANG := .venvs/sglang/bin
+# Where there is no GPU, SGLang needs what only our tests have: stand-ins for kernels that this CPU lacks.
+STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
+ENGINE ?= vllm
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 
 help: ## print this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'
 
-demo: ## real vLLM reuses a prefix across requests and processes (MODEL=name for another model)
-	@scripts/setup.sh vllm
-	@$(VLLM)/python -m kv_vllm.demo $(if $(MODEL),--model $(MODEL))
+demo: ## a real engine reuses a prefix across requests and processes (ENGINE=sglang; MODEL=name for another model)
+	@scripts/setup.sh $(ENGINE)
+	@$(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
 
-test: lint test-packages test-engine ## everything, under 15 minutes on two cores
+test: lint test-packages test-engine test-sglang ## everything, under 15 minutes on two cores
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
 	@scripts/setup.sh browser
-	$(WORKSPACE)/python -m pytest -q packages tests --ignore tests/engine -m "not gpu"
+	$(WORKSPACE)/python -m pytest -q packages tests --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
 	$(VLLM)/python -m pytest -q tests/engine -m "not gpu"
+
+test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and back
+	@scripts/setup.sh vllm
+	@scripts/setup.sh sglang
+	$(SGLANG)/python -m pytest -q tests/engine_sglang -m "not gpu and not slow"
+
+test-engines: test-engine ## both engines, with what `make test` has no time for
+	@scripts/setup.sh sglang
+	$(SGLANG)/python -m pytest -q tests/engine_sglang -m "not gpu"
 
 lint: ## formatting, types, imports
 	@scripts/setup.sh workspace

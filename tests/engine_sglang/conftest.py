@@ -37,3 +37,34 @@ def reference(tiny_llama: str) -> "list[Answer]":
 
     with started(tiny_llama) as engine:
         return engine.ask_in_turn(PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with multi-head latent attention and no experts."""
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV2Config
+
+    config = DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("tiny-deepseek")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return str(directory)

@@ -75,3 +75,54 @@ class TestAfterARestart:
             for _ in range(2):
                 assert second.ask_in_turn(PROMPTS) == reference
                 assert min(second.hits[0], second.hits[1], second.hits[5]) > 0
+
+    @pytest.mark.slow
+    def test_another_dtype_on_the_same_directory_never_hits(self, tiny_llama: str, directory: Path) -> None:
+        """SGLang's own file backend serves NaN here."""
+        cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+        with started(tiny_llama, cache=cache, dtype="bfloat16") as other:
+            first = other.ask_in_turn(PROMPTS)
+            assert other.hits == COLD_HITS  # its own, and nothing of the other's
+            assert all(-100 < logprob <= 0 for answer in first for logprob in answer.logprobs)
+
+
+@pytest.mark.slow
+def test_calls_that_fail_and_are_late(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
+    """SGLang's own fault injection around every call of ours."""
+    injected = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02"}
+    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")]}
+    with started(tiny_llama, cache=cache, environ=injected) as engine:
+        found = 0
+        for _ in range(3):
+            assert engine.ask_in_turn(PROMPTS) == reference
+            found += sum(engine.hits)
+            engine.flush()
+            assert engine.ask(PROMPTS) == reference
+        assert found > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_each_with_its_share(tiny_llama: str) -> None:
+    """At a private server, which rank 0 starts."""
+    apart = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    with started(tiny_llama, **apart) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    with started(tiny_llama, cache={"host": {"capacity": "32MiB"}}, **apart) as ranks:
+        assert ranks.ask_in_turn(PROMPTS) == expected
+        assert ranks.hits == COLD_HITS
+        assert ranks.ask_in_turn(PROMPTS) == expected
+        assert ranks.hits == WARM_HITS
+
+
+@pytest.mark.slow
+def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
+    """MLA: from a second process too, whose host layout is another."""
+    with started(tiny_deepseek) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    with started(tiny_deepseek, cache=cache) as first:
+        assert first.ask_in_turn(PROMPTS) == expected
+        assert first.hits == COLD_HITS
+    with started(tiny_deepseek, cache=cache, hicache_mem_layout="layer_first") as second:
+        assert second.ask_in_turn(PROMPTS) == expected
+        assert second.hits == WARM_HITS
