@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kv_core.errors import ConfigError
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.server.launch import ServerProcess, launch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
@@ -34,6 +35,7 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignor
     __test__ = False
     cfg: CacheConfig
     socket: Path
+    zero_copy: bool
 
     def runTest(self) -> None:  # unittest's name
         """There is none of its own: pytest calls the fixtures."""
@@ -50,10 +52,9 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignor
         ):
             super()._init_hicache(cache, **named, storage_extra=ours)
         controller = cache.cache_controller
-        controller.page_get_func, controller.page_set_func = (
-            controller._page_get_zero_copy,
-            controller._page_set_zero_copy,
-        )
+        if self.zero_copy:
+            controller.page_get_func = controller._page_get_zero_copy
+            controller.page_set_func = controller._page_set_zero_copy
         self.addCleanup(controller.storage_backend.close)
 
     def _fill_full_kv(self, allocator: Any, indices: Any, marker: float) -> None:
@@ -76,14 +77,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def fixtures(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Fixtures]:
     made = Fixtures()
-    made.cfg, made.socket = request.param, server.socket
+    (made.cfg, made.zero_copy), made.socket = request.param, server.socket
     made.setUp()
     yield made
     made.tearDown()
     made.doCleanups()
 
 
-every_cache = pytest.mark.parametrize("fixtures", [FULL, WINDOW], indirect=True, ids=["full", "sliding window"])
+every_cache = pytest.mark.parametrize(
+    "fixtures",
+    [
+        pytest.param((FULL, True), id="full"),
+        pytest.param((FULL, False), id="full, a flat page at a time"),
+        pytest.param((WINDOW, True), id="sliding window"),
+    ],
+    indirect=True,
+)
 
 
 @every_cache
@@ -117,3 +126,49 @@ def test_a_longer_prompt_finds_the_prefix_and_a_different_one_nothing(fixtures: 
     other = fixtures._make_seq(7000, 4)
     fixtures._consume_prefetch(cache, other, CacheRequestHandle("other", 0))
     assert match_prefix(cache, other).host_hit_length == 0
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)
+def test_a_fault_of_ours_turns_the_cache_off_and_the_tree_goes_on(fixtures: Fixtures) -> None:
+    sequence = fixtures._make_seq(11000, 4)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    backend = cache.cache_controller.storage_backend
+    with mock.patch.object(type(backend._kv), "read", side_effect=ZeroDivisionError("ours")):
+        fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("broken", 0))
+    assert match_prefix(cache, sequence).host_hit_length == 0
+    assert "batch_get_v1 raised ZeroDivisionError" in backend.off
+    assert backend.batch_exists([]) == 0 and backend.batch_set_v1(["00" * 32], torch.arange(16)) == [False]
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)
+def test_clearing_the_storage_forgets_what_it_kept(fixtures: Fixtures) -> None:
+    sequence = fixtures._make_seq(13000, 4)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    assert cache.cache_controller.clear_storage_backend()
+    fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("cleared", 0))
+    assert match_prefix(cache, sequence).host_hit_length == 0
+
+
+def test_an_sglang_with_another_interface_is_refused_at_start() -> None:
+    from kv_sglang import storage
+
+    def batch_get_v1(self: Any, keys: Any, where: Any) -> None:
+        """Another release's."""
+
+    with (
+        mock.patch.object(storage.HiCacheStorage, "batch_get_v1", batch_get_v1),
+        pytest.raises(ConfigError, match=r"batch_get_v1 takes \['keys', 'where'\].* install sglang==0\.5\.23"),
+    ):
+        storage.check_interface()
+
+
+def test_an_sglang_that_names_pages_otherwise_is_refused_at_start() -> None:
+    from kv_sglang import attach
+
+    with (
+        mock.patch("sglang.srt.mem_cache.utils.get_hash_str", return_value=["00", "11"]),
+        pytest.raises(ConfigError, match="names its pages otherwise"),
+    ):
+        attach.check_hashes()

@@ -44,7 +44,7 @@ class Cache:
         self.opened: dict[str, LocalCache] = {}
         self.stores: list[PageStore] = []
 
-    def attach(self, pool: Any, *, group: int = 0, wait_s: float = 5.0) -> PageStore:
+    def attach(self, pool: Any, *, wait_s: float = 5.0) -> PageStore:
         described = describe(pool, "kv")
         nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
         if fingerprint not in self.opened:
@@ -56,7 +56,7 @@ class Cache:
                 cold=ColdConfig(wait_s=wait_s),
             )
         space = KeySpace("m", "r", described.format.dtype, fingerprint, 1, f"sha256:{PAGE}")
-        store = PageStore(self.opened[fingerprint], space, described, shard=0, group=group, wait_s=wait_s)
+        store = PageStore(self.opened[fingerprint], space, described, shard=0, wait_s=wait_s)
         self.stores.append(store)
         return store
 
@@ -140,8 +140,8 @@ def test_pages_that_only_sglang_can_flatten_come_back_byte_for_byte(cache: Cache
     one, other = make_pool("mamba"), make_pool("mamba")
     one.state.copy_(torch.randint(0, 256, one.state.shape, dtype=torch.uint8))
     one.conv.copy_(torch.randn(one.conv.shape))
-    assert cache.attach(one, group=1).write(hashes(2), [3, 5]) == [True, True]
-    store = cache.attach(other, group=1)
+    assert cache.attach(one).write(hashes(2), [3, 5]) == [True, True]
+    store = cache.attach(other)
     assert store.read(hashes(2), [0, 1]) == [True, True]
     assert torch.equal(other.state[:2], one.state[[3, 5]]) and torch.equal(other.conv[:2], one.conv[[3, 5]])
     assert not bool(other.state[2:].any())
@@ -320,7 +320,7 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
     nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
     remote = RemoteCache(socket, chunk_nbytes=nbytes, fingerprint=fingerprint)
     space = KeySpace("m", "r", "float32", fingerprint, 1, f"sha256:{PAGE}")
-    store = PageStore(remote, space, described, shard=0, group=0, wait_s=1.0)
+    store = PageStore(remote, space, described, shard=0, wait_s=1.0)
     try:
         assert store.write(hashes(2), slots(0, 1)) == [True, True]
         assert store.read(hashes(2), slots(2, 3)) == [True, True]

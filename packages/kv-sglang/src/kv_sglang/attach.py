@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -40,6 +40,7 @@ class Rank:
     """Which share of the engine this process is.
 
     replicated: every rank has the same KV, and one of them writes it (MLA). stage: of pipeline parallelism.
+    replica: of data parallelism, within attention; replicas: of either kind.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Rank:
     stage: int
     stages: int
     replica: int
+    replicas: int
     nodes: int
 
 
@@ -149,6 +151,12 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
     Raises:
         ConfigError: the settings cannot be honoured on this machine, or by this engine.
     """
+    kept = settings.tiers or settings.host.name
+    if rank.replicas > 1 and kept and not settings.server.socket:
+        raise ConfigError(
+            f"the engine has {rank.replicas} replicas, which cannot each own the same tiers: start kv-server with them "
+            "and give its server.socket"
+        )
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
@@ -182,12 +190,13 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
                 world=1 if whole else rank.ranks,
                 chain=settings.scheme().name,
             )
+            if name != KV:
+                space = replace(space, tags=(*space.tags, ("pool", name)))
             made.stores[name] = PageStore(
                 cache,
                 space,
                 pages,
                 shard=0 if whole else rank.number,
-                group=number,
                 wait_s=settings.cold.wait_s,
             )
     except BaseException:

@@ -42,14 +42,13 @@ class PageStore:
         pages: PoolPages,
         *,
         shard: int,
-        group: int,
         wait_s: float,
     ) -> None:
         """wait_s: how long a question may wait for what slower tiers hold."""
         self.cache = cache
         self.pages = pages
         self._space = space
-        self._shards, self._groups = (shard,), (group,)
+        self._shards = (shard,)
         self._wait_s = wait_s
         self._name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
         self._numbers = itertools.count()
@@ -67,7 +66,7 @@ class PageStore:
             digests = [bytes.fromhex(each) for each in hashes]
         except (TypeError, ValueError):
             raise InputError("a page's key is not the hex digits of a SHA-256") from None
-        return self._space.keys(digests, groups=self._groups, shards=self._shards)
+        return self._space.keys(digests, shards=self._shards)
 
     def held(self, hashes: Sequence[str], until: float | None = None) -> int:
         """How many leading pages can be read now. They stay until they are.

@@ -127,7 +127,9 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
         Raises:
             ConfigError: the settings cannot be honoured, or a pool cannot be described.
         """
-        config = self._config
+        from sglang.srt.runtime_context import get_server_args
+
+        config, arguments = self._config, get_server_args()
         settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size))
         self._pages = {name: describe(pool, name) for name, pool in self._pools.items()}
         rank = Rank(
@@ -137,7 +139,8 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
             stage=config.pp_rank,
             stages=config.pp_size,
             replica=config.dp_rank,
-            nodes=_nodes(),
+            replicas=int(arguments.dp_size),
+            nodes=int(arguments.nnodes),
         )
         self._attached = attach(settings, served_model(rank), rank, self._pages)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
@@ -350,9 +353,3 @@ def _slots(host_indices: torch.Tensor | None, pages: int, page_slots: int) -> li
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
     return (extra_info.prefix_keys or ()) if extra_info is not None else ()
-
-
-def _nodes() -> int:
-    from sglang.srt.runtime_context import get_server_args
-
-    return int(get_server_args().nnodes)

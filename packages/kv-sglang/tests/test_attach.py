@@ -1,0 +1,80 @@
+"""A cache for each host pool, each with its part of the memory, and no page of one taken for another's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from kv_core.errors import ConfigError
+from kv_sglang.attach import Attached, Rank, attach
+from kv_sglang.pools import describe
+from kv_tiers.attach.identity import ServedModel
+from kv_tiers.attach.settings import HostSettings, Settings
+from kv_tiers.server.launch import launch
+
+MODEL = ServedModel("sglang", "m", None, "float32", dummy_seed=0)
+ALONE = Rank(number=0, ranks=1, replicated=False, stage=0, stages=1, replica=0, replicas=1, nodes=1)
+SETTINGS = Settings(chunk_tokens=4, host=HostSettings(capacity="1MiB"))
+NAMES = ["ab" * 32, "cd" * 32]
+
+
+def attached(make_pool: Callable[..., Any], *names: str, rank: Rank = ALONE, settings: Settings = SETTINGS) -> Attached:
+    """With a pool of K and V for each name."""
+    return attach(settings, MODEL, rank, {name: describe(make_pool("mha", "page_first"), name) for name in names})
+
+
+def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..., Any]) -> None:
+    """A draft's pool may have the very format of the model's, and its pages the same hashes."""
+    made = attached(make_pool, "kv", "draft")
+    assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
+    assert made.stores["kv"].held(NAMES) == 2
+    assert made.stores["draft"].held(NAMES) == 0
+    capacity = sum(store.cache.counts().slots_total * 4096 for store in made.stores.values())
+    assert (1 << 20) - 8192 <= capacity <= 1 << 20
+    spaces = {store.keys(NAMES)[0].space_id for store in made.stores.values()}
+    assert len(spaces) == 2
+    made.close()
+
+
+def test_ranks_keep_their_own_share_and_latents_are_shared(make_pool: Callable[..., Any], tmp_path: Path) -> None:
+    server = launch({"host": {"capacity_bytes": 1 << 20}}, socket=tmp_path / "private" / "s")
+    joined = msgspec.convert({"chunk_tokens": 4, "server": {"socket": str(server.socket)}}, Settings)
+    two = [replace(ALONE, number=number, ranks=2) for number in range(2)]
+    try:
+        own = [attached(make_pool, "kv", rank=rank, settings=joined) for rank in two]
+        assert own[0].stores["kv"].write(NAMES, [0, 4]) == [True, True]
+        assert own[1].stores["kv"].held(NAMES) == 0
+        latent = [replace(rank, replicated=True) for rank in two]
+        same = [attached(make_pool, "kv", rank=rank, settings=joined) for rank in latent]
+        assert same[0].stores["kv"].held(NAMES) == 0  # another number of shares is another key space
+        assert same[0].stores["kv"].write(NAMES, [0, 4]) == [True, True]
+        assert same[1].stores["kv"].held(NAMES) == 2
+        states = [
+            attached(make_pool, "kv", "mamba", rank=replace(rank, replicated=True), settings=joined) for rank in two
+        ]
+        assert states[0].stores["mamba"].write(NAMES, [0, 4]) == [True, True]
+        assert states[1].stores["mamba"].held(NAMES) == 0  # never the same on two ranks
+        for each in (*own, *same, *states):
+            each.close()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("rank", "settings", "said"),
+    [
+        (replace(ALONE, ranks=2, nodes=2), SETTINGS, "on 2 machines"),
+        (
+            replace(ALONE, replicas=2),
+            msgspec.structs.replace(SETTINGS, tiers=[{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}]),
+            "2 replicas, which cannot each own the same tiers",
+        ),
+    ],
+)
+def test_what_no_process_of_the_engine_could_own_is_refused(
+    make_pool: Callable[..., Any], rank: Rank, settings: Settings, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        attached(make_pool, "kv", rank=rank, settings=settings)
