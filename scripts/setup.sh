@@ -71,6 +71,15 @@ vllm)
   fi
   ;;
 sglang)
+  if ! command -v g++ >/dev/null || [ ! -e /usr/include/openssl/sha.h ]; then
+    # SGLang compiles its page hash when it is first used.
+    say "SGLang needs a C++ compiler and OpenSSL's headers"
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      { apt-get update -qq && apt-get install -qq -y g++ libssl-dev; } >/dev/null
+    else
+      say "install them (Debian: g++ libssl-dev), then repeat"; exit 1
+    fi
+  fi
   if has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then
     install .venvs/sglang 'sglang>=0.5.23,<0.5.24' "${packages[@]}" --group engine-tests
   else
