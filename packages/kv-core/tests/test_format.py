@@ -10,6 +10,8 @@ from kv_core.testing import chunk_formats
 
 relaxed = settings(deadline=None, max_examples=150)
 KV = ChunkFormat("canonical", ("k", "v"), 2, 8, 4, 16, "bfloat16", 2)
+INT8 = ChunkFormat("int8", ("k", "v"), 2, 8, 4, 16, "int8", 1)
+FP8 = ChunkFormat("fp8", ("k", "v"), 2, 8, 4, 16, "float8_e4m3fn", 1)
 BLOCKS = ChunkFormat("blocks", ("blocks",), 2, 8, 1, 100, "uint8", 1, 4, "engine, strides")
 
 
@@ -51,12 +53,23 @@ def test_the_sizes_of_a_known_model() -> None:
     assert llama.layer_offset(1, 0) == 16 * 2**20
     mla = ChunkFormat("canonical", ("kv",), 61, 64, 1, 576, "bfloat16", 2)
     assert mla.nbytes == 61 * 64 * 576 * 2
+    assert replace(llama, kind="int8", dtype="int8", itemsize=1).nbytes == 16 * 2**20 + 2 * 32 * 256 * 8 * 4
+    assert replace(mla, kind="fp8", dtype="float8_e4m3fn", itemsize=1).nbytes == 61 * 64 * (576 + 4)
+
+
+def test_a_layer_in_one_byte_an_element_is_codes_and_then_scales() -> None:
+    assert INT8.codes_nbytes == 8 * 4 * 16
+    assert INT8.layer_nbytes == 8 * 4 * 16 + 8 * 4 * 4
+    assert INT8.layer_offset(1, 0) == INT8.nbytes // 2
+    assert KV.codes_nbytes == KV.layer_nbytes
 
 
 def test_fingerprints_are_what_they_have_always_been() -> None:
-    assert (KV.fingerprint, BLOCKS.fingerprint) == (
+    assert tuple(known.fingerprint for known in (KV, BLOCKS, INT8, FP8)) == (
         "318d2d62933382acda71d118c76f9925",
         "4cf5701dddb4d19fcc45ea18acc6a909",
+        "23d7b0ddcc9cd2761f706347464d5510",
+        "da6ba476b317377538aa002d35a3046f",
     )
 
 
@@ -66,6 +79,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parts": ()}, "at least one part"),
     ({"parts": ("k", "k")}, "named twice"),
     ({"kind": "paged"}, "no kind 'paged'"),
+    ({"kind": "int8"}, "format int8 keeps int8 of 1 byte, not bfloat16 of 2"),
+    (
+        {"kind": "fp8", "dtype": "float8_e5m2", "itemsize": 1},
+        "format fp8 keeps float8_e4m3fn of 1 byte, not float8_e5m2",
+    ),
+    (
+        {"kind": "int8", "dtype": "int8", "itemsize": 1, "chunk_tokens": 2, "heads": 3, "head_dim": 5},
+        "2 tokens of 3 heads of 5 are no multiple of 4 bytes",
+    ),
     ({"kind": "blocks", "block_tokens": 3}, "not a multiple of the engine's block of 3"),
 ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -124,6 +125,33 @@ def test_a_lie_about_where_it_starts_is_never_used() -> None:
         )
         late = replace(asked, tensors=tensors, blocks=BLOCKS - 1, candidates=(shifted,))
         assert isinstance(prove(late, "canonical", 16), Refusal), offset
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_is_quantised_is_proved_as_canonical(kind: Literal["int8", "fp8"]) -> None:
+    proof = prove(group((SIDE_BY_SIDE, TRUE)), kind, 16)
+    assert isinstance(proof, Proof)
+    assert proof.layout is TRUE
+    assert proof.format == TRUE.quantised_format(kind, 16)
+    refused = prove(group((SIDE_BY_SIDE,)), kind, 16)
+    assert isinstance(refused, Refusal)
+    assert f"no layout that fits the engine's cache (tried: K‖V), and format is {kind}" in refused.reason
+    exact = prove(group((TRUE,)), "auto", 16)
+    assert isinstance(exact, Proof)
+    assert not exact.format.is_quantised  # never chosen by itself
+    assert exact.format.fingerprint != proof.format.fingerprint
+
+
+def test_a_cache_of_other_than_floating_point_numbers_is_not_quantised() -> None:
+    asked = group((replace(TRUE, dtype="int32"),))
+
+    def write(layer: int, rows: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
+        asked.update(layer, {name: values.view(torch.float32) for name, values in rows.items()}, slots)
+
+    tensors = tuple(tensor.view(torch.int32) for tensor in asked.tensors)
+    refused = prove(replace(asked, tensors=tensors, update=write, row_dtype=torch.int32), "int8", 16)
+    assert isinstance(refused, Refusal)
+    assert "keeps int32, and format int8 is made from float32, bfloat16, float16" in refused.reason
 
 
 def test_two_layouts_that_both_fit_are_refused() -> None:

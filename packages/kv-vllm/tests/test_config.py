@@ -52,7 +52,7 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"chunk_tokens": "256"}, "expected `int`"),
         ({"chunk_tokens": True}, "expected `int`"),
         ({"chunk_tokens": 0}, "at least one block"),
-        ({"format": "nhd"}, "write one of auto, canonical, blocks"),
+        ({"format": "nhd"}, "write one of auto, canonical, blocks, int8, fp8"),
         ({"host": {"lease_s": -1}}, "more than 0 seconds"),
         ({"tiers": [{"path": "/kv"}]}, "tiers[0] has no type"),
         ({"tiers": {"type": "disk"}}, "expected `array`"),

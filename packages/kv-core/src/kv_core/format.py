@@ -4,16 +4,23 @@
 One layer of one part is one contiguous range, whatever order the engine keeps, and SGLang's `page_first_direct` host
 page is the same bytes.
 `blocks`: [layers, blocks, block_bytes], the engine's blocks as opaque bytes: always right, understood by nobody else.
+`int8`, `fp8`: as `canonical` with one byte an element, and behind each layer of each part the scales of its rows; lossy
+(docs/formats/quantised.md).
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from kv_core.errors import InputError
 
-Kind = Literal["canonical", "blocks"]
+Kind = Literal["canonical", "blocks", "int8", "fp8"]
+
+QUANTISED: Final = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""The dtype of each kind that keeps numbers in one byte."""
+SCALE_NBYTES: Final = 4
+"""Of a scale, a float32: one for each head of each token in each layer of each part."""
 
 FORMAT_VERSION = 1
 """Part of every fingerprint. The bytes of a version never change; a new order of bytes is a new version."""
@@ -23,10 +30,10 @@ FORMAT_VERSION = 1
 class ChunkFormat:
     """Shape, dtype, size and fingerprint of one chunk of one group on one shard.
 
-    parts: ("k", "v") or ("kv",) in `canonical`; ("blocks",) in `blocks`.
+    parts: ("k", "v") or ("kv",); ("blocks",) in `blocks`.
     dtype: the stored element as torch spells it ("bfloat16"); "uint8" in `blocks`.
     heads, head_dim: of one part; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
-    origin: "" in `canonical`; in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides).
+    origin: in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides); "" elsewhere.
     """
 
     kind: Kind
@@ -57,10 +64,33 @@ class ChunkFormat:
                 f"{self.block_tokens} tokens"
             )
 
+        if self.kind in QUANTISED:
+            self._check_quantised()
+
+    def _check_quantised(self) -> None:
+        if (self.dtype, self.itemsize) != (QUANTISED[self.kind], 1):
+            raise InputError(
+                f"format {self.kind} keeps {QUANTISED[self.kind]} of 1 byte, not {self.dtype} of {self.itemsize}"
+            )
+        if self.codes_nbytes % SCALE_NBYTES:
+            raise InputError(
+                f"format {self.kind}: {self.chunk_tokens} tokens of {self.heads} heads of {self.head_dim} are no "
+                f"multiple of {SCALE_NBYTES} bytes, so the scales behind them would lie askew"
+            )
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind in QUANTISED
+
+    @property
+    def codes_nbytes(self) -> int:
+        """Bytes of one layer of one part without scales."""
+        return self.chunk_tokens * self.heads * self.head_dim * self.itemsize
+
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token in one layer of one part."""
-        return self.heads * self.head_dim * self.itemsize
+        """Bytes of one token in one layer of one part, its scales included."""
+        return self.heads * (self.head_dim * self.itemsize + (SCALE_NBYTES if self.is_quantised else 0))
 
     @property
     def layer_nbytes(self) -> int:

@@ -8,7 +8,7 @@ import hashlib
 from hypothesis import strategies as st
 
 from kv_core.extent import HostExtent
-from kv_core.format import ChunkFormat
+from kv_core.format import QUANTISED, ChunkFormat, Kind
 from kv_core.hashing import ChainScheme, Item
 from kv_core.keys import NO_TENANT, TENANT_NBYTES, ChunkKey, KeySpace, tenant_tag
 
@@ -92,7 +92,7 @@ def key_chain(chunks: int, *, branch: str = "", shards: int = 1, salt: str | Non
 
 @st.composite
 def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
-    """Small formats of every kind: K and V, MLA's single part, and opaque blocks."""
+    """Small formats of every kind: K and V, MLA's single part, opaque blocks, and both in one byte an element."""
     kind = draw(st.sampled_from(["kv", "mla", "blocks"]))
     block_tokens = draw(st.sampled_from([1, 2, 4]))
     chunk_tokens = block_tokens * draw(st.integers(1, 4))
@@ -105,6 +105,9 @@ def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
     dtype, itemsize = draw(st.sampled_from([("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)]))
     heads = 1 if kind == "mla" else draw(st.integers(1, 3))
     parts = ("kv",) if kind == "mla" else ("k", "v")
+    quantised: Kind | None = draw(st.sampled_from([None, "int8", "fp8"]))
+    if quantised is not None:
+        return ChunkFormat(quantised, parts, layers, 4 * chunk_tokens, heads, head_dim, QUANTISED[quantised], 1)
     return ChunkFormat("canonical", parts, layers, chunk_tokens, heads, head_dim, dtype, itemsize)
 
 

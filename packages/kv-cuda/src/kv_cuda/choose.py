@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from kv_core.connect.device import DeviceCopier
@@ -12,7 +12,11 @@ from kv_core.format import ChunkFormat
 
 from kv_cuda.copier import CpuCopier
 from kv_cuda.layout import PagedLayout
+from kv_cuda.quantise import QuantisingCopier
 from kv_cuda.roads import Roads, read_roads, roads_file
+
+if TYPE_CHECKING:
+    from kv_cuda.gpu import GpuCopier
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +28,20 @@ class Copier(DeviceCopier, Protocol):
 
 
 def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> Copier:
-    """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies.
+    """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies; around it, where
+    the format is quantised, what does that.
 
     Raises:
         InputError: layout, tensors and format do not go together.
     """
+    device = tensors[0].device
+    if chunk_format.is_quantised:
+        exact = _exact(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens))
+        return QuantisingCopier(layout, chunk_format, exact, device)
+    return _exact(layout, tensors, chunk_format)
+
+
+def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> "CpuCopier | GpuCopier":
     device = tensors[0].device
     rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 for part in layout.parts)
     if device.type == "cuda" and rows_are_runs:

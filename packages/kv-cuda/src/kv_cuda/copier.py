@@ -21,6 +21,7 @@ from kv_core.transfer import TransferPlan
 
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.plan import ChunkWork, CopyShape, check_and_cut, copy_shape
+from kv_cuda.pools import device_pool
 from kv_cuda.streams import DoneEvent
 
 # A chunk's bytes are moved, never computed with, so each element is a whole number of its size: no NaN is touched.
@@ -45,6 +46,7 @@ class CpuCopier:
         self._shape = copy_shape(layout, len(tensors), chunk_format)
         check_dtype(layout)
         self._layout = layout
+        self._device = tensors[0].device
         self._format = chunk_format
         self._word = torch.uint8 if chunk_format.kind == "blocks" else _WORDS[layout.itemsize]
         self._parts = [_over_layers(layout, part, tensors, self._word, self._shape) for part in self._shape.parts]
@@ -61,6 +63,18 @@ class CpuCopier:
         if view.readonly or not elements:
             raise InputError(f"pool {pool!r} is read-only or too small: {view.nbytes} bytes")
         self._pools[pool] = torch.frombuffer(view, dtype=self._word, count=elements)
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make a pool known that is a tensor, uint8 in one axis, on the device of the engine's. The copier keeps it.
+
+        Raises:
+            InputError: it is no such tensor, or does not begin at an element.
+        """
+        known = device_pool(pool, memory, self._device).bytes
+        if known.storage_offset() % self._word.itemsize or known.numel() < self._word.itemsize:
+            raise InputError(f"pool {pool!r} does not begin at an element of {self._word.itemsize} bytes, or is empty")
+        whole = known.numel() // self._word.itemsize * self._word.itemsize
+        self._pools[pool] = known[:whole].view(self._word)
 
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed."""

@@ -9,7 +9,7 @@ the one that used the blocks loaded into now before they were given away.
 On CPU tensors the same code runs with Triton's interpreter, which is how it is tested without a GPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,28 +23,18 @@ from kv_cuda.copier import check_dtype
 from kv_cuda.layout import PagedLayout
 from kv_cuda.ops import driver
 from kv_cuda.ops.rows import RowKernel, Span, row_kernel
-from kv_cuda.pinned import SLICE_NBYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.plan import check_and_cut, copy_shape
+from kv_cuda.pools import Pool, device_pool, host_pool
 from kv_cuda.roads import Direction, Road, Roads
 from kv_cuda.streams import DoneEvent, Event, make_queue
 
 _RING_SLOTS = 4
 _RING_SLOT_NBYTES = 4 << 20
 _LIST_TOKENS = 1 << 16
-_PAGE_NBYTES = 4096
-"""Chunks begin at multiples of it in every pool."""
 _PROGRAMS_ON_BUS = 16
 """Multiprocessors that a kernel reading or writing host memory may hold. The bus is full with fewer."""
 _PROGRAMS_ON_DEVICE = 32
 """The same between ring and blocks: a few microseconds a piece."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """pinned: None where there is no device to pin it for."""
-
-    bytes: torch.Tensor
-    pinned: PinnedMapping | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +80,7 @@ class GpuCopier:
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
         self._kernel.compile()
         self._all = [(0, self._kernel.plane_count)]
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
         self._ways = {one: _Way(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions}
 
@@ -100,26 +90,27 @@ class GpuCopier:
         Raises:
             InputError: the view is read-only or empty, or does not begin where words do.
         """
-        if view.readonly or not view.nbytes:
-            raise InputError(f"pool {pool!r} is read-only or empty: {view.nbytes} bytes")
-        data = torch.frombuffer(view, dtype=torch.uint8)
-        if data.data_ptr() % self._kernel.aligned:
-            raise InputError(f"pool {pool!r} does not begin at a multiple of {self._kernel.aligned} bytes")
-        pinned = None
-        if self._device.type == "cuda":
-            # No chunk may lie across two slices: the driver copies within one registration only.
-            slot_nbytes = -(-self._format.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-            slice_nbytes = max(1, SLICE_NBYTES // slot_nbytes) * slot_nbytes
-            pinned = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_nbytes=slice_nbytes)
-        self._pools[pool] = _Pool(data, pinned)
+        self._know(pool, host_pool(pool, view, self._device, self._format.nbytes))
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+
+        Raises:
+            InputError: it is no such memory, or does not begin where words do.
+        """
+        self._know(pool, device_pool(pool, memory, self._device))
+
+    def _know(self, name: str, pool: Pool) -> None:
+        if pool.bytes.data_ptr() % self._kernel.aligned:
+            raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
+        self._pools[name] = pool
 
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
         if pool in self._pools:
             for way in self._ways.values():
                 way.end().wait()
-            if (pinned := self._pools.pop(pool).pinned) is not None:
-                give_back_mapping(pinned)
+            self._pools.pop(pool).let_go()
 
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(plan, "load", [self._all])
@@ -142,15 +133,14 @@ class GpuCopier:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         check_and_cut(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         self._refuse_misaligned(plan)
-        for copy in plan.copies:
-            if (pinned := self._pools[copy.extent.pool].pinned) is not None:
-                pinned.pin(copy.extent.offset, copy.extent.nbytes)
+        # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
+        chunks = {copy.extent: self._pools[copy.extent.pool].chunk(copy.extent) for copy in plan.copies}
         way = self._ways[direction]
         way.begin()
         events = []
         for spans in steps:
             for groups in self._launches(plan, direction):
-                self._launch(groups, spans, direction, way)
+                self._launch(groups, chunks, spans, direction, way)
             events.append(way.end())
         return events
 
@@ -177,26 +167,37 @@ class GpuCopier:
             yield groups
 
     def _road(self, copies: Sequence[Copy], tokens: int, direction: Direction) -> Road:
+        if self._pools[copies[0].extent.pool].is_on_device:
+            return "direct"
         chunk, block = self._format.chunk_tokens, self._layout.block_tokens
         # On its way in a chunk may bring along what is not asked for; on its way out it would overwrite.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
         can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
         return self._roads.choose(direction, self.run_nbytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _launch(self, groups: list[_Group], spans: Sequence[Span], direction: Direction, way: "_Way") -> None:
+    def _launch(
+        self,
+        groups: list[_Group],
+        chunks: Mapping[HostExtent, torch.Tensor],
+        spans: Sequence[Span],
+        direction: Direction,
+        way: "_Way",
+    ) -> None:
         to_engine = direction == "load"
         moved = [group for group in groups if group.road != "driver"]
         on_device = way.upload(*self._lists(groups)) if moved else None
         for group in groups:
             extent = group.copies[0].extent
-            chunk = self._pools[extent.pool].bytes[extent.offset : extent.offset + extent.nbytes]
+            chunk, programs = chunks[extent], _PROGRAMS_ON_BUS
+            if self._pools[extent.pool].is_on_device:
+                programs = _PROGRAMS_ON_DEVICE
             for span in spans:
                 if on_device is None or group.road == "driver":
                     self._drive(group, chunk.data_ptr(), span, way, to_engine=to_engine)
                     continue
                 tokens = on_device[:, group.start : group.start + group.tokens]
                 if group.road == "direct":
-                    way.direct(tokens, chunk, span, to_engine=to_engine)
+                    way.direct(tokens, chunk, span, programs, to_engine=to_engine)
                 else:
                     way.staged(tokens, chunk, span, to_engine=to_engine)
 
@@ -243,7 +244,7 @@ class _Way:
         self._lists = [torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
         self._on_device = [torch.empty_like(given, device=device) for given in self._lists] if is_cuda else self._lists
         self._used: list[Event] = [DoneEvent(), DoneEvent()]
-        self._list = 0
+        self._list = self._filled = 0
 
     def begin(self) -> None:
         """What is launched from now comes after all that the engine has launched."""
@@ -254,23 +255,24 @@ class _Way:
         return self._copies.record()
 
     def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """[2, tokens] on the device, until the second call after this one."""
-        at = self._list = 1 - self._list
-        self._used[at].wait()
-        given, there = self._lists[at], self._on_device[at]
-        count = len(slots)
-        given[0, :count] = torch.from_numpy(slots)
-        given[1, :count] = torch.from_numpy(rows)
-        if there is not given:
+        """[2, tokens] on the device, until both lists have been filled once more."""
+        if self._filled + len(slots) > self.list_tokens:
+            self._list, self._filled = 1 - self._list, 0
+            self._used[self._list].wait()
+        first, self._filled = self._filled, self._filled + len(slots)
+        given, there = (lists[self._list][:, first : self._filled] for lists in (self._lists, self._on_device))
+        given[0] = torch.from_numpy(slots)
+        given[1] = torch.from_numpy(rows)
+        if self._on_device is not self._lists:
             with self.kernels.running():
                 for line in range(2):
-                    there[line, :count].copy_(given[line, :count], non_blocking=True)
-            self._used[at] = self.kernels.record()
-        return there[:, :count]
+                    there[line].copy_(given[line], non_blocking=True)
+            self._used[self._list] = self.kernels.record()
+        return there
 
-    def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, *, to_engine: bool) -> None:
+    def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
         """The kernel reads or writes the chunk where it is."""
-        self._launch(tokens, chunk.data_ptr(), span, _PROGRAMS_ON_BUS, to_engine=to_engine)
+        self._launch(tokens, chunk.data_ptr(), span, programs, to_engine=to_engine)
 
     def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time."""
@@ -307,4 +309,6 @@ class _Way:
         if self._ring is None:
             nbytes = -(-self._planes_a_slot * self._kernel.plane_nbytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
+            # What had this memory before may still be at work on it, in the queue of whoever gave it back.
+            self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring

@@ -5,12 +5,15 @@ numbers are in elements of the layout's dtype, counted from the first element of
 all layers of a group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from kv_core.errors import InputError
-from kv_core.format import ChunkFormat
+from kv_core.format import QUANTISED, ChunkFormat
+
+_QUANTISABLE: Final = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,20 @@ class PagedLayout:
             dtype=self.dtype,
             itemsize=self.itemsize,
         )
+
+    def quantised_format(self, kind: Literal["int8", "fp8"], chunk_tokens: int) -> ChunkFormat:
+        """As `canonical_format` in one byte an element with scales.
+
+        Raises:
+            InputError: the elements are no floating-point numbers of 2 or 4 bytes, or too few for the scales to lie
+                aligned.
+        """
+        if self.dtype not in _QUANTISABLE:
+            raise InputError(
+                f"layout {self.name} keeps {self.dtype}, and format {kind} is made from {', '.join(_QUANTISABLE)}"
+            )
+        exact = self.canonical_format(chunk_tokens)
+        return replace(exact, kind=kind, dtype=QUANTISED[kind], itemsize=1)
 
     def blocks_format(self, chunk_tokens: int, origin: str) -> ChunkFormat:
         """Whole blocks as opaque bytes, [layers, blocks, page bytes]. origin: what makes them interchangeable.

@@ -136,12 +136,14 @@ def bind_worker(
         return bound.refuse(groups.reason)
     formats: list[ChunkFormat] = []
     copiers: list[Copier] = []
+    dtypes: list[str] = []
     for group in groups:
         _check_blocks(settings.chunk_tokens, group)
         proved = prove(group, settings.format, settings.chunk_tokens)
         if isinstance(proved, Refusal):
             return bound.refuse(proved.reason)
         formats.append(proved.format)
+        dtypes.append(proved.layout.dtype)
         copiers.append(make_copier(proved.layout, group.tensors, proved.format))
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
@@ -153,7 +155,7 @@ def bind_worker(
         "rank": str(bound.rank),
         "chunk_tokens": str(settings.chunk_tokens),
         "block_tokens": " ".join(str(group.block_tokens) for group in groups),
-        "kv_dtype": formats[0].dtype if formats[0].kind == "canonical" else str(groups[0].tensors[0].dtype),
+        "kv_dtype": str(groups[0].tensors[0].dtype) if formats[0].kind == "blocks" else dtypes[0],
     }
     if in_one_process(vllm_config) and not settings.server.socket:
         bound.cache, bound.bus = open_here(settings, chunks)

@@ -12,13 +12,16 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from kv_core.errors import InputError
 from kv_core.format import ChunkFormat
 from kv_cuda import PagedLayout, pages_of, probe_rows, read_rows, write_rows
 
 _log = logging.getLogger(__name__)
 
+Wanted = Literal["auto", "canonical", "blocks", "int8", "fp8"]
 EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]
 """(layer, rows by part as [tokens, heads, head_dim], slots): the engine's own cache update."""
 
@@ -58,24 +61,30 @@ class LayerGroup:
     update: EngineUpdate
 
 
-def prove(group: LayerGroup, wanted: str, chunk_tokens: int) -> Proof | Refusal:
+def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refusal:
     """Find the layout and the format that are shown to be right.
 
-    wanted: "auto", "canonical" or "blocks", as the setting `format` says.
+    wanted: as the setting `format` says. What is quantised is made from canonical chunks, so these are what is proved.
     """
     if group.blocks < 4:
         return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
     fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _may_fit(group, layout)]
     if len(fitting) == 1:
         (layout,) = fitting
-        return Proof(layout, layout.canonical_format(chunk_tokens), f"layout {layout.name}, format canonical")
+        chunk_format = layout.canonical_format(chunk_tokens)
+        if wanted in ("int8", "fp8"):
+            try:
+                chunk_format = layout.quantised_format(wanted, chunk_tokens)
+            except InputError as error:
+                return Refusal(str(error))
+        return Proof(layout, chunk_format, f"layout {layout.name}, format {chunk_format.kind}")
     if len(fitting) > 1:
         names = ", ".join(layout.name for layout in fitting)
         return Refusal(f"the canary cannot tell the layouts {names} apart in this cache")
-    if wanted == "canonical":
+    if wanted not in ("auto", "blocks"):
         tried = ", ".join(layout.name for layout in group.candidates) or "none known for this backend"
         return Refusal(
-            f"the canary found no layout that fits the engine's cache (tried: {tried}), and format is canonical"
+            f"the canary found no layout that fits the engine's cache (tried: {tried}), and format is {wanted}"
         )
     if (why := _blocks_stand_alone(group)) is not None:
         return Refusal(f"the canary found no layout that fits the engine's cache, and {why}")

@@ -62,8 +62,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
     secret_file: str = ""
     """For blake2b: the file with the secret, at least 16 bytes, readable by its owner alone."""
-    format: Literal["auto", "canonical", "blocks"] = "auto"
-    """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved."""
+    format: Literal["auto", "canonical", "blocks", "int8", "fp8"] = "auto"
+    """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved. int8,
+    fp8: one byte an element and a scale for each head of each token. They are lossy: what is loaded differs from what
+    was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
     save_decode: bool = False
     """Keep chunks of generated tokens too, not only of prompts."""
     host: HostSettings = HostSettings()
