@@ -1,0 +1,107 @@
+"""What quantised chunks lose on real KV: a tiny Llama in real vLLM stores and loads by each format.
+
+    .venvs/vllm/bin/python benchmarks/quantised.py [--json]
+
+The model's weights are random and scaled so that attention matters. Each engine answers prompts once cold, which is
+what it answers without us, and once more when their first 512 tokens are loaded. Everything that is loaded is compared
+in the engine's own blocks with what it held when it was stored.
+
+`rms`: root of the mean squared error, of the numbers'; `mean`: mean error, of the mean magnitude; `worst`: the largest
+error of all, of its row's largest magnitude; all against the documented bound. `answers`: prompts whose tokens were all
+the same when loaded; the limit is what the canonical format reaches in the same dtype (less than all in bfloat16, where
+a prefill that is split elsewhere rounds otherwise).
+"""
+
+import gc
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
+sys.path.append(str(Path(__file__).parent))
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from _report import Row, parser, report
+from kv_core.format import ChunkFormat
+from kv_vllm import build
+from kv_vllm.testing.tiny import TinyLlama
+from kv_vllm.testing.witness import Errors, Witness
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+
+PROMPTS = 16
+PROMPT_TOKENS = 560
+HIT_TOKENS = 512
+NEW_TOKENS = 12
+BOUND = {"canonical": 0.0, "int8": 1 / 254, "fp8": 1 / 16}
+LAST_ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+MAY_DIFFER = 1e-4
+"""Of the bound: what float32 rounds on the way."""
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "").parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = str(TinyLlama().write(Path(scratch)))
+        return report([row for dtype in LAST_ROUNDING for row in _rows(model, dtype)], arguments.json)
+
+
+def _rows(model: str, dtype: str) -> Iterator[Row]:
+    seen = {kind: _measure(model, kind, dtype) for kind in BOUND}
+    exact_format, _, as_exact = seen["canonical"]
+    for kind, (described, errors, same) in seen.items():
+        name = f"{kind}, {dtype}"
+        yield Row(f"{name}: answers", same, f"of {PROMPTS}", as_exact, same / as_exact, 0, at_most=False)
+        if kind == "canonical":
+            continue
+        kib, exact_kib = described.nbytes / 1024, exact_format.nbytes / 1024
+        yield Row(f"{name}: chunk", kib, "KiB", exact_kib, kib / exact_kib, 0.6, at_most=True)
+        bound = (BOUND[kind] + (1 + BOUND[kind]) * LAST_ROUNDING[dtype]) * (1 + MAY_DIFFER)
+        for what in ("rms", "mean", "worst"):
+            error = getattr(errors, what)
+            target = 1 if what == "worst" else 2
+            yield Row(f"{name}: {what}", 100 * error, "%", 100 * bound, error / bound, target, at_most=True)
+
+
+def _measure(model: str, kind: str, dtype: str) -> tuple[ChunkFormat, Errors, int]:
+    """The format, the errors, and how many prompts were answered with the same tokens as before."""
+    witness = Witness()
+    build.make_copier = witness.make_copier  # type: ignore[assignment]
+    engine = LLM(
+        model,
+        dtype=dtype,
+        max_model_len=2048,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVTiersConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"format": kind, "host": {"capacity": "512MiB"}},
+        ),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    chosen = random.Random(5)
+    prompts = [[chosen.randrange(3, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+    def ask(prompt: list[int], hits: int) -> tuple[int, ...]:
+        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        assert (output.num_cached_tokens or 0) == hits
+        return tuple(output.outputs[0].token_ids)
+
+    cold = [ask(prompt, 0) for prompt in prompts]
+    warm = [ask(prompt, HIT_TOKENS) for prompt in prompts]
+    engine.llm_engine.engine_core.shutdown()
+    gc.collect()
+    (described,) = witness.formats
+    return described, witness.errors, sum(one == other for one, other in zip(cold, warm, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
