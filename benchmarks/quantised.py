@@ -27,8 +27,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from _report import Row, parser, report
 from kv_core.format import ChunkFormat
+from kv_cuda.tiny import TinyLlama
 from kv_vllm import build
-from kv_vllm.testing.tiny import TinyLlama
 from kv_vllm.testing.witness import Errors, Witness
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig

@@ -259,8 +259,9 @@ class _Way:
         if self._filled + len(slots) > self.list_tokens:
             self._list, self._filled = 1 - self._list, 0
             self._used[self._list].wait()
-        first, self._filled = self._filled, self._filled + len(slots)
-        given, there = (lists[self._list][:, first : self._filled] for lists in (self._lists, self._on_device))
+        first, end = self._filled, self._filled + len(slots)
+        self._filled = -(-end // 2) * 2  # a list at an odd place would be another kernel, see `compile`
+        given, there = (lists[self._list][:, first:end] for lists in (self._lists, self._on_device))
         given[0] = torch.from_numpy(slots)
         given[1] = torch.from_numpy(rows)
         if self._on_device is not self._lists:
