@@ -18,10 +18,18 @@ def register() -> None:
         make_pool(self, **settings | {"pin_memory": False})
 
     base.HostKVCache.__init__ = make_unpinned
+    _attend_to_latents()
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
     mla.MLATokenToKVPoolHost.backup_from_device_all_layer = _backup_mla
+
+
+def _attend_to_latents() -> None:
+    """Let the torch-native attention take SGLang's own absorbed path for MLA, as the expanded one needs a kernel."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
 def host_place(pool: Any, layer: int, indices: torch.Tensor) -> tuple[Any, ...]:
