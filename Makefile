@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine format clean
+.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -53,6 +53,10 @@ bench: ## the benchmarks' tables (JSON=1 for one object a line)
 bench-engine: ## real vLLM with and without us, on workloads that a cache can only lose (JSON=1 as above)
 	@scripts/setup.sh vllm
 	@$(VLLM)/python benchmarks/never_slower.py $(if $(JSON),--json)
+
+bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, JSON=1)
+	@scripts/setup.sh $(ENGINE)
+	@$(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace

@@ -9,9 +9,7 @@ machine's drift meets both; value and limit are seconds a request, with us and w
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +18,8 @@ from typing import Any
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 sys.path.append(str(Path(__file__).parent))
 
+import _child
+from _child import Child, progress
 from _report import Row, parser, report
 
 POOL_CHUNKS = 20
@@ -53,54 +53,17 @@ def serve(model: str, cache: dict[str, Any] | None) -> None:
         kv_transfer_config=transfer,
     )
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-    import time
 
-    print("READY", flush=True)
-    for line in sys.stdin:
-        prompt = json.loads(line)
-        start = time.perf_counter()
-        output = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)[0]
-        seconds = time.perf_counter() - start
-        print("ANSWER " + json.dumps([seconds, output.num_cached_tokens or 0]), flush=True)
+    def ask(prompt: list[int]) -> int:
+        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        return output.num_cached_tokens or 0
+
+    _child.serve(ask)
 
 
-class Child:
-    """An engine in a process of its own."""
-
-    def __init__(self, model: str, cache: dict[str, Any] | None) -> None:
-        environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", model, json.dumps(cache)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environ,
-        )
-        self._wait_for("READY")
-
-    def ask(self, prompt: list[int]) -> tuple[float, int]:
-        """Seconds, and tokens that were found."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(prompt) + "\n")
-        self._process.stdin.flush()
-        seconds, hit = json.loads(self._wait_for("ANSWER "))
-        return float(seconds), int(hit)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _wait_for(self, word: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line[len(word) :]
-        raise SystemExit(
-            "an engine ended; run its command by hand to see why: " + " ".join(map(str, self._process.args))
-        )
+def engine_of(model: str, cache: dict[str, Any] | None) -> Child:
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return Child(__file__, [model, json.dumps(cache)], environ)
 
 
 def prompt(number: int) -> list[int]:
@@ -108,15 +71,14 @@ def prompt(number: int) -> list[int]:
 
 
 def rows(name: str, cache: dict[str, Any], numbers: list[int], model: str) -> list[Row]:
-    without, ours = Child(model, None), Child(model, cache)
+    without, ours = engine_of(model, None), engine_of(model, cache)
     try:
         for warm_up in (9001, 9002, 9003):
             without.ask(prompt(warm_up)), ours.ask(prompt(warm_up))
         pairs = []
         found = 0
         for count, number in enumerate(numbers):
-            if sys.stderr.isatty():
-                print(f"\r{name}: {count + 1} of {len(numbers)}", end="", file=sys.stderr, flush=True)
+            progress(f"{name}: {count + 1} of {len(numbers)}")
             engines = (without, ours) if count % 2 else (ours, without)
             answers = {engine: engine.ask(prompt(number)) for engine in engines}
             pairs.append((answers[ours][0], answers[without][0]))
