@@ -11,7 +11,7 @@ import torch
 from kv_core.errors import ConfigError, InputError
 from kv_core.keys import KeySpace
 from kv_sglang.pages import PageStore
-from kv_sglang.pools import describe
+from kv_sglang.pools import Wanted, describe
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server.client import RemoteCache
@@ -44,8 +44,8 @@ class Cache:
         self.opened: dict[str, LocalCache] = {}
         self.stores: list[PageStore] = []
 
-    def attach(self, pool: Any, *, wait_s: float = 5.0) -> PageStore:
-        described = describe(pool, "kv")
+    def attach(self, pool: Any, *, wait_s: float = 5.0, wanted: Wanted = "auto") -> PageStore:
+        described = describe(pool, "kv", wanted)
         nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
         if fingerprint not in self.opened:
             self.opened[fingerprint] = build_local_cache(
@@ -55,7 +55,7 @@ class Cache:
                 tiers=self._tiers,
                 cold=ColdConfig(wait_s=wait_s),
             )
-        space = KeySpace("m", "r", described.format.dtype, fingerprint, 1, f"sha256:{PAGE}")
+        space = KeySpace("m", "r", described.dtype, fingerprint, 1, f"sha256:{PAGE}")
         store = PageStore(self.opened[fingerprint], space, described, shard=0, wait_s=wait_s)
         self.stores.append(store)
         return store
@@ -145,6 +145,29 @@ def test_pages_that_only_sglang_can_flatten_come_back_byte_for_byte(cache: Cache
     assert store.read(hashes(2), [0, 1]) == [True, True]
     assert torch.equal(other.state[:2], one.state[[3, 5]]) and torch.equal(other.conv[:2], one.conv[[3, 5]])
     assert not bool(other.state[2:].any())
+
+
+@pytest.mark.parametrize(("wanted", "most"), [("int8", 1 / 254), ("fp8", 1 / 16)])
+def test_quantised_pages_come_back_within_their_bound_into_another_layout(
+    cache: Cache, make_pool: MakePool, rows_of: Rows, wanted: Wanted, most: float
+) -> None:
+    one, other = make_pool("mha", "page_head"), make_pool("mha", "layer_first")
+    fill(one)
+    assert cache.attach(one, wanted=wanted).write(hashes(2), slots(0, 1)) == [True, True]
+    assert cache.attach(other).held(hashes(2)) == 0  # exact pages are others
+    assert cache.attach(other, wanted=wanted).read(hashes(2), slots(2, 3)) == [True, True]
+    exact, read = rows_of(one, range(8)), rows_of(other, range(8, 16))
+    largest = exact.abs().amax(dim=-1, keepdim=True)
+    assert bool(((read - exact).abs() <= largest * (most * 1.01)).all()) and not torch.equal(read, exact)
+    half = make_pool("mha", "page_head", torch.bfloat16)
+    assert cache.attach(half, wanted=wanted).held(hashes(2)) == 0
+
+
+def test_a_format_that_the_models_pages_cannot_have_is_refused(make_pool: MakePool) -> None:
+    with pytest.raises(ConfigError, match=r"format is int8, and this model's pages .* leave format out"):
+        describe(make_pool("mamba"), "kv", "int8")
+    with pytest.raises(ConfigError, match="keeps uint8, and format int8 is made from"):
+        describe(make_pool("mha", "page_first", torch.uint8), "kv", "int8")
 
 
 def test_what_cannot_be_described_is_refused_by_name() -> None:

@@ -185,7 +185,7 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
             whole = rank.replicated and name != "mamba"
             space = key_space(
                 model,
-                kv_dtype=pages.format.dtype,
+                kv_dtype=pages.dtype,
                 format_fingerprint=pages.format.fingerprint,
                 world=1 if whole else rank.ranks,
                 chain=settings.scheme().name,

@@ -8,62 +8,63 @@ to, under an origin that says all that those bytes follow from, so that nothing 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
-from kv_cuda import Copier, CpuCopier, PagedLayout, PartLayout
+from kv_cuda import Copier, PagedLayout, PartLayout, make_copier
 from kv_cuda.streams import DoneEvent
 
 from kv_sglang import TESTED
+
+Wanted = Literal["auto", "canonical", "int8", "fp8"]
 
 _CANONICAL: Final = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 """Exactly these: what derives from them keeps something else beside."""
 _DONE: Final = DoneEvent()
 
 
-class HostPool(Protocol):
-    """What we read of SGLang's `HostKVCache`."""
-
-    layout: str
-    page_size: int
-    dtype: torch.dtype
-    layer_num: int
-    kv_buffer: Any
-
-
 @dataclass(frozen=True, slots=True)
 class PoolPages:
     """One host pool: the format of its pages, and what makes a copier for them.
 
+    dtype: of SGLang's elements; what is quantised from another never is the same page.
     page_slots: how many of SGLang's indices one page has. A copier is for one thread at a time: each makes its own.
     one_page: a zeroed tensor of one page as SGLang flattens it, and a copier between that and chunks; None where the
         pool's own methods must be used.
     """
 
     format: ChunkFormat
+    dtype: str
     page_slots: int
     copier: Callable[[], Copier]
     one_page: Callable[[], tuple[torch.Tensor, Copier]] | None
 
 
-def describe(pool: Any, name: str) -> PoolPages:
+def describe(pool: Any, name: str, wanted: Wanted = "auto") -> PoolPages:
     """
+    wanted: the format, as in the settings. What only SGLang can flatten is kept as it is, whatever is wanted.
+
     Raises:
         ConfigError: this pool's pages cannot be described.
     """
     kind = type(pool).__name__
     plain = getattr(pool, "storage_format_tag", None) is None and getattr(pool, "dcp_size", 1) == 1
     if kind in _CANONICAL and plain and isinstance(pool.kv_buffer, torch.Tensor):
-        made = _canonical(pool, mla=kind.startswith("MLA"))
+        made = _canonical(pool, wanted, mla=kind.startswith("MLA"))
         if made is not None:
             return made
+    if name == "kv" and wanted != "auto":
+        raise ConfigError(
+            f"format is {wanted}, and this model's pages ({kind}, layout {getattr(pool, 'layout', '?')}) are ones that "
+            "only SGLang can read: leave format out"
+        )
     return _opaque(pool, name)
 
 
-def _canonical(pool: Any, *, mla: bool) -> PoolPages | None:
+def _canonical(pool: Any, wanted: Wanted, *, mla: bool) -> PoolPages | None:
     """None: a layout that is not known here, or a buffer of another shape than that layout has."""
     buffer: torch.Tensor = pool.kv_buffer
     pages = buffer.numel() // _page_elements(pool, mla=mla)
@@ -73,14 +74,19 @@ def _canonical(pool: Any, *, mla: bool) -> PoolPages | None:
     layers = [buffer.view(-1)[number * step :] for number in range(pool.layer_num)]
     _check_addresses(pool, layout, layers)
     described = layout.canonical_format(pool.page_size)
+    if wanted in ("int8", "fp8"):
+        try:
+            described = layout.quantised_format(wanted, pool.page_size)
+        except InputError as error:
+            raise ConfigError(str(error)) from None
 
     def one_page() -> tuple[torch.Tensor, Copier]:
         one_shape, one, one_step = _layout(pool, pages=1, mla=mla)
         assert one is not None
         flat = torch.zeros(one_shape, dtype=pool.dtype).view(-1)
-        return flat, CpuCopier(one, [flat[number * one_step :] for number in range(pool.layer_num)], described)
+        return flat, make_copier(one, [flat[number * one_step :] for number in range(pool.layer_num)], described)
 
-    return PoolPages(described, pool.page_size, lambda: CpuCopier(layout, layers, described), one_page)
+    return PoolPages(described, layout.dtype, pool.page_size, lambda: make_copier(layout, layers, described), one_page)
 
 
 def _page_elements(pool: Any, *, mla: bool) -> int:
@@ -169,7 +175,7 @@ def _opaque(pool: Any, name: str) -> PoolPages:
         block_tokens=slots,
         origin="sglang/" + "/".join(parts),
     )
-    return PoolPages(described, slots, lambda: _FlatPages(pool, page.dtype, page.nbytes), None)
+    return PoolPages(described, "uint8", slots, lambda: _FlatPages(pool, page.dtype, page.nbytes), None)
 
 
 class _FlatPages:

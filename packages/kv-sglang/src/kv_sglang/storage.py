@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kv_sglang import TESTED
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, read_settings, served_model
 from kv_sglang.pages import PageStore
-from kv_sglang.pools import PoolPages, describe
+from kv_sglang.pools import PoolPages, Wanted, describe
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
 
         config, arguments = self._config, get_server_args()
         settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size))
-        self._pages = {name: describe(pool, name) for name, pool in self._pools.items()}
+        self._pages = {name: describe(pool, name, cast(Wanted, settings.format)) for name, pool in self._pools.items()}
         rank = Rank(
             number=config.tp_rank,
             ranks=config.tp_size,
