@@ -2,7 +2,8 @@
 
     python killed.py MODEL SOCKET PHASE
 
-Prints PHASE once it is there. All of it is in this process, so that killing it kills all of the engine.
+Waits for a line before it begins, and prints PHASE once it is there. All of it is in this process, so that killing it
+kills all of the engine.
 """
 
 import json
@@ -56,6 +57,7 @@ def main() -> None:
     from engines import PROMPTS, started
 
     with started(model, cache={"server": {"socket": socket}}) as engine:
+        sys.stdin.readline()
         arm(phase)
         # What is stored already is read; what is new is written.
         prompt = PROMPTS[0] if phase in ("planned", "reading") else [9 + (17 * i) % 1500 for i in range(600)]

@@ -114,30 +114,41 @@ def test_an_engine_killed_in_any_phase_leaves_nothing_with_the_server(tiny_llama
         engine.ask_in_turn(PROMPTS)
     held_before = report_of(server).caches[0].counts.chunks_resident
     assert held_before == 6
-    for phase in PHASES:
-        child = subprocess.Popen(
-            [sys.executable, killed.__file__, tiny_llama, str(server.socket), phase],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=Path(killed.__file__).parent,
-        )
-        assert child.stdout is not None
-        try:
+    children = {phase: engine_that_stops(tiny_llama, server, phase) for phase in PHASES}  # they start side by side
+    try:
+        for phase, child in children.items():
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
             assert any(line.strip() == phase for line in child.stdout), f"{phase}: it ended before"
             counts = report_of(server).caches[0].counts
             assert bool(counts.read_leases) == (phase in ("planned", "reading")), (phase, counts)
             assert bool(counts.write_leases) == (phase == "writing"), (phase, counts)
-        finally:
             child.kill()
             child.wait()
-        until = time.monotonic() + 10
-        while report_of(server).sessions or report_of(server).orphans:
-            assert time.monotonic() < until, report_of(server)
-            time.sleep(0.02)
-        counts = report_of(server).caches[0].counts
-        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, (phase, counts)
-        assert counts.slots_used == counts.chunks_resident == held_before, (phase, counts)
+            until = time.monotonic() + 20
+            while (seen := report_of(server)).orphans or child.pid in {session.pid for session in seen.sessions}:
+                assert time.monotonic() < until, seen
+                time.sleep(0.02)
+            counts = report_of(server).caches[0].counts
+            assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, (phase, counts)
+            assert counts.slots_used == counts.chunks_resident == held_before, (phase, counts)
+        assert not report_of(server).sessions
+    finally:
+        for child in children.values():
+            child.kill()
+            child.communicate()
+
+
+def engine_that_stops(model: str, server: ServerProcess, phase: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, killed.__file__, model, str(server.socket), phase],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(killed.__file__).parent,
+    )
 
 
 def test_tenants_share_an_engine_and_a_server_but_no_chunk(
