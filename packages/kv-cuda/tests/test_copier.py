@@ -16,7 +16,7 @@ from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
-from kv_cuda import CpuCopier, PagedLayout
+from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.roads import Road, Roads
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
@@ -217,6 +217,75 @@ def test_a_round_trip_restores_exactly_the_asked_tokens(name: str, table: list[i
     slow(cache.layout, "canonical", expected, {"pool": pool}, plan, to_engine=True)
     for ours, wanted in zip(empty, expected, strict=True):
         assert torch.equal(raw(ours), raw(wanted))
+
+
+@every_hand
+@pytest.mark.parametrize("block_tokens", [1, 2, 16, 32, 64])
+@pytest.mark.parametrize("order", ["NHD", "HND", "K transposed", "MLA"])
+def test_blocks_of_every_size_move_whole_and_in_part(hands: Hands, order: str, block_tokens: int) -> None:
+    """Two chunks of 64 tokens out of 192 slots, of the second only a part: gathered, and scattered elsewhere."""
+    sizes = {"dtype": "float32", "itemsize": 4, "layers": 2, "blocks": 192 // block_tokens}
+    sizes |= {"block_tokens": block_tokens, "heads": 1 if order == "MLA" else 2, "head_dim": 4}
+    page = (1 if order == "MLA" else 4) * block_tokens * 4
+    layout = {
+        "NHD": lambda: split_parts(order, block=page, token=16, head=8, dim=1, value_offset=4, **sizes),
+        "HND": lambda: split_parts(order, block=page, token=8, head=8 * block_tokens, dim=1, value_offset=4, **sizes),
+        "K transposed": lambda: transposed_keys(order, block=page, **sizes),
+        "MLA": lambda: latent(order, block=page, token=4, **sizes),
+    }[order]()
+    if hands.cannot(layout, "canonical"):
+        pytest.skip("the kernel does not take rows that are no runs")
+    described = layout.canonical_format(64)
+    blocks = random.Random(block_tokens).sample(range(layout.blocks), layout.blocks)
+    extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(2)]
+    plans = [
+        plan_transfer(extents, table, chunk_tokens=64, block_tokens=block_tokens, first_token=0, last_token=101)
+        for table in (blocks, blocks[::-1])
+    ]
+    slots = [
+        torch.tensor([table[token // block_tokens] * block_tokens + token % block_tokens for token in range(101)])
+        for table in (blocks, blocks[::-1])
+    ]
+    tensors = list(torch.randn(2, layout.blocks, page).to(hands.device))
+    copier = hands.take(layout, tensors, described)
+    pool = bytearray(2 * described.nbytes)
+    copier.attach("pool", memoryview(pool))
+    before = [read_rows(layout, tensors, layer, slots[0].to(hands.device)) for layer in range(2)]
+    copier.store(plans[0]).wait()
+    for tensor in tensors:
+        tensor.fill_(-1)
+    copier.load(plans[1]).wait()
+    untouched = torch.ones(192, dtype=torch.bool)
+    untouched[slots[1]] = False
+    for layer, rows in enumerate(before):
+        after = read_rows(layout, tensors, layer, slots[1].to(hands.device))
+        rest = read_rows(layout, tensors, layer, untouched.nonzero().flatten().to(hands.device))
+        assert all(torch.equal(after[name], rows[name]) for name in rows)
+        assert all(bool((part == -1).all()) for part in rest.values())
+
+
+@every_hand
+def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(hands: Hands) -> None:
+    """vLLM's tables speak of the manager's blocks and its tensors of the kernel's: what joins them is the slot."""
+    cache, manager = CACHES["NHD, K‖V"], 2 * TOKENS
+    described = cache.layout.canonical_format(2 * manager)
+    extents = [HostExtent("pool", 0, described.nbytes)]
+    coarse = plan_transfer(
+        extents, [2, 0], chunk_tokens=2 * manager, block_tokens=manager, first_token=3, last_token=2 * manager
+    )
+    fine = plan_transfer(
+        extents, [4, 5, 0, 1], chunk_tokens=2 * manager, block_tokens=TOKENS, first_token=3, last_token=2 * manager
+    )
+    assert coarse == fine
+    tensors = cache.make(hands.device)
+    fill(tensors)
+    copier, pool = hands.take(cache.layout, tensors, described), bytearray(described.nbytes)
+    copier.attach("pool", memoryview(pool))
+    copier.store(coarse).wait()
+    slots = torch.tensor([16 + token if token < manager else token - manager for token in range(3, 2 * manager)])
+    keys = read_rows(cache.layout, tensors, 1, slots.to(hands.device))["k"].cpu().numpy().tobytes()
+    row = described.token_nbytes
+    assert pool[described.layer_offset(0, 1) :][3 * row : 2 * manager * row] == keys
 
 
 def test_one_slot_may_be_gathered_twice() -> None:

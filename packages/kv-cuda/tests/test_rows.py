@@ -66,11 +66,14 @@ CONFUSED = [
 
 @pytest.mark.parametrize(("cache", "parts"), CONFUSED)
 def test_one_wrong_stride_reads_other_values(cache: SmallCache, parts: tuple[PartLayout, ...]) -> None:
-    """What the canary rests on."""
+    """What the canary rests on. Where other values would lie outside the storage, it is refused."""
     tensors, rows = filled(cache)
     wrong = _unchecked(cache.layout, parts)
     some = SLOTS[: 2 * TOKENS]
-    read = read_rows(wrong, tensors[:1], 0, some)
+    try:
+        read = read_rows(wrong, tensors[:1], 0, some)
+    except InputError:
+        return
     assert any(not torch.equal(read[name], rows[name][some]) for name in rows)
 
 

@@ -23,7 +23,10 @@ class SmallCache:
 
 
 def small_caches() -> dict[str, SmallCache]:
-    """By the name of the order of bytes."""
+    """By the name of the order of bytes.
+
+    vLLM's FlashAttention, Triton and FlashInfer have NHD, K‖V; FlashInfer on Blackwell has HND, the CPU K transposed.
+    """
     page = 2 * TOKENS * HEADS * DIM
     half = page // 2
     apart = {"block": page, "token": HEADS * DIM, "head": DIM, "dim": 1, "value_offset": half}
@@ -43,6 +46,20 @@ def small_caches() -> dict[str, SmallCache]:
         "fp8 seen as bytes": SmallCache(
             split_parts("HND", block=page, **by_head, **_sizes("uint8")), _together(shape, torch.uint8)
         ),
+        "NHD, K‖V, float16": SmallCache(
+            split_parts("NHD", block=page, **side_by_side, **_sizes("float16")), _together(shape, torch.float16)
+        ),
+        "NHD, fp8 seen as bytes": SmallCache(
+            split_parts("NHD", block=page, **side_by_side, **_sizes("uint8")), _together(shape, torch.uint8)
+        ),
+        "K of all blocks, then V": SmallCache(
+            split_parts("2NHD", **(apart | {"block": half, "value_offset": BLOCKS * half}), **_sizes("float32")),
+            _together((2, half)),
+        ),
+        "all layers of a block together, NHD": SmallCache(
+            split_parts("BLNHC", block=LAYERS * page, **side_by_side, **_sizes("float32")), _interleaved(shape)
+        ),
+        **_in_bytes(),
         "K transposed": SmallCache(transposed_keys("CPU", block=page, **_sizes("float32")), _together(shape)),
         "K transposed, bfloat16, a storage a layer": SmallCache(
             transposed_keys("CPU", block=page, **_sizes("bfloat16")), _separate(shape, torch.bfloat16)
@@ -54,6 +71,29 @@ def small_caches() -> dict[str, SmallCache]:
             split_parts("padded", **(apart | {"block": page + 24}), **_sizes("float32")), _padded(page, 24)
         ),
         **_host_pools(),
+    }
+
+
+def _in_bytes() -> dict[str, SmallCache]:
+    """What has scales beside its numbers, in one byte an element: no part of it means anything to us."""
+    scaled = 128 + 4  # a head's numbers and their scale, as vLLM keeps int8 and fp8 a token and head
+    latent_nbytes = 656  # DeepSeek's packed fp8: 512 numbers, 4 scales, 64 numbers of bfloat16
+    strides = {"block": 2 * TOKENS * HEADS * scaled, "dim": 1, "value_offset": scaled}
+    orders = {
+        "NHD": {"token": 2 * HEADS * scaled, "head": 2 * scaled},
+        "HND": {"token": 2 * scaled, "head": 2 * TOKENS * scaled},
+    }
+    return {
+        f"{name}, K‖V with a scale each": SmallCache(
+            split_parts(name, **strides, **order, **_sizes("uint8", dim=scaled)),
+            _together((TOKENS, 2 * HEADS * scaled), torch.uint8),
+        )
+        for name, order in orders.items()
+    } | {
+        "MLA, packed fp8": SmallCache(
+            latent("MLA", block=TOKENS * latent_nbytes, token=latent_nbytes, **_sizes("uint8", 1, latent_nbytes)),
+            _together((TOKENS, latent_nbytes), torch.uint8),
+        )
     }
 
 
@@ -87,7 +127,7 @@ def _host_pools() -> dict[str, SmallCache]:
     }
 
 
-def _sizes(dtype: str, heads: int = HEADS) -> dict[str, Any]:
+def _sizes(dtype: str, heads: int = HEADS, dim: int = DIM) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "itemsize": getattr(torch, dtype).itemsize,
@@ -95,7 +135,7 @@ def _sizes(dtype: str, heads: int = HEADS) -> dict[str, Any]:
         "blocks": BLOCKS,
         "block_tokens": TOKENS,
         "heads": heads,
-        "head_dim": DIM,
+        "head_dim": dim,
     }
 
 
