@@ -80,7 +80,7 @@ def serve_vllm(model: str, way: str, directory: str) -> None:
 
 def serve_sglang(model: str, way: str, directory: str) -> None:
     import sglang
-    from kv_sglang.cli import arguments_for
+    from kv_sglang.cli import engine_arguments
 
     chosen: dict[str, Any] = {
         "device": "cpu",
@@ -101,10 +101,7 @@ def serve_sglang(model: str, way: str, directory: str) -> None:
     else:
         ours = settings(way, directory, CHUNK_TOKENS)
         del ours["chunk_tokens"]
-        for flag in arguments_for({"prefetch_threshold": CHUNK_TOKENS, **ours}, page_size=CHUNK_TOKENS):
-            name, equals, value = flag.removeprefix("--").partition("=")
-            chosen[name.replace("-", "_")] = value if equals else True
-        chosen["page_size"] = CHUNK_TOKENS
+        chosen |= engine_arguments({"prefetch_threshold": CHUNK_TOKENS, **ours}, page_size=CHUNK_TOKENS)
     if way in ("own host", "own file"):
         del chosen["hicache_storage_backend"], chosen["hicache_storage_backend_extra_config"]
     if way == "own file":

@@ -1,6 +1,5 @@
 """Real SGLang engines for tests: started with and without us, asked, emptied, and shut down."""
 
-import json
 import mmap
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_sglang.cli import arguments_for
+from kv_sglang.cli import engine_arguments
 from kv_tiers.pool import pool_path
 
 PAGE = 16
@@ -113,7 +112,8 @@ def started(
         "log_level": "error",
     }
     if cache is not None:
-        chosen |= {"hicache_storage_prefetch_policy": "wait_complete"} | with_us(cache, page)
+        chosen["hicache_storage_prefetch_policy"] = "wait_complete"
+        chosen |= engine_arguments({"prefetch_threshold": page, **cache}, page_size=page)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
@@ -122,17 +122,6 @@ def started(
             yield Engine(inner)
         finally:
             inner.shutdown()
-
-
-def with_us(cache: dict[str, Any], page: int) -> dict[str, Any]:
-    """The very flags that `python -m kv_sglang flags` prints, as the arguments of `sglang.Engine`."""
-    made: dict[str, Any] = {}
-    for flag in arguments_for({"prefetch_threshold": page, **cache}, page_size=page):
-        name, equals, value = flag.removeprefix("--").partition("=")
-        made[name.replace("-", "_")] = value if equals else True
-    made["page_size"] = int(made["page_size"])
-    json.loads(made["hicache_storage_backend_extra_config"])
-    return made
 
 
 def corrupt(pool: str, capacity_bytes: int) -> None:

@@ -83,8 +83,8 @@ def read_tier(text: str) -> dict[str, Any]:
     return tier
 
 
-def arguments_for(settings: dict[str, Any], *, page_size: int) -> list[str]:
-    """SGLang's arguments for these settings of ours."""
+def engine_arguments(settings: dict[str, Any], *, page_size: int) -> dict[str, Any]:
+    """The arguments of `sglang.Engine` for these settings of ours."""
     extra = {
         "backend_name": "kv-sglang",
         "module_path": "kv_sglang.storage",
@@ -93,9 +93,16 @@ def arguments_for(settings: dict[str, Any], *, page_size: int) -> list[str]:
         "hicache_storage_pass_prefix_keys": True,
         **settings,
     }
-    return [
-        "--enable-hierarchical-cache",
-        f"--page-size={page_size}",
-        "--hicache-storage-backend=dynamic",
-        f"--hicache-storage-backend-extra-config={json.dumps(extra)}",
-    ]
+    return {
+        "enable_hierarchical_cache": True,
+        "page_size": page_size,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def arguments_for(settings: dict[str, Any], *, page_size: int) -> list[str]:
+    """The same as SGLang's command line has them."""
+    named = engine_arguments(settings, page_size=page_size)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
+    return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]

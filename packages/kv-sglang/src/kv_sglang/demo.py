@@ -6,7 +6,7 @@ from typing import Any
 
 from kv_tiers.attach.demo import NEW_TOKENS, Ask, Demo, run
 
-from kv_sglang.cli import arguments_for
+from kv_sglang.cli import engine_arguments
 
 _PAGE_TOKENS = 64
 _REST_S = 30.0
@@ -34,10 +34,8 @@ def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, in
             "mem_fraction_static": 0.1,
         }
     if cache is not None:
-        for flag in arguments_for(cache, page_size=_PAGE_TOKENS):
-            name, equals, value = flag.removeprefix("--").partition("=")
-            arguments[name.replace("-", "_")] = value if equals else True
-        arguments |= {"page_size": _PAGE_TOKENS, "hicache_storage_prefetch_policy": "wait_complete"}
+        arguments |= engine_arguments(cache, page_size=_PAGE_TOKENS)
+        arguments["hicache_storage_prefetch_policy"] = "wait_complete"
     engine = sglang.Engine(model_path=model, **arguments)
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
