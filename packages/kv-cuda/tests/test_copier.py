@@ -85,7 +85,7 @@ def fill(tensors: list[torch.Tensor], seed: int = 0) -> None:
 
 
 def places(layout: PagedLayout, kind: str, copy: Copy) -> Iterator[tuple[int, int, int, int]]:
-    """(layer, byte of the engine's layer, byte of the chunk, bytes), one row or element at a time."""
+    """(tensor, byte of the engine's tensor, byte of the chunk, bytes), one row or element at a time."""
     described = format_of(layout, kind)
     size = layout.itemsize
     for layer in range(layout.layers):
@@ -98,11 +98,12 @@ def places(layout: PagedLayout, kind: str, copy: Copy) -> Iterator[tuple[int, in
                 yield layer, at, (layer * CHUNK + in_chunk) * row, row
                 continue
             for number, part in enumerate(layout.parts):
+                tensor = number * layout.layers + layer if layout.own_tensors else layer
                 for head in range(layout.heads):
                     for dim in range(layout.head_dim):
                         at = part.offset + block * part.block + offset * part.token + head * part.head + dim * part.dim
                         ours = ((number * layout.layers + layer) * CHUNK + in_chunk) * layout.heads + head
-                        yield layer, at * size, (ours * layout.head_dim + dim) * size, size
+                        yield tensor, at * size, (ours * layout.head_dim + dim) * size, size
     assert described.nbytes
 
 
@@ -117,8 +118,8 @@ def slow(
 ) -> None:
     for copy in plan.copies:
         pool = pools[copy.extent.pool]
-        for layer, at, in_chunk, nbytes in places(layout, kind, copy):
-            tensor = tensors[layer]
+        for number, at, in_chunk, nbytes in places(layout, kind, copy):
+            tensor = tensors[number]
             engine = raw(tensor).numpy()
             start = tensor.storage_offset() * tensor.element_size() + at
             ours = slice(copy.extent.offset + in_chunk, copy.extent.offset + in_chunk + nbytes)
@@ -373,6 +374,9 @@ def test_layout_tensors_and_format_must_agree() -> None:
     cache, other = CACHES["K transposed"], CACHES["MLA"]
     with pytest.raises(InputError, match="2 tensors for a layout of 3 layers"):
         CpuCopier(cache.layout, cache.make()[:2], format_of(cache.layout, "canonical"))
+    apart = CACHES["SGLang on the device, float32"]
+    with pytest.raises(InputError, match="3 tensors for a layout of 3 layers, 2 a layer"):
+        CpuCopier(apart.layout, apart.make()[:3], format_of(apart.layout, "canonical"))
     for kind in ("canonical", "blocks"):
         with pytest.raises(InputError, match="format"):
             CpuCopier(cache.layout, cache.make(), format_of(other.layout, kind))

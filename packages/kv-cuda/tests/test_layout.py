@@ -48,6 +48,16 @@ def test_parts_and_blocks_may_lie_anywhere_as_long_as_they_do_not_meet() -> None
     assert not any(cache.layout.blocks_are_runs for name, cache in CACHES.items() if name.startswith("SGLang"))
 
 
+def test_in_tensors_of_their_own_parts_may_have_the_same_places_but_no_two_elements_of_one() -> None:
+    layout = CACHES["SGLang on the device, float32"].layout
+    key, value = layout.parts
+    assert (key.offset, key.block) == (value.offset, value.block)
+    with pytest.raises(InputError, match="lie on each other"):
+        replace(layout, own_tensors=False)
+    with pytest.raises(InputError, match="the blocks of part v lie on each other"):
+        replace(layout, parts=(key, replace(value, block=value.block - 1)))
+
+
 @pytest.mark.parametrize("axis", ["itemsize", "layers", "blocks", "block_tokens", "heads", "head_dim"])
 def test_an_axis_of_nothing_is_refused_by_name(axis: str) -> None:
     with pytest.raises(InputError, match=f"{axis} is 0"):
@@ -90,14 +100,15 @@ def test_rows_are_where_the_strides_say(cache: SmallCache) -> None:
         for number, part in enumerate(layout.parts)
     }
     write_rows(layout, tensors, 1, slots, rows)
-    storage = torch.empty(0, dtype=dtype).set_(tensors[1].untyped_storage())
-    for part in layout.parts:
+    for of_part, part in enumerate(layout.parts):
+        tensor = layout.of_part(tensors, of_part)[1]
+        storage = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
         for number, slot in enumerate(slots.tolist()):
             block, offset = divmod(slot, layout.block_tokens)
             for head in range(layout.heads):
                 for dim in range(layout.head_dim):
                     at = part.offset + block * part.block + offset * part.token + head * part.head + dim * part.dim
-                    assert storage[tensors[1].storage_offset() + at] == rows[part.name][number, head, dim]
+                    assert storage[tensor.storage_offset() + at] == rows[part.name][number, head, dim]
     read = read_rows(layout, tensors, 1, slots)
     assert all(torch.equal(read[name], rows[name]) for name in rows)
     untouched = read_rows(layout, tensors, 0, slots)

@@ -9,11 +9,13 @@ import torch
 from kv_core.connect.device import DeviceCopier
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
+from kv_core.transfer import TransferPlan
 
 from kv_cuda.copier import CpuCopier
 from kv_cuda.layout import PagedLayout
 from kv_cuda.quantise import QuantisingCopier
 from kv_cuda.roads import Roads, read_roads, roads_file
+from kv_cuda.streams import Event
 
 if TYPE_CHECKING:
     from kv_cuda.gpu import GpuCopier
@@ -27,7 +29,14 @@ class Copier(DeviceCopier, Protocol):
     def detach(self, pool: str) -> None: ...
 
 
-def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> Copier:
+class LayerwiseCopier(Copier, Protocol):
+    """A copier that says of each layer when it is there."""
+
+    def load_layers(self, plan: TransferPlan) -> Sequence[Event]:
+        """As `load`: the events of the first layer, the second and so on."""
+
+
+def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> LayerwiseCopier:
     """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies; around it, where
     the format is quantised, what does that.
 

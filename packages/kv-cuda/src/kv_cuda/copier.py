@@ -38,7 +38,7 @@ class CpuCopier:
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: its scratch is its own."""
 
     def __init__(self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> None:
-        """tensors: one a layer, on one device; the copier keeps them, and with them the engine's cache, alive.
+        """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -49,7 +49,10 @@ class CpuCopier:
         self._device = tensors[0].device
         self._format = chunk_format
         self._word = torch.uint8 if chunk_format.kind == "blocks" else _WORDS[layout.itemsize]
-        self._parts = [_over_layers(layout, part, tensors, self._word, self._shape) for part in self._shape.parts]
+        self._parts = [
+            _over_layers(layout, part, layout.of_part(tensors, number), self._word, self._shape)
+            for number, part in enumerate(self._shape.parts)
+        ]
         self._pools: dict[str, torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
 
@@ -84,6 +87,10 @@ class CpuCopier:
         for work in self._checked(plan, to_engine=True):
             self._move(work, to_engine=True)
         return _DONE
+
+    def load_layers(self, plan: TransferPlan) -> list[DoneEvent]:
+        """As `load`; an event for each layer."""
+        return [self.load(plan)] * self._layout.layers
 
     def store(self, plan: TransferPlan) -> DoneEvent:
         for work in self._checked(plan, to_engine=False):

@@ -58,7 +58,7 @@ class GpuCopier:
         *,
         roads: Roads | None = None,
     ) -> None:
-        """tensors: one a layer, on one device; the copier keeps them, and with them the engine's cache, alive.
+        """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
 
         Raises:
             InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows are no

@@ -2,11 +2,12 @@
 
 A layout says nothing about where the memory is: the layers' tensors are handed to whoever copies, beside it. All
 numbers are in elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves
-all layers of a group.
+all layers of a group. Where K and V are in tensors of their own (`own_tensors`), they count from the first of those.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from kv_core.errors import InputError
 from kv_core.format import QUANTISED, ChunkFormat
 
 _QUANTISABLE: Final = ("float32", "bfloat16", "float16")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class PagedLayout:
 
     name: what people call this order of bytes. dtype: as torch spells it. blocks: how many each layer has.
     page_elements: one block of one layer, all parts. Its elements need not be neighbours in memory.
+    own_tensors: each part has tensors of its own. They are handed over part by part: K of all layers, then V.
     """
 
     name: str
@@ -45,6 +48,7 @@ class PagedLayout:
     heads: int
     head_dim: int
     parts: tuple[PartLayout, ...]
+    own_tensors: bool = False
 
     def __post_init__(self) -> None:
         for axis in ("itemsize", "layers", "blocks", "block_tokens", "heads", "head_dim"):
@@ -69,7 +73,16 @@ class PagedLayout:
     @property
     def blocks_are_runs(self) -> bool:
         """Whether a block of one layer is one run of bytes, and so can be kept as it is."""
-        return int(self._places().max()) + 1 == self.page_elements
+        return not self.own_tensors and int(self._places().max()) + 1 == self.page_elements
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors there are: one a layer, or one a layer and part."""
+        return self.layers * (len(self.parts) if self.own_tensors else 1)
+
+    def of_part(self, tensors: Sequence[_T], number: int) -> Sequence[_T]:
+        """The tensors of one part, by layer."""
+        return tensors[number * self.layers :][: self.layers] if self.own_tensors else tensors
 
     def canonical_format(self, chunk_tokens: int) -> ChunkFormat:
         """K part then V part, each [layers, tokens, heads, head_dim]: what engines share."""
@@ -129,6 +142,10 @@ class PagedLayout:
 
     def _refuse_overlaps(self) -> None:
         """No two elements of a layer may share a place. Counted, not argued: a page is small."""
+        if self.own_tensors:
+            for part in self.parts:
+                replace(self, parts=(part,), own_tensors=False)  # checks itself
+            return
         page = self._places()
         if len(np.unique(page)) != page.size:
             raise InputError(f"layout {self.name}: two elements of a block lie on each other")

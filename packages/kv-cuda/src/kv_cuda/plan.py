@@ -53,15 +53,16 @@ class CopyShape:
     head_dim: int
 
 
-def copy_shape(layout: PagedLayout, layers: int, chunk_format: ChunkFormat) -> CopyShape:
+def copy_shape(layout: PagedLayout, tensors: int, chunk_format: ChunkFormat) -> CopyShape:
     """
-    layers: how many tensors there are.
+    tensors: how many there are.
 
     Raises:
         InputError: layout and tensors disagree, or the format is not one of this layout's.
     """
-    if layers != layout.layers:
-        raise InputError(f"{layers} tensors for a layout of {layout.layers} layers")
+    if tensors != layout.tensors:
+        each = f", {len(layout.parts)} a layer" if layout.own_tensors else ""
+        raise InputError(f"{tensors} tensors for a layout of {layout.layers} layers{each}")
     opaque = chunk_format.kind == "blocks"
     tokens = chunk_format.chunk_tokens
     expected = layout.blocks_format(tokens, chunk_format.origin) if opaque else layout.canonical_format(tokens)

@@ -82,6 +82,10 @@ class QuantisingCopier:
             way.load(chunk, copies)
         return way.end()
 
+    def load_layers(self, plan: TransferPlan) -> list[Event]:
+        """As `load`; an event for each layer, all the same one: a chunk is made exact as a whole."""
+        return [self.load(plan)] * self._layout.layers
+
     def store(self, plan: TransferPlan) -> Event:
         """Chunks are stored whole, or `InputError`. Nothing of the plan may be kept if the event says `CopyFailed`."""
         by_chunk = self._checked(plan, to_engine=False)

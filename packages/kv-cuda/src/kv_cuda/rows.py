@@ -64,7 +64,10 @@ def read_rows(
         InputError: a slot that does not exist.
     """
     blocks, offsets = _split(layout, slots)
-    return {part.name: part_view(layout, part, tensors[layer])[blocks, offsets] for part in layout.parts}
+    return {
+        part.name: part_view(layout, part, layout.of_part(tensors, number)[layer])[blocks, offsets]
+        for number, part in enumerate(layout.parts)
+    }
 
 
 def write_rows(
@@ -76,8 +79,8 @@ def write_rows(
 ) -> None:
     """The inverse of `read_rows`."""
     blocks, offsets = _split(layout, slots)
-    for part in layout.parts:
-        part_view(layout, part, tensors[layer])[blocks, offsets] = rows[part.name]
+    for number, part in enumerate(layout.parts):
+        part_view(layout, part, layout.of_part(tensors, number)[layer])[blocks, offsets] = rows[part.name]
 
 
 def _split(layout: PagedLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

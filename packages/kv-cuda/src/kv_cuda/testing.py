@@ -71,6 +71,7 @@ def small_caches() -> dict[str, SmallCache]:
             split_parts("padded", **(apart | {"block": page + 24}), **_sizes("float32")), _padded(page, 24)
         ),
         **_host_pools(),
+        **_device_pools(),
     }
 
 
@@ -127,6 +128,19 @@ def _host_pools() -> dict[str, SmallCache]:
     }
 
 
+def _device_pools() -> dict[str, SmallCache]:
+    """SGLang's pools on the device: K and V of each layer in a tensor of its own, or MLA's latents in one."""
+    row = HEADS * DIM
+    strides = {"block": TOKENS * row, "token": row, "head": DIM, "dim": 1, "value_offset": 0}
+    return {
+        f"SGLang on the device, {dtype}": SmallCache(
+            split_parts("NHD", **strides, own_tensors=True, **_sizes(dtype)),
+            _separate((TOKENS, row), getattr(torch, dtype), parts=2),
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+
+
 def _sizes(dtype: str, heads: int = HEADS, dim: int = DIM) -> dict[str, Any]:
     return {
         "dtype": dtype,
@@ -143,8 +157,8 @@ def _together(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Mak
     return lambda device="cpu": list(torch.zeros(LAYERS, BLOCKS, *shape, dtype=dtype, device=device))
 
 
-def _separate(shape: tuple[int, ...], dtype: torch.dtype) -> Make:
-    return lambda device="cpu": [torch.zeros(BLOCKS, *shape, dtype=dtype, device=device) for _ in range(LAYERS)]
+def _separate(shape: tuple[int, ...], dtype: torch.dtype, parts: int = 1) -> Make:
+    return lambda device="cpu": [torch.zeros(BLOCKS, *shape, dtype=dtype, device=device) for _ in range(parts * LAYERS)]
 
 
 def _interleaved(shape: tuple[int, ...]) -> Make:

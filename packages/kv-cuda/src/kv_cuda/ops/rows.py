@@ -140,7 +140,8 @@ class RowKernel:
 def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_nbytes: int) -> RowKernel:
     """For a cache of this layout, seen as `shape`.
 
-    tensors: one a layer. plane_nbytes: between a chunk's planes. Chunks must begin at multiples of `RowKernel.aligned`.
+    tensors: as the layout has them. plane_nbytes: between a chunk's planes. Chunks must begin at multiples of
+        `RowKernel.aligned`.
 
     Raises:
         InputError: a part whose innermost axis is not `dim`: such rows are no runs of bytes, see `CpuCopier`.
@@ -153,7 +154,7 @@ def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Te
     run_nbytes = row_nbytes if all(part.head == dims or heads == 1 for part in parts) else dims * itemsize
     table = np.empty((len(parts) * layout.layers, PLANE_FIELDS), np.int64)
     for number, part in enumerate(parts):
-        for layer, tensor in enumerate(tensors):
+        for layer, tensor in enumerate(layout.of_part(tensors, number)):
             table[number * layout.layers + layer] = (
                 tensor.data_ptr() + part.offset * itemsize,
                 part.block * itemsize,
@@ -181,11 +182,11 @@ def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Te
 
 def _check_reach(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor]) -> None:
     """The kernel checks no address: every element must lie in its tensor's storage."""
-    for tensor in tensors:
-        start = tensor.storage_offset() * tensor.element_size()
-        if start % shape.itemsize:
-            raise InputError(f"a tensor of layout {layout.name} starts inside an element of {shape.itemsize} bytes")
-        for part in shape.parts:
+    for number, part in enumerate(shape.parts):
+        for tensor in layout.of_part(tensors, number):
+            start = tensor.storage_offset() * tensor.element_size()
+            if start % shape.itemsize:
+                raise InputError(f"a tensor of layout {layout.name} starts inside an element of {shape.itemsize} bytes")
             last = (
                 part.offset
                 + (layout.blocks - 1) * part.block
