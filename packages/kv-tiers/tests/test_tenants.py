@@ -73,7 +73,7 @@ class Divided:
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
-            self.shares.took(slot, key)
+            self.shares.took([slot], key.tenant)
         self.shares.added(keys, slots)
 
     def removed(self, slot: int) -> None:
@@ -100,6 +100,15 @@ class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
         divided = Divided(Shares(16, make_policy("lru", 8), partial(make_policy, "prefix")))
         divided.shares.set_quota(NO_TENANT, 8, ())
         return divided
+
+
+def test_a_store_of_several_tenants_ends_where_one_of_them_has_no_room() -> None:
+    cache = cache_of(8, {ANN: 2})
+    prompt = [*key_chain(1), *key_chain(3, salt="ann"), *key_chain(2, salt="ben")]
+    lease = cache.begin_store(prompt, "w")
+    assert lease.keys == tuple(prompt[:3]) and "3 of 6 chunks" in lease.refused
+    cache.commit(lease)
+    assert used(cache) == {NO_TENANT: 1, ANN: 2}
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -6,11 +6,13 @@ called under it unless it says otherwise, and nothing under it waits or reads a 
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
 
 from kv_core.errors import MisuseError
-from kv_core.keys import ChunkKey
+from kv_core.keys import TENANT_AT, ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import Holder
 
@@ -85,33 +87,30 @@ class HostTier:
         slots = self.residency.leading(chain)
         keys = chain
         if len(slots) < len(chain):
-            there = [(key, slot) for key in chain if (slot := self.residency.find(key)) is not None]
-            keys, slots = [key for key, _ in there], [slot for _, slot in there]
+            keys, slots = self.residency.resident(chain)
         if slots:
             self.residency.extend(keys, slots)
         return slots
 
-    def reserve(self, key: ChunkKey, spared: Collection[int], set_aside: set[int]) -> int | None:
-        """A slot for a chunk whose bytes are still to come, emptied if it must be. None: there is no room.
+    def reserve(self, keys: Sequence[ChunkKey], spared: Collection[int], set_aside: set[int]) -> list[int]:
+        """Slots for chunks whose bytes are still to come, emptied where they must be; for those up to the first that
+        finds no room.
 
         The room is that of its tenant's share: other tenants' chunks stay, and slots that others have free are theirs.
 
-        set_aside: as `met` of `Residency.victim`.
+        keys: as of `Residency.reserve`. set_aside: as `met` of `Residency.victim`.
         """
-        share = self.shares.of(key)
-        while share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
-            slot = self._make_room(share, spared, set_aside)
-            if slot is None:
-                return None
-            self.free([slot])
-        slot = self.pool.allocate() if share.slots_used < share.slots else None
-        if slot is None:
-            slot = self._make_room(share, spared, set_aside)
-        if slot is not None:
-            self.shares.took(slot, key)
-            self.residency.reserve(key, slot)
-            self.totals.chunks_reserved_ever += 1
-        return slot
+        slots: list[int] = []
+        for tenant, its_keys in groupby(keys, key=itemgetter(TENANT_AT)):
+            wanted = sum(1 for _ in its_keys)
+            found = self._slots_for(tenant, wanted, spared, set_aside)
+            self.shares.took(found, tenant)
+            slots += found
+            if len(found) < wanted:
+                break
+        self.residency.reserve(keys[: len(slots)], slots)
+        self.totals.chunks_reserved_ever += len(slots)
+        return slots
 
     def set_quota(self, tenant: bytes, slots: int | None) -> None:
         """Give a tenant so many slots for itself, or none (None). What is too much leaves as far as nobody leases it.
@@ -156,11 +155,7 @@ class HostTier:
 
     def evict(self, slot: int) -> None:
         """Empty a slot that nobody leases, and keep it taken for whoever asked. `tell_evicted` once a call's are."""
-        if self.events.on and (key := self.residency.key_at(slot)) is not None:
-            self._evicted.append(key)
-        self.residency.empty(slot)
-        self.totals.chunks_evicted += 1
-        self._disown(slot)
+        self._have_evicted({slot: self.residency.empty(slot)})
 
     def tell_evicted(self, cause: told.EvictedFor, holder: Holder = "") -> None:
         """Why room was needed, and for whom, of all that was evicted since the last call."""
@@ -173,7 +168,7 @@ class HostTier:
         slot = self.residency.forget(key)
         if slot is None:
             return False
-        self._disown(slot)
+        self._disown([slot])
         if self.residency.is_free(slot):
             self.free([slot])
         return True
@@ -213,26 +208,43 @@ class HostTier:
             if damaged_keys and self.events.on:
                 self.events.publish(told.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 
-    def _make_room(self, share: Share, spared: Collection[int], set_aside: set[int]) -> int | None:
-        slot = self.residency.victim(spared, set_aside, share.policy)
-        if slot is not None:
-            self.evict(slot)
-        return slot
+    def _slots_for(self, tenant: bytes, wanted: int, spared: Collection[int], set_aside: set[int]) -> list[int]:
+        share = self.shares.of(tenant)
+        if share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
+            self.free(self._make_room(share, share.slots_used - share.slots, spared, set_aside))
+        room = max(0, share.slots - share.slots_used)
+        slots = list(islice(iter(self.pool.allocate, None), min(room, wanted)))
+        if share.slots_used <= share.slots:
+            slots += self._make_room(share, wanted - len(slots), spared, set_aside)
+        return slots
+
+    def _make_room(self, share: Share, wanted: int, spared: Collection[int], set_aside: set[int]) -> list[int]:
+        """Empty so many slots of this share, if there are, and keep them taken. Then `tell_evicted`."""
+        evicted = self.residency.evict(wanted, spared, set_aside, share.policy)
+        self._have_evicted(evicted)
+        return list(evicted)
+
+    def _have_evicted(self, chunks: Mapping[int, ChunkKey]) -> None:
+        """chunks: by the slots where they were."""
+        if self.events.on:
+            self._evicted += chunks.values()
+        self.totals.chunks_evicted += len(chunks)
+        self._disown(chunks)
 
     def _trim(self) -> None:
         """Evict what a share has beyond its size, as far as nobody leases it."""
         for share in list(self.shares.over):
-            while share.slots_used > share.slots and (slot := self._make_room(share, (), set())) is not None:
-                self.free([slot])
+            self.free(self._make_room(share, max(0, share.slots_used - share.slots), (), set()))
             if share.slots_used <= share.slots:
                 self.shares.over.remove(share)
             self.tell_evicted("quota")
 
-    def _disown(self, slot: int) -> None:
-        """Nobody may find this slot's bytes, after a restart either."""
-        self._doubtful.pop(slot, None)
-        if self.pool.directory is not None:
-            self.pool.directory.wipe(slot)
+    def _disown(self, slots: Iterable[int]) -> None:
+        """Nobody may find these slots' bytes, after a restart either."""
+        for slot in slots:
+            self._doubtful.pop(slot, None)
+            if self.pool.directory is not None:
+                self.pool.directory.wipe(slot)
 
     def _record(
         self,
@@ -266,7 +278,7 @@ class HostTier:
                 directory.wipe(record.slot)
                 continue
             adopted[record.key] = record.slot
-            self.shares.took(record.slot, record.key)
+            self.shares.took([record.slot], record.key.tenant)
             self.residency.adopt(record.key, record.slot)
             self._doubtful[record.slot] = record.digest
         self.pool.take(adopted.values())

@@ -234,27 +234,16 @@ class LocalCache:
             self._begin(now_s)
             residency = self._host.residency
             own_slots = self._host.touch(chain)
-            missing = [key for key in chain if not residency.is_held(key)] if len(own_slots) < len(chain) else []
-            slots: list[int] = []
-            reserved: list[ChunkKey] = []
-            refused = 0
-            own = frozenset(own_slots)
+            missing = residency.not_held(chain) if len(own_slots) < len(chain) else []
             set_aside: set[int] = set()
-            for place, key in enumerate(missing):
-                if residency.is_held(key):  # named twice in the chain
-                    continue
-                slot = self._host.reserve(key, own, set_aside)
-                if slot is None:
-                    refused = len(set(missing[place:]) - set(reserved))
-                    break
-                reserved.append(key)
-                slots.append(slot)
+            slots = self._host.reserve(missing, frozenset(own_slots), set_aside)
             self._host.tell_evicted("store", holder)
             if set_aside:
                 residency.put_back([slot for slot in dict.fromkeys(own_slots) if slot in set_aside])
+            refused = len(missing) - len(slots)
             self._host.totals.chunks_refused += refused
             number = self._next_number()
-            write = self._writes[number] = _Write(holder, reserved, slots, chain, now_s)
+            write = self._writes[number] = _Write(holder, missing[: len(slots)], slots, chain, now_s)
             self._holding(holder).writes.add(number)
         why = ""
         if refused:
@@ -266,7 +255,7 @@ class LocalCache:
             unbacked = self._give_up_from(number, write, min(map(slots.index, short)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
         if self.events.on:
-            without = _without_room(missing, write.keys) if why else ()
+            without = missing[len(write.keys) :] if why else ()
             self.events.publish(told.StoreBegun(holder, number, chain, write.keys, without, why))
         return WriteLease(LeaseId(number), tuple(write.keys), tuple(map(self.pool.extent, write.slots)), why)
 
@@ -669,9 +658,3 @@ class LocalCache:
                 self._host.totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
-
-
-def _without_room(missing: Sequence[ChunkKey], reserved: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """Of the keys that were not held, those that got no slot."""
-    given = set(reserved)
-    return [key for key in missing if key not in given]

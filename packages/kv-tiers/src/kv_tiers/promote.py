@@ -277,11 +277,11 @@ class Promotions:
                     for key in chain[start : min(start + self._batch_chunks, run.stop)]:
                         if room <= 0 or self._host.residency.is_held(key):
                             break
-                        slot = self._host.reserve(key, (), set_aside)
-                        if slot is None:
+                        slots = self._host.reserve([key], (), set_aside)
+                        if not slots:
                             break
                         job.keys.append(key)
-                        job.slots.append(slot)
+                        job.slots.extend(slots)
                         room -= 1
                     if job.keys:
                         jobs.append(job)

@@ -74,6 +74,12 @@ class Residency:
     def find(self, key: ChunkKey) -> int | None:
         return self._slot_of.get(key)
 
+    def resident(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[int]]:
+        """Those of the keys that can be found, wherever they come, and their slots."""
+        slot_of = self._slot_of
+        there = [key for key in keys if key in slot_of]
+        return there, [slot_of[key] for key in there]
+
     def key_at(self, slot: int) -> ChunkKey | None:
         """The resident chunk in this slot, if there is one."""
         return self._key_at[slot]
@@ -81,6 +87,11 @@ class Residency:
     def is_held(self, key: ChunkKey) -> bool:
         """Resident, or being written by somebody."""
         return key in self._slot_of or key in self._writing
+
+    def not_held(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that are neither resident nor being written, each once, in this order."""
+        slot_of, writing = self._slot_of, self._writing
+        return list(dict.fromkeys([key for key in keys if key not in slot_of and key not in writing]))
 
     def lease(self, slots: Sequence[int]) -> None:
         leases = self._leases
@@ -117,25 +128,24 @@ class Residency:
         """A request stores more of this prompt."""
         self._policy.extended(keys, slots)
 
-    def reserve(self, key: ChunkKey, slot: int) -> None:
-        self._move(slot, Event.RESERVE)
-        self._writing[key] = slot
+    def reserve(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The bytes of these are to come. None is held, and each is named once (`not_held`)."""
+        self._move(slots, Event.RESERVE)
+        self._writing.update(zip(keys, slots, strict=True))
 
     def commit(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[int]:
         """Let lookups see these; the slots of those that were forgotten while they were written, free now."""
-        freed: list[int] = []
-        kept_keys: list[ChunkKey] = []
-        kept: list[int] = []
-        for key, slot in zip(keys, slots, strict=True):
-            if self._move(slot, Event.COMMIT) is Life.ABSENT:
-                self._orphans -= 1
-                freed.append(slot)
-                continue
+        freed = [slot for slot in slots if self._life[slot] is Life.ORPHANED] if self._orphans else []
+        self._orphans -= len(freed)
+        kept_keys, kept = list(keys), list(slots)
+        if freed:
+            kept_keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in freed]
+            kept = [slot for slot in slots if slot not in freed]
+        self._move(slots, Event.COMMIT)
+        for key, slot in zip(kept_keys, kept, strict=True):
             del self._writing[key]
-            self._slot_of[key] = slot
             self._key_at[slot] = key
-            kept_keys.append(key)
-            kept.append(slot)
+        self._slot_of.update(zip(kept_keys, kept, strict=True))
         if kept:
             self._runs[kept[0]] = kept
             self._policy.added(kept_keys, kept)
@@ -148,24 +158,31 @@ class Residency:
                 self._orphans -= 1
             else:
                 del self._writing[key]
-            self._move(slot, Event.ABORT)
+        self._move(slots, Event.ABORT)
 
     def adopt(self, key: ChunkKey, slot: int) -> None:
         """A chunk that was there before we were. Those adopted later count as used later."""
-        self._move(slot, Event.ADOPT)
+        self._move([slot], Event.ADOPT)
         self._slot_of[key] = slot
         self._key_at[slot] = key
         self._policy.added([key], [slot])
 
-    def evict(self, spared: Container[int], met: set[int]) -> int | None:
-        """Empty the best victim's slot. None: all that is resident is leased or in `spared`."""
-        slot = self.victim(spared, met)
-        if slot is not None:
-            self.empty(slot)
-        return slot
+    def evict(
+        self, wanted: int, spared: Container[int], met: set[int], among: EvictionPolicy | None = None
+    ) -> dict[int, ChunkKey]:
+        """Empty so many slots, the best victims' first, or as many as are neither leased nor in `spared`; what was in
+        each. met, among: as of `victim`."""
+        policy = self._policy if among is None else among
+        slots: list[int] = []
+        while len(slots) < wanted and (slot := self.victim(spared, met, policy)) is not None:
+            policy.removed(slot)
+            slots.append(slot)
+        self._move(slots, Event.EVICT)
+        return {slot: self._hide(slot) for slot in slots}
 
     def victim(self, spared: Container[int], met: set[int], among: EvictionPolicy | None = None) -> int | None:
-        """The slot that an eviction would empty. The same again until it is emptied, leased or touched.
+        """The slot that an eviction would empty. The same again until it is emptied, leased or touched. None: all that
+        is resident is leased or in `spared`.
 
         met: gets the spared chunks that had to be set aside; give them back (`put_back`) when the sparing ends.
         among: the part of the policy that knows the chunks which may be chosen (`Share`); None: all of it.
@@ -182,10 +199,11 @@ class Residency:
                 return slot
         return None
 
-    def empty(self, slot: int) -> None:
-        """Evict the chunk in this slot, which nobody leases."""
-        self._move(slot, Event.EVICT)
-        self._hide(slot)
+    def empty(self, slot: int) -> ChunkKey:
+        """Evict the chunk in this slot, which nobody leases; what it was."""
+        self._policy.removed(slot)
+        self._move([slot], Event.EVICT)
+        return self._hide(slot)
 
     def is_leased(self, slot: int) -> bool:
         return self._leases[slot] > 0
@@ -196,13 +214,14 @@ class Residency:
     def forget(self, key: ChunkKey) -> int | None:
         """No lookup finds the chunk from now. Its slot if it was resident; it may be free already."""
         if (slot := self._writing.pop(key, None)) is not None:
-            self._move(slot, Event.FORGET)
+            self._move([slot], Event.FORGET)
             self._orphans += 1
             return None
         slot = self._slot_of.get(key)
         if slot is None:
             return None
-        self._move(slot, Event.FORGET)
+        self._move([slot], Event.FORGET)
+        self._policy.removed(slot)
         self._hide(slot)
         self._aside.discard(slot)
         self._leaving.add(slot)
@@ -227,17 +246,18 @@ class Residency:
         """These are in the order of another policy now, which has set none of them aside."""
         self._aside.difference_update(slots)
 
-    def _hide(self, slot: int) -> None:
+    def _hide(self, slot: int) -> ChunkKey:
         key = self._key_at[slot]
         assert key is not None
         del self._slot_of[key]
         self._key_at[slot] = self._runs[slot] = None
-        self._policy.removed(slot)
+        return key
 
     def _gone(self, slot: int) -> None:
         self._leaving.remove(slot)
-        self._move(slot, Event.GONE)
+        self._move([slot], Event.GONE)
 
-    def _move(self, slot: int, event: Event) -> Life:
-        life = self._life[slot] = advance(self._life[slot], event)
-        return life
+    def _move(self, slots: Sequence[int], event: Event) -> None:
+        life = self._life
+        for slot in slots:
+            life[slot] = advance(life[slot], event)

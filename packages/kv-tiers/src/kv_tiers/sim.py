@@ -150,7 +150,7 @@ class _Tier:
             if (gone := residency.key_at(slot)) is not None:
                 residency.empty(slot)
                 lost.append(gone)
-            residency.reserve(key, slot)
+            residency.reserve([key], [slot])
             keys.append(key)
             slots.append(slot)
         if met:

@@ -110,9 +110,9 @@ class Spills:
         self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
     ) -> None:
         """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
-        if not keys:
+        if not keys or not self._below:
             return
-        share = self._host.shares.of(keys[0])
+        share = self._host.shares.of(keys[0].tenant)
         parents = dict(zip(chain, (None, *chain), strict=False))
         for below in self._below[:above]:
             if below.mode == "never":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_core.errors import ConfigError
-from kv_core.keys import TENANT_AT, ChunkKey
+from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.policy import EvictionPolicy
 
@@ -61,9 +61,9 @@ class Shares:
         self._accounts: dict[bytes, _Account] = {}
         self._account_at: list[_Account | None] = [None] * slots
 
-    def of(self, key: ChunkKey) -> Share:
-        """Where a chunk of this key belongs."""
-        return self._own.get(key[TENANT_AT], self.common) if self._own else self.common
+    def of(self, tenant: bytes) -> Share:
+        """Where this tenant's chunks belong."""
+        return self._own.get(tenant, self.common)
 
     def at(self, slot: int) -> Share:
         """Whose this taken slot is."""
@@ -71,20 +71,20 @@ class Shares:
         assert account is not None
         return account.share
 
-    def took(self, slot: int, key: ChunkKey) -> None:
-        """The slot is this chunk's from now, and not another's any more."""
-        tenant = key[TENANT_AT]
-        before = self._account_at[slot]
-        if before is not None:
-            if before.tenant == tenant:
-                return
-            self.left(slot)
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = _Account(tenant, self._own.get(tenant, self.common))
-        account.slots_used += 1
-        account.share.slots_used += 1
-        self._account_at[slot] = account
+    def took(self, slots: Sequence[int], tenant: bytes) -> None:
+        """The slots are this tenant's from now, and not another's any more."""
+        account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))
+        for slot in slots:
+            before = self._account_at[slot]
+            if before is account:
+                continue
+            if before is not None:
+                self.left(slot)
+            account.slots_used += 1
+            account.share.slots_used += 1
+            self._account_at[slot] = account
+        if account.slots_used:
+            self._accounts[tenant] = account
 
     def left(self, slot: int) -> None:
         """The slot is nobody's."""

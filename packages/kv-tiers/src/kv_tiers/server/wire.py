@@ -64,7 +64,7 @@ class Keys(_Message):
             raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
         if set(joined[::nbytes]) != {KEY_VERSION}:
             raise InputError(f"a chunk key of another version than {KEY_VERSION}")
-        return [ChunkKey(joined[at : at + nbytes]) for at in range(0, len(joined), nbytes)]
+        return [ChunkKey(key) for (key,) in struct.iter_unpack(f"{nbytes}s", joined)]
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> Keys:

@@ -98,7 +98,7 @@ class SlotIndex:
                 place = self._room(key, spared, met)
                 short = place is None
                 if place is not None:
-                    self._residency.reserve(key, place.slot)
+                    self._residency.reserve([key], [place.slot])
                 places.append(place)
             if met:
                 self._residency.put_back(sorted(met))
@@ -140,12 +140,10 @@ class SlotIndex:
         with self._lock:
             if self._untouched_from < self.slots and self._withheld is None:
                 return []
-            emptied: list[int] = []
             met: set[int] = set()
             missing = free_slots - len(self._free)
             spared = set(self._slots_above(parent)) if missing > 0 else set()
-            while len(emptied) < missing and (slot := self._residency.evict(spared, met)) is not None:
-                emptied.append(slot)
+            emptied = list(self._residency.evict(missing, spared, met))
             if met:
                 self._residency.put_back(sorted(met))
             self._free[:0] = emptied  # taken last: whatever must happen to them first gets the time for it
@@ -212,8 +210,7 @@ class SlotIndex:
         if self._untouched_from < self.slots and self._withheld is None:
             self._untouched_from += 1
             return Place(key, self._untouched_from - 1, False)
-        slot = self._residency.evict(spared, met)
-        return None if slot is None else Place(key, slot, True)
+        return next((Place(key, slot, True) for slot in self._residency.evict(1, spared, met)), None)
 
     def _slots_above(self, key: ChunkKey | None) -> list[int]:
         """The slots of this chunk and its ancestors as far as they are here, from the prompt's first."""
