@@ -48,8 +48,10 @@ class Answer:
 class Engine:
     """One `sglang.Engine`, asked in token ids. hits: how many tokens of each prompt came from our storage."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, ours: str) -> None:
+        """ours: by what name SGLang counts what came from us."""
         self.inner = inner
+        self._ours = ours
         self.hits: list[int] = []
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
@@ -60,7 +62,7 @@ class Engine:
             return_logprob=True,
         )
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
-        self.hits = [detail.get("storage", 0) for detail in details]
+        self.hits = [detail.get(self._ours, 0) for detail in details]
         return [
             Answer(
                 tuple(output["output_ids"]),
@@ -93,10 +95,14 @@ def started(
     *,
     cache: dict[str, Any] | None = None,
     page: int = PAGE,
+    linker: bool = False,
     environ: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
-    """A running engine; `cache` is our extra config, None for an engine without HiCache."""
+    """A running engine; `cache` is our extra config, None for an engine without HiCache.
+
+    linker: through SGLang's external linker in place of HiCache.
+    """
     import sglang
 
     chosen: dict[str, Any] = {
@@ -111,7 +117,9 @@ def started(
         "mem_fraction_static": 0.1,
         "log_level": "error",
     }
-    if cache is not None:
+    if cache is not None and linker:
+        chosen |= engine_arguments(cache, page_size=page, linker=True)
+    elif cache is not None:
         chosen["hicache_storage_prefetch_policy"] = "wait_complete"
         chosen |= engine_arguments({"prefetch_threshold": page, **cache}, page_size=page)
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +127,7 @@ def started(
             patch.setenv(name, value)
         inner = sglang.Engine(model_path=model, **chosen | arguments)
         try:
-            yield Engine(inner)
+            yield Engine(inner, "host" if linker else "storage")
         finally:
             inner.shutdown()
 

@@ -31,6 +31,16 @@ def test_the_settings_that_are_printed_are_those_that_were_asked_for(capsys: pyt
     assert settings.chunk_tokens == 64
 
 
+def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = printed(capsys, "--linker", "--capacity", "1GiB", "--page-size", "32")
+    assert not any(name.startswith(("--hicache", "--enable-hierarchical")) for name in flags)
+    assert "--enable-unified-cache-external-linker" in flags
+    assert (flags["--page-size"], flags["--unified-cache-external-linker-backend"]) == ("32", "dynamic")
+    config = json.loads(flags["--unified-cache-external-linker-config"])
+    assert (config["linker_module_path"], config["linker"]) == ("kv_sglang.linker", "KVLinker")
+    assert read_settings(config["linker_extra_config"], 32).host.capacity == "1GiB"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -66,8 +66,9 @@ class HostQueue:
 class CudaEvent:
     """Of a stream. An error of the device, also of another's work, is `CopyFailed`."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self.device = device
 
     def done(self) -> bool:
         try:
@@ -97,7 +98,7 @@ class CudaQueue:
     def record(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return CudaEvent(event)
+        return CudaEvent(event, self._device)
 
     def follow(self, event: Event) -> None:
         if isinstance(event, CudaEvent):
@@ -105,6 +106,14 @@ class CudaQueue:
 
     def follow_current(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+def engine_follows(event: Event) -> None:
+    """What the caller puts into its own queue, the engine's, waits for that point from now; a CPU waits at once."""
+    if isinstance(event, CudaEvent):
+        torch.cuda.current_stream(event.device).wait_event(event.event)
+    else:
+        event.wait()
 
 
 def make_queue(device: torch.device) -> Queue:

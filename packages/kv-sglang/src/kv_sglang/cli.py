@@ -37,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=64,
         help="tokens a page, which is a chunk (default: 64); as other engines have it",
     )
+    flags.add_argument(
+        "--linker",
+        action="store_true",
+        help="use SGLang's external linker in place of HiCache: no host memory of SGLang's own, and what only slower "
+        "tiers have is a miss the first time; experimental",
+    )
     flags.add_argument("--config-file", help="a YAML file with the settings that both engines read")
     flags.set_defaults(run=_flags)
     chosen = parser.parse_args(arguments)
@@ -60,7 +66,7 @@ def _flags(chosen: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"kv_sglang flags: {error}", file=sys.stderr)
         return 2
-    print(shlex.join(arguments_for(settings, page_size=chosen.page_size)))
+    print(shlex.join(arguments_for(settings, page_size=chosen.page_size, linker=chosen.linker)))
     return 0
 
 
@@ -83,8 +89,16 @@ def read_tier(text: str) -> dict[str, Any]:
     return tier
 
 
-def engine_arguments(settings: dict[str, Any], *, page_size: int) -> dict[str, Any]:
+def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> dict[str, Any]:
     """The arguments of `sglang.Engine` for these settings of ours."""
+    if linker:
+        config = {"linker": "KVLinker", "linker_module_path": "kv_sglang.linker", "linker_extra_config": settings}
+        return {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "page_size": page_size,
+            "unified_cache_external_linker_config": config,
+        }
     extra = {
         "backend_name": "kv-sglang",
         "module_path": "kv_sglang.storage",
@@ -101,8 +115,9 @@ def engine_arguments(settings: dict[str, Any], *, page_size: int) -> dict[str, A
     }
 
 
-def arguments_for(settings: dict[str, Any], *, page_size: int) -> list[str]:
+def arguments_for(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> list[str]:
     """The same as SGLang's command line has them."""
-    named = engine_arguments(settings, page_size=page_size)
+    named = engine_arguments(settings, page_size=page_size, linker=linker)
     flags = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
-    return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
+    plain = {flag: json.dumps(value) if isinstance(value, dict) else value for flag, value in flags.items()}
+    return [flag if value is True else f"{flag}={value}" for flag, value in plain.items()]

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
@@ -21,8 +21,9 @@ from kv_core.lookup import Ended
 from kv_core.service import LoadReady, ReadLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
-from kv_tiers import LocalCache
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.server.client import RemoteCache
+from kv_tiers.server.mapped import MappedPool
 
 from kv_sglang.pools import PoolPages
 
@@ -31,9 +32,35 @@ _PROMISES: Final = 16
 """Questions whose answers are kept at a time. SGLang queries requests one by one, and reads them soon after."""
 _NUMBERS: Final = itertools.count()
 
+_C = TypeVar("_C", bound=Copier)
+
+
+class Hands(Generic[_C]):
+    """One thread's copier, with the memory of a host pool as it is now, which a restarted server has exchanged."""
+
+    def __init__(self, copier: _C) -> None:
+        self._copier = copier
+        self._pool = ""
+
+    def on(self, pool: HostPool | MappedPool) -> _C:
+        if pool.name != self._pool:
+            self.let_go()
+            self._copier.attach(pool.name, pool.view)
+            self._pool = pool.name
+        return self._copier
+
+    def let_go(self) -> None:
+        """So that the pool can be closed. Nothing may be under way."""
+        if self._pool:
+            self._copier.detach(self._pool)
+            self._pool = ""
+
 
 class PageStore:
-    """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours."""
+    """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours.
+
+    name: the beginning of its holders' names, told apart from any other's on the same cache.
+    """
 
     def __init__(
         self,
@@ -50,11 +77,11 @@ class PageStore:
         self._space = space
         self._shards = (shard,)
         self._wait_s = wait_s
-        self._name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
+        self.name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._promises: OrderedDict[str, ChunkKey] = OrderedDict()  # holder → the last page that it was promised
-        self._copiers: list[Copier] = []
+        self._hands: list[Hands[Copier]] = []
         self._mine = threading.local()
 
     def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
@@ -81,11 +108,27 @@ class PageStore:
         if not chunks:
             self.cache.end(holder)
             return 0
-        with self._lock:
-            self._promises[holder] = keys[chunks - 1]
-            surplus = [self._promises.popitem(last=False)[0] for _ in range(len(self._promises) - _PROMISES)]
-        self._end(surplus)
+        self._promise(holder, keys[chunks - 1])
         return chunks
+
+    def ready(self, hashes: Sequence[str], asker: str) -> int:
+        """How many leading pages can be read at once. They stay until `forget_asker`, or the asker's next question.
+
+        Never waits: what slower tiers hold is brought up meanwhile, and found by a later question.
+        """
+        keys = self.keys(hashes)
+        plan = self.cache.lookup(keys, asker, patient=True)
+        if plan.chunks or plan.ended is Ended.PENDING:
+            self._promise(asker, keys[max(plan.chunks, 1) - 1])
+        else:
+            self.forget_asker(asker)
+        return plan.chunks
+
+    def forget_asker(self, asker: str) -> None:
+        """Give back what it was promised."""
+        with self._lock:
+            self._promises.pop(asker, None)
+        self.cache.end(asker)
 
     def trailing(self, hashes: Sequence[str], window: int, most: int) -> list[int]:
         """Of the prefixes of `hashes`, the `most` longest whose last `window` pages (all, if there are fewer) are held.
@@ -115,10 +158,10 @@ class PageStore:
         good = 0
         try:
             chunks = self._lookup(keys, holder, time.monotonic() + self._wait_s)
-            lease = self._lease(keys[:chunks], holder) if chunks else None
+            lease = self.lease(keys[:chunks], holder) if chunks else None
             if lease is not None:
-                with self._hands(copier) as hands:
-                    plan = self._plan(zip(lease.extents, slots[:chunks], strict=True))
+                with self._copier(copier) as hands:
+                    plan = self.plan(zip(lease.extents, slots[:chunks], strict=True))
                     hands.load(plan).wait()
                 # Bytes that did not stay put while they were read may be another page's.
                 good = chunks if self.cache.release(lease) else 0
@@ -153,8 +196,8 @@ class PageStore:
                 self._end_all()
                 lease = self.cache.begin_store(keys, holder)
             if lease.keys:
-                with self._hands(copier) as hands:
-                    plan = self._plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
+                with self._copier(copier) as hands:
+                    plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
                     hands.store(plan).wait()
                 self.cache.commit(lease)
             if not lease.refused:
@@ -168,9 +211,9 @@ class PageStore:
         """Let go of the pool's memory, and of all that was promised. Nothing may be under way."""
         self._end_all()
         with self._lock:
-            copiers, self._copiers = self._copiers, []
-        for copier in copiers:
-            copier.detach(self.cache.pool.name)
+            every, self._hands = self._hands, []
+        for hands in every:
+            hands.let_go()
 
     def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
         while True:
@@ -180,7 +223,8 @@ class PageStore:
                 return plan.chunks
             time.sleep(_ASK_AGAIN_S)
 
-    def _lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
+    def lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
+        """Of exactly these pages, if all can be read at once. It ends when it is released, or with its holder."""
         ticket = self.cache.begin_load(keys, holder)
         until = time.monotonic() + max(self._wait_s, 1.0)
         while True:
@@ -191,35 +235,37 @@ class PageStore:
                 return None
             time.sleep(_ASK_AGAIN_S)
 
-    def _plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
+    def plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
+        """Pages between the host pool and the slots that each begins at."""
         tokens = self.pages.page_slots
         return TransferPlan(tuple(Copy(extent, 0, slot, tokens) for extent, slot in pairs), tokens)
 
     @contextmanager
-    def _hands(self, given: Copier | None) -> Iterator[Copier]:
-        """This thread's copier with the pool's memory as it is now, which a restarted server has exchanged."""
-        pool = self.cache.pool
+    def _copier(self, given: Copier | None) -> Iterator[Copier]:
+        """The one that was given, for now; else this thread's own."""
         if given is not None:
-            given.attach(pool.name, pool.view)
+            hands = Hands(given)
             try:
-                yield given
+                yield hands.on(self.cache.pool)
             finally:
-                given.detach(pool.name)
+                hands.let_go()
             return
-        mine = self._mine
-        if getattr(mine, "pool", None) != pool.name:
-            if (copier := getattr(mine, "copier", None)) is None:
-                copier = mine.copier = self.pages.copier()
-                with self._lock:
-                    self._copiers.append(copier)
-            else:
-                copier.detach(mine.pool)
-            copier.attach(pool.name, pool.view)
-            mine.pool = pool.name
-        yield mine.copier
+        mine: Hands[Copier] | None = getattr(self._mine, "hands", None)
+        if mine is None:
+            mine = self._mine.hands = Hands(self.pages.copier())
+            with self._lock:
+                self._hands.append(mine)
+        yield mine.on(self.cache.pool)
+
+    def _promise(self, holder: str, last: ChunkKey) -> None:
+        with self._lock:
+            self._promises[holder] = last
+            self._promises.move_to_end(holder)
+            surplus = [self._promises.popitem(last=False)[0] for _ in range(len(self._promises) - _PROMISES)]
+        self._end(surplus)
 
     def _holder(self, what: str) -> str:
-        return f"{self._name}-{what}-{next(self._numbers)}"
+        return f"{self.name}-{what}-{next(self._numbers)}"
 
     def _end(self, holders: Iterable[str]) -> None:
         for holder in holders:

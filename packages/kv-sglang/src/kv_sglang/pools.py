@@ -178,6 +178,17 @@ def _opaque(pool: Any, name: str) -> PoolPages:
     return PoolPages(described, "uint8", slots, lambda: _FlatPages(pool, page.dtype, page.nbytes), None)
 
 
+def first_slots(indices: torch.Tensor | None, pages: int, page_slots: int) -> list[int] | None:
+    """The first slot of each page; None if the indices are not those of whole pages."""
+    if indices is None or indices.numel() != pages * page_slots:
+        return None
+    table = indices.reshape(pages, page_slots)
+    first = table[:, :1]
+    if not bool((table == first + torch.arange(page_slots)).all()) or bool((first % page_slots).any()):
+        return None
+    return [int(slot) for slot in first[:, 0].tolist()]
+
+
 class _FlatPages:
     """A copier for pages of which only SGLang knows the inside: through its own flattening, page by page."""
 

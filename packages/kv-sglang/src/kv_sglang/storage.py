@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kv_sglang import TESTED
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, read_settings, served_model
 from kv_sglang.pages import PageStore
-from kv_sglang.pools import PoolPages, Wanted, describe
+from kv_sglang.pools import PoolPages, Wanted, describe, first_slots
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
 
     def _read(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         store = self._attached.stores.get(pool)
-        slots = None if store is None else _slots(host_indices, len(keys), store.pages.page_slots)
+        slots = None if store is None else first_slots(host_indices, len(keys), store.pages.page_slots)
         if store is None or slots is None:
             return [False] * len(keys)
         began = time.perf_counter()
@@ -280,7 +280,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
         self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, before: Sequence[str]
     ) -> list[bool]:
         store = self._attached.stores.get(pool)
-        slots = None if store is None else _slots(host_indices, len(keys), store.pages.page_slots)
+        slots = None if store is None else first_slots(host_indices, len(keys), store.pages.page_slots)
         if store is None or slots is None:
             return [False] * len(keys)
         began = time.perf_counter()
@@ -338,17 +338,6 @@ def check_interface() -> None:
                 f"tested: {name} takes {found}, not {wanted}; install sglang=={TESTED}"
             )
     check_hashes()
-
-
-def _slots(host_indices: torch.Tensor | None, pages: int, page_slots: int) -> list[int] | None:
-    """The first slot of each page; None if the indices are not those of whole pages."""
-    if host_indices is None or host_indices.numel() != pages * page_slots:
-        return None
-    table = host_indices.reshape(pages, page_slots)
-    first = table[:, :1]
-    if not bool((table == first + torch.arange(page_slots)).all()) or bool((first % page_slots).any()):
-        return None
-    return [int(slot) for slot in first[:, 0].tolist()]
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:

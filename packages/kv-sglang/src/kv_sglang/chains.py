@@ -1,0 +1,36 @@
+"""Which page comes before which, as far as questions about prompts have told.
+
+SGLang offers pages for storing without the prompt in front of them. Whoever stores them wants it: a page is worth
+nothing without those before it, so these must not leave to make room.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+_MOST: Final = 1 << 16
+
+
+class Chains:
+    """Bounded: what was told longest ago is forgotten. Not thread-safe."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        """most: pages that are remembered."""
+        self._most = most
+        self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
+
+    def tell(self, hashes: Sequence[str]) -> None:
+        """These follow each other in a prompt."""
+        for before, page in pairwise(hashes):
+            self._before[page] = before
+            self._before.move_to_end(page)
+        while len(self._before) > self._most:
+            self._before.popitem(last=False)
+
+    def before(self, page: str) -> list[str]:
+        """The pages in front of this one, from the prompt's first, or from the first that is known."""
+        found: list[str] = []
+        while (page := self._before.get(page, "")) and len(found) < self._most:
+            found.append(page)
+        return found[::-1]

@@ -1,0 +1,77 @@
+"""SGLang's own blocks on the device, described. The chunks are those of its host pools, so both ways share them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from kv_core.errors import ConfigError, InputError
+from kv_cuda import PagedLayout, PartLayout, make_copier
+from kv_cuda.choose import LayerwiseCopier
+
+from kv_sglang import TESTED
+from kv_sglang.pools import PoolPages, Wanted
+
+_PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""Exactly these: what derives from them keeps its rows otherwise, or something beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """One device pool: its pages' format, and what makes copiers. replicated: every rank has the same bytes (MLA)."""
+
+    pages: PoolPages
+    copier: Callable[[], LayerwiseCopier]
+    replicated: bool
+
+
+def describe_device(pool: Any, page_size: int, wanted: Wanted = "auto") -> DevicePool:
+    """
+    wanted: the format, as in the settings.
+
+    Raises:
+        ConfigError: this pool's pages cannot be described.
+    """
+    kind = type(pool).__name__
+    mla = kind.startswith("MLA")
+    if kind not in _PLAIN:
+        raise _refused(pool, "a pool of this class keeps its rows otherwise")
+    if not mla and (pool.kv_cache_layout != "nhd" or getattr(pool, "k_scale_buffer", None) is not None):
+        raise _refused(pool, f"its layout is {pool.kv_cache_layout}, or it keeps scales beside its rows")
+    tensors: list[torch.Tensor] = [*pool.kv_buffer] if mla else [*pool.k_buffer, *pool.v_buffer]
+    layers = len(tensors) // (1 if mla else 2)
+    rows, heads, dim = tensors[0].shape
+    alike = all(each.shape == (rows, heads, dim) and each.is_contiguous() for each in tensors)
+    if not alike or rows % page_size or tensors[0].dtype.itemsize != pool.dtype.itemsize:
+        raise _refused(pool, f"its tensors are not alike, or not whole pages of {page_size} rows")
+    row = heads * dim
+    layout = PagedLayout(
+        name=f"SGLang {kind}",
+        dtype=str(pool.dtype).removeprefix("torch."),
+        itemsize=pool.dtype.itemsize,
+        layers=layers,
+        blocks=rows // page_size,
+        block_tokens=page_size,
+        heads=heads,
+        head_dim=dim,
+        parts=tuple(PartLayout(part, 0, page_size * row, row, dim, 1) for part in (["kv"] if mla else ["k", "v"])),
+        own_tensors=not mla,
+    )
+    described = layout.canonical_format(page_size)
+    if wanted in ("int8", "fp8"):
+        try:
+            described = layout.quantised_format(wanted, page_size)
+        except InputError as error:
+            raise ConfigError(str(error)) from None
+
+    def copier() -> LayerwiseCopier:
+        return make_copier(layout, cast(Sequence[torch.Tensor], tensors), described)
+
+    return DevicePool(PoolPages(described, layout.dtype, page_size, copier, None), copier, mla)
+
+
+def _refused(pool: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"SGLang keeps this model's KV in a {type(pool).__name__}, which the linker of kv-sglang, tested with SGLang "
+        f"{TESTED}, cannot read: {why}; use the storage of HiCache, `python -m kv_sglang flags` without --linker"
+    )

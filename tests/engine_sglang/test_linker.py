@@ -1,0 +1,112 @@
+"""SGLang's external linker on the real engine: the same answers, and the same pages as HiCache's storage."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from kv_tiers import HostPool
+from kv_tiers.server.launch import launch
+
+POOL = f"sglang-linker-{os.getpid()}"
+
+
+def settings(directory: Path, **host: Any) -> dict[str, Any]:
+    tier = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    return {"host": {"capacity": "32MiB", **host}, "tiers": [tier], "cold": {"wait_s": 10.0}}
+
+
+@pytest.fixture(scope="class")
+def engine(tiny_llama: str, reference: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    cache = settings(tmp_path_factory.mktemp("linker"), name=POOL)
+    try:
+        with started(tiny_llama, cache=cache, linker=True) as running:
+            yield running
+    finally:
+        HostPool.unlink(POOL)
+
+
+class TestLinker:
+    """What one engine can show; in this order, as each test leaves pages for the next."""
+
+    def test_cold_then_warm_answers_are_equal_and_hits_are_whole_pages(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == COLD_HITS
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+
+    def test_all_prompts_at_once(self, engine: Engine, reference: list[Answer]) -> None:
+        engine.flush()
+        assert engine.ask(PROMPTS) == reference
+        assert sum(engine.hits) > 0
+
+    def test_the_control_that_halves_what_is_kept_changes_the_answers(
+        self, engine: Engine, reference: list[Answer]
+    ) -> None:
+        """Without this the comparisons above could not fail."""
+        corrupt(POOL, 32 << 20)
+        answers = engine.ask_in_turn(PROMPTS)
+        assert engine.hits == WARM_HITS
+        for number in (0, 1, 2, 3, 5):
+            assert answers[number] != reference[number]
+
+
+@pytest.mark.slow
+def test_what_hicache_stored_the_linker_finds_and_the_reverse(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """From a directory, in processes that come after each other, and with no room for it all in between.
+
+    A page that only the disk has is a miss to the linker, and there the next time.
+    """
+    with started(tiny_llama, cache=settings(tmp_path)) as hicache:
+        assert hicache.ask_in_turn(PROMPTS[:3]) == reference[:3]
+    with started(tiny_llama, cache=settings(tmp_path), linker=True) as linker:
+        assert linker.ask_in_turn(PROMPTS) == reference
+        assert linker.hits[:3] == [0, 512, 512]  # the first brings up what is its own
+        assert linker.ask_in_turn(PROMPTS) == reference
+        assert linker.hits == WARM_HITS
+    with started(tiny_llama, cache=settings(tmp_path)) as again:
+        assert again.ask_in_turn(PROMPTS) == reference
+        assert again.hits == WARM_HITS
+    with started(tiny_llama, cache=settings(tmp_path, capacity="1280KiB"), linker=True) as small:
+        for _ in range(3):
+            assert small.ask_in_turn(PROMPTS) == reference
+        small.flush()
+        assert small.ask(PROMPTS) == reference
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_server_that_dies(tiny_llama: str, tmp_path: Path) -> None:
+    apart = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    with started(tiny_llama, **apart) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    socket = tmp_path / "private" / "s"
+    server = launch({"host": {"capacity_bytes": 32 << 20}}, socket=socket)
+    cache = {"server": {"socket": str(socket)}}
+    try:
+        with started(tiny_llama, cache=cache, linker=True, **apart) as ranks:
+            assert ranks.ask_in_turn(PROMPTS) == expected
+            assert ranks.hits == COLD_HITS
+            assert ranks.ask_in_turn(PROMPTS) == expected
+            assert ranks.hits == WARM_HITS
+            server.kill()
+            assert ranks.ask_in_turn(PROMPTS) == expected
+            assert ranks.hits == [0] * len(PROMPTS)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
+    with started(tiny_deepseek) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    with started(tiny_deepseek, cache=settings(tmp_path), linker=True) as ours:
+        assert ours.ask_in_turn(PROMPTS) == expected
+        assert ours.hits == COLD_HITS
+        assert ours.ask_in_turn(PROMPTS) == expected
+        assert ours.hits == WARM_HITS
