@@ -9,6 +9,7 @@ emptied or crowded out, and it is asked again; one token is generated.
     own host    SGLang's HiCache alone, its host memory (vLLM's offloading refuses the CPU, so it is here on a GPU only)
     own file    SGLang's HiCache with its own file backend
     pool        ours, found in the host pool
+    linker      ours, found in the host pool through SGLang's external linker
     disk        ours, pushed out of the pool and found on disk
 
 Ratios are times with a cache over times without: below 1 loading pays, and ours is asked to from 1,024 tokens on.
@@ -34,7 +35,10 @@ PAYS_FROM = 1024
 CHUNK_TOKENS = 64  # SGLang's page; vLLM's block on a CPU is 128, so there a chunk has two
 LONGEST = max(LENGTHS)
 TOKENS_ON_DEVICE = 2 * LONGEST
-WAYS = {"vllm": ["recompute", "pool", "disk"], "sglang": ["recompute", "own host", "own file", "pool", "disk"]}
+WAYS = {
+    "vllm": ["recompute", "pool", "disk"],
+    "sglang": ["recompute", "own host", "own file", "pool", "linker", "disk"],
+}
 
 
 def settings(way: str, directory: str, chunk_tokens: int) -> dict[str, Any]:
@@ -94,14 +98,17 @@ def serve_sglang(model: str, way: str, directory: str) -> None:
         "page_size": CHUNK_TOKENS,
         "mem_fraction_static": 0.1,
         "log_level": "error",
-        "hicache_storage_prefetch_policy": "wait_complete",
     }
     if way == "recompute":
         chosen["disable_radix_cache"] = True
     else:
         ours = settings(way, directory, CHUNK_TOKENS)
         del ours["chunk_tokens"]
-        chosen |= engine_arguments({"prefetch_threshold": CHUNK_TOKENS, **ours}, page_size=CHUNK_TOKENS)
+        if way == "linker":
+            chosen |= engine_arguments(ours, page_size=CHUNK_TOKENS, linker=True)
+        else:
+            chosen |= engine_arguments({"prefetch_threshold": CHUNK_TOKENS, **ours}, page_size=CHUNK_TOKENS)
+            chosen["hicache_storage_prefetch_policy"] = "wait_complete"
     if way in ("own host", "own file"):
         del chosen["hicache_storage_backend"], chosen["hicache_storage_backend_extra_config"]
     if way == "own file":

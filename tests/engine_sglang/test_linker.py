@@ -1,6 +1,7 @@
 """SGLang's external linker on the real engine: the same answers, and the same pages as HiCache's storage."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_two_ranks_and_a_server_that_dies(tiny_llama: str, tmp_path: Path) -> No
             assert ranks.hits == COLD_HITS
             assert ranks.ask_in_turn(PROMPTS) == expected
             assert ranks.hits == WARM_HITS
-            server.kill()
+            os.kill(server.pid, signal.SIGKILL)
             assert ranks.ask_in_turn(PROMPTS) == expected
             assert ranks.hits == [0] * len(PROMPTS)
     finally:

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from kv_core.doctor import Asked, Finding, version_of
 
+from kv_cuda.numa import node_of
 from kv_cuda.roads import roads_file
 
 _COPIED_NBYTES: Final = 256 << 20
@@ -47,6 +48,8 @@ def _device(number: int, asked: Asked) -> Iterator[Finding]:
     name = f"GPU {number}"
     found = f"{told.name}, {told.total_memory >> 30} GiB, sm_{told.major}{told.minor}, {told.multi_processor_count} SMs"
     yield Finding("ok", name, found)
+    if (node := node_of(device)) is not None:
+        yield Finding("ok", f"{name}, NUMA", f"its bus is at node {node}: the host pool's pages are taken there")
     if (told.major, told.minor) < (8, 0):
         advice = "the kernels are compiled and tested for sm_80, sm_90 and sm_100; expect torch's own copies to be used"
         yield Finding("note", name, f"older than sm_80 (it is sm_{told.major}{told.minor})", advice)

@@ -2,12 +2,14 @@
 
 The pool is plain mapped memory that knows nothing of devices; whichever process drives a GPU registers its own mapping
 of it. That happens in slices and when a slice is first used, because registering costs time for every page (and makes
-it resident), and a pool may be large and mostly empty. A registration belongs to this process's mapping: two engines
-on one pool register it each for itself, and a forked child has none.
+it resident), and a pool may be large and mostly empty; pages that are not there until then are taken near the GPU. A
+registration belongs to this process's mapping: two engines on one pool register it each for itself, and a forked child
+has none.
 
 cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 """
 
+import logging
 import os
 import resource
 import threading
@@ -16,6 +18,10 @@ from typing import Final, Protocol
 
 import torch
 from kv_core.errors import ConfigError, MisuseError
+
+from kv_cuda import numa
+
+_log = logging.getLogger(__name__)
 
 SLICE_NBYTES: Final = 64 << 20
 """The first use of a slice waits until its pages are there and locked, some tens of milliseconds."""
@@ -43,8 +49,20 @@ class CudaRegistrar:
 class PinnedMapping:
     """One mapping of a pool in this process, registered slice by slice. Safe to call from any thread."""
 
-    def __init__(self, address: int, nbytes: int, registrar: Registrar, *, slice_nbytes: int = SLICE_NBYTES) -> None:
-        """Nothing is registered yet. Slices begin and end at multiples of `slice_nbytes` from the mapping's start."""
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        registrar: Registrar,
+        *,
+        slice_nbytes: int = SLICE_NBYTES,
+        node: int | None = None,
+    ) -> None:
+        """Nothing is registered yet. Slices begin and end at multiples of `slice_nbytes` from the mapping's start.
+
+        node: where the pages shall be, of several NUMA nodes.
+        """
+        self._node = node
         self._address, self._nbytes, self._slice = address, nbytes, slice_nbytes
         self._registrar = registrar
         self._lock = threading.Lock()
@@ -87,6 +105,11 @@ class PinnedMapping:
     def _register(self, at: int) -> None:
         start = at * self._slice
         nbytes = min(self._slice, self._nbytes - start)
+        if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):
+            _log.warning(
+                "the system does not let the host pool's pages be put near the GPU, on NUMA node %d", self._node
+            )
+            self._node = None
         status = self._registrar.register(self._address + start, nbytes)
         if status not in (0, _ALREADY_REGISTERED):
             wanted = f"{nbytes >> 20} MiB of the host pool"
@@ -104,17 +127,19 @@ _shared: dict[tuple[int, int], _Shared] = {}
 _shared_lock = threading.Lock()
 
 
-def share_mapping(address: int, nbytes: int, registrar: Registrar, *, slice_nbytes: int) -> PinnedMapping:
+def share_mapping(
+    address: int, nbytes: int, registrar: Registrar, *, slice_nbytes: int, node: int | None = None
+) -> PinnedMapping:
     """The one registration of this memory in this process, for all copiers that use it (one a group of layers).
 
     It must outlive them all, because a kernel that reads memory which is not registered any more takes the GPU's whole
-    context down. slice_nbytes: as the first of them wants it; their chunks are of one size.
+    context down. slice_nbytes, node: as the first of them wants it; their chunks are of one size.
     """
     with _shared_lock:
         shared = _shared.get((address, nbytes))
         if shared is None or shared.mapping.is_inherited():
-            shared = _Shared(PinnedMapping(address, nbytes, registrar, slice_nbytes=slice_nbytes), 0)
-            _shared[address, nbytes] = shared
+            mapping = PinnedMapping(address, nbytes, registrar, slice_nbytes=slice_nbytes, node=node)
+            shared = _shared[address, nbytes] = _Shared(mapping, 0)
         shared.users += 1
         return shared.mapping
 

@@ -6,6 +6,7 @@ import torch
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 
+from kv_cuda.numa import node_of
 from kv_cuda.pinned import SLICE_NBYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 
 _PAGE_NBYTES = 4096
@@ -51,7 +52,9 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_nbytes: i
     # No chunk may lie across two slices: the driver copies within one registration only.
     slot_nbytes = -(-chunk_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
     slice_nbytes = max(1, SLICE_NBYTES // slot_nbytes) * slot_nbytes
-    return Pool(data, share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_nbytes=slice_nbytes))
+    node = node_of(device)
+    mapping = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_nbytes=slice_nbytes, node=node)
+    return Pool(data, mapping)
 
 
 def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
