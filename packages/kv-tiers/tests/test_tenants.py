@@ -1,11 +1,14 @@
 """Quotas and what tenants can learn of each other: nothing anyone does moves a chunk of a tenant with a quota."""
 
+import random
+import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,14 +94,16 @@ class TestOfSharesWhereOthersHaveOne(TestOfSharesNobodyHas):
 
     def make(self) -> EvictionPolicy:
         divided = Divided(Shares(16, make_policy("lru", 8), partial(make_policy, "prefix")))
-        divided.shares.set_quota(ANN, 8, ())
+        divided.shares.set_quota(ANN, 8)
+        divided.shares.end_move()
         return divided
 
 
 class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
     def make(self) -> EvictionPolicy:
         divided = Divided(Shares(16, make_policy("lru", 8), partial(make_policy, "prefix")))
-        divided.shares.set_quota(NO_TENANT, 8, ())
+        divided.shares.set_quota(NO_TENANT, 8)
+        divided.shares.end_move()
         return divided
 
 
@@ -225,6 +230,116 @@ def test_a_first_quota_finds_chunks_that_are_leased_and_out_of_order() -> None:
     assert store(cache, key_chain(4, branch="more", salt="ann")) == 4
     assert used(cache) == {ANN: 4}
     cache.close()
+
+
+class Turnstile:
+    """A cache's lock that has somebody else take a turn whenever it is released."""
+
+    def __init__(self, cache: LocalCache, turn: Callable[[], None]) -> None:
+        self.is_held = self.is_turn = False
+        self._lock, self._turn = threading.Lock(), turn
+        cache._lock = cache._host.lock = self  # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_held = False
+        self._lock.release()
+        if not self.is_turn:
+            self.is_turn = True
+            self._turn()
+            self.is_turn = False
+
+
+class ReadOutsideTheLock(list[Any]):
+    lock: Turnstile
+
+    def __iter__(self) -> Any:
+        assert not self.lock.is_held
+        return super().__iter__()
+
+
+def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the tenant has, and however large the pool is."""
+    monkeypatch.setattr("kv_tiers.local.AT_ONCE", 2)
+    cache = cache_of(40)
+    store(cache, key_chain(20, salt="ann"))
+    seen: list[tuple[int, int]] = []
+
+    def turn() -> None:
+        shares = cache._host.shares
+        moved = shares.common.slots_used if shares._own == {} else shares._own[ANN].slots_used
+        seen.append((moved, cache.counts().slots_used))
+
+    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
+    scanned.lock = turnstile = Turnstile(cache, turn)
+    for quota in (7 * SLOT, None):
+        cache.set_quota(ANN, quota)
+        steps = list(pairwise(seen))
+        assert all(abs(after - before) <= 2 for one, other in steps for before, after in zip(one, other, strict=True))
+        assert seen[-1] == (7, 7)
+        seen.clear()
+    turnstile.is_turn = True  # nobody else's any more
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk of a tenant may have to move. In between the accounts are exact, and nobody else loses a chunk."""
+    monkeypatch.setattr("kv_tiers.local.AT_ONCE", 1)
+    monkeypatch.setattr("kv_tiers.host.AT_ONCE", 1)
+    chance = random.Random(seed)
+    cache = cache_of(96, policy=policy)  # room for all, and for what is forgotten while it is used
+    ben = key_chain(4, salt="ben")
+    anns = [key_chain(8, branch=branch, salt="ann") for branch in "xyz"]
+    store(cache, ben)
+    for prompt in anns[:2]:
+        store(cache, prompt[:6])
+    writes: list[WriteLease] = []
+
+    def turn() -> None:
+        prompt, chunks, holder = chance.choice(anns), chance.randrange(1, 9), chance.choice("ab")
+        act = chance.randrange(7)
+        if act == 0:
+            cache.lookup(prompt, holder)
+        elif act == 1:
+            store(cache, prompt[:chunks])
+        elif act == 2 and len(writes) < 3:
+            writes.append(cache.begin_store(prompt[:chunks], "w"))
+        elif act == 3 and writes:
+            cache.commit(writes.pop())
+        elif act == 4 and writes:
+            cache.release(writes.pop())
+        elif act == 5:
+            cache.forget(prompt[:chunks])
+        else:
+            cache.end(holder)
+        assert used(cache)[BEN] == 4
+
+    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
+    scanned.lock = turnstile = Turnstile(cache, turn)
+    for quota in (chance.randrange(8, 21), chance.randrange(0, 8), None, chance.randrange(21), None):
+        cache.set_quota(ANN, None if quota is None else quota * SLOT)
+        assert quotas_of(cache) == ({} if quota is None else {ANN: quota})
+        shares = cache._host.shares
+        assert (shares.common.slots, shares._moving) == (96 - (quota or 0), None)
+    turnstile.is_turn = True  # nobody else's any more
+    for holder in "ab":
+        cache.end(holder)
+    for lease in writes:
+        cache.release(lease)
+    assert held(cache, ben) == 4
+    assert store(cache, key_chain(96, branch="all")) == 96  # no slot was lost, and each can be evicted
+    assert used(cache) == {NO_TENANT: 96}
+    cache.close()
+
+
+def quotas_of(cache: LocalCache) -> dict[bytes, int]:
+    """In slots."""
+    return {use.tenant: use.quota_bytes // SLOT for use in cache.tenants() if use.quota_bytes is not None}
 
 
 def test_quotas_beyond_the_pool_are_refused_and_change_nothing() -> None:

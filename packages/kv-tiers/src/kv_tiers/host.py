@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import Final
 
 from kv_core.errors import MisuseError
 from kv_core.keys import TENANT_AT, ChunkKey
@@ -28,6 +29,8 @@ from kv_tiers.residency import Residency
 _log = logging.getLogger(__name__)
 
 TIER = "host"
+AT_ONCE: Final = 256
+"""Chunks that a new quota moves or evicts before it lets others have the lock: well under a millisecond's worth."""
 
 
 @dataclass(slots=True)
@@ -65,7 +68,8 @@ class HostTier:
         self.lock = threading.Lock()
         self.shares = Shares(pool.slots, policy, make_policy)
         for tenant, slots in quotas.items():
-            self.shares.set_quota(tenant, slots, ())
+            self.shares.set_quota(tenant, slots)
+            self.shares.end_move()
         self.residency = Residency(pool.slots, self.shares)
         self.totals = HostTotals()
         self._policy_name = policy_name(policy)
@@ -112,17 +116,28 @@ class HostTier:
         self.totals.chunks_reserved_ever += len(slots)
         return slots
 
-    def set_quota(self, tenant: bytes, slots: int | None) -> None:
-        """Give a tenant so many slots for itself, or none (None). What is too much leaves as far as nobody leases it.
+    def to_move(self) -> list[int]:
+        """The slots of the tenant whose share has changed (`Shares.set_quota`), in the order in which to `move` them.
+        Without the lock: it looks at every slot."""
+        return self.residency.tails_first(self.shares.to_move())
 
-        Raises:
-            ConfigError: the other quotas leave less than that.
-        """
-        moves = self.shares.has_quota(tenant) != (slots is not None)
-        resident = self.residency.of_tenant(tenant) if moves else []
-        self.shares.set_quota(tenant, slots, resident)
-        self.residency.have_moved(slot for _, slot in resident)
-        self._trim()
+    def move(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self.shares.move(slot, self.residency.key_at(slot)):
+                self.residency.has_moved(slot)
+
+    def trim(self, at_most: int) -> bool:
+        """Evict what shares have beyond their size, as far as nobody leases it, but no more than that of each. False:
+        there was nothing to evict."""
+        has_evicted = False
+        for share in list(self.shares.over):
+            evicted = self._make_room(share, min(at_most, share.slots_used - share.slots), (), set())
+            self.free(evicted)
+            has_evicted = has_evicted or bool(evicted)
+            if share.slots_used <= share.slots:
+                self.shares.over.remove(share)
+            self.tell_evicted("quota")
+        return has_evicted
 
     def commit(
         self,
@@ -141,7 +156,7 @@ class HostTier:
         self.totals.chunks_committed += len(slots) - len(freed)
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
-        self._trim()
+        self.trim(len(slots))
 
     def checksums(self, slots: Sequence[int]) -> list[bytes]:
         """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""
@@ -175,7 +190,7 @@ class HostTier:
 
     def unlease(self, slots: Sequence[int]) -> None:
         self.free(self.residency.unlease(slots))
-        self._trim()
+        self.trim(len(slots))
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -211,7 +226,7 @@ class HostTier:
     def _slots_for(self, tenant: bytes, wanted: int, spared: Collection[int], set_aside: set[int]) -> list[int]:
         share = self.shares.of(tenant)
         if share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
-            self.free(self._make_room(share, share.slots_used - share.slots, spared, set_aside))
+            self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), spared, set_aside))
         room = max(0, share.slots - share.slots_used)
         slots = list(islice(iter(self.pool.allocate, None), min(room, wanted)))
         if share.slots_used <= share.slots:
@@ -230,14 +245,6 @@ class HostTier:
             self._evicted += chunks.values()
         self.totals.chunks_evicted += len(chunks)
         self._disown(chunks)
-
-    def _trim(self) -> None:
-        """Evict what a share has beyond its size, as far as nobody leases it."""
-        for share in list(self.shares.over):
-            self.free(self._make_room(share, max(0, share.slots_used - share.slots), (), set()))
-            if share.slots_used <= share.slots:
-                self.shares.over.remove(share)
-            self.tell_evicted("quota")
 
     def _disown(self, slots: Iterable[int]) -> None:
         """Nobody may find these slots' bytes, after a restart either."""
@@ -284,7 +291,7 @@ class HostTier:
         self.pool.take(adopted.values())
         self.totals.chunks_adopted = len(adopted)
         self.shares.note_over()
-        self._trim()
+        self.trim(len(adopted))
         if adopted:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
 

@@ -12,6 +12,7 @@ equally long from when it was given or renewed, so the order of giving is the or
 ones costs nothing while there are none.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig, check_lease
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
-from kv_tiers.host import TIER, HostTier
+from kv_tiers.host import AT_ONCE, TIER, HostTier
 from kv_tiers.lane import Lane
 from kv_tiers.observe import events as told
 from kv_tiers.observe.bus import UNWATCHED, Source
@@ -149,6 +150,7 @@ class LocalCache:
             self.events,
         )
         self._lock = self._host.lock
+        self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
         self._cold = ColdConfig() if cold is None else cold
         for lane, _ in lanes:
             lane.events = self.events
@@ -442,14 +444,30 @@ class LocalCache:
         get nowhere else. Whole chunks count. None: it shares what the quotas leave with all others.
 
         What does not fit any more is evicted at once, but for what is being read or written: that goes when it is not.
+        For a tenant of many chunks this takes seconds; others' calls come in between, a few chunks at a time.
 
         Raises:
             ConfigError: a negative number, less than one chunk (0 is none at all), or more than the other quotas leave.
         """
         slots = None if nbytes is None else self._slots_in(nbytes)
-        with self._lock:
-            self._check_open()
-            self._host.set_quota(tenant, slots)
+        with self._quota_lock:
+            with self._lock:
+                self._check_open()
+                self._host.shares.set_quota(tenant, slots)
+            to_move = self._host.to_move()
+            for at in range(0, len(to_move), AT_ONCE):
+                with self._lock:
+                    self._check_open()
+                    self._host.move(to_move[at : at + AT_ONCE])
+                _let_others_in()
+            with self._lock:
+                self._host.shares.end_move()
+            is_too_much = True
+            while is_too_much:
+                with self._lock:
+                    self._check_open()
+                    is_too_much = self._host.trim(AT_ONCE)
+                _let_others_in()
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
@@ -658,3 +676,8 @@ class LocalCache:
                 self._host.totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
+
+
+def _let_others_in() -> None:
+    """To the lock that was just released: who waits for it would not wake before we have it again."""
+    time.sleep(0.0001)

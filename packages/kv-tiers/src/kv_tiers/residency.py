@@ -235,16 +235,16 @@ class Residency:
     def writing(self) -> list[ChunkKey]:
         return list(self._writing)
 
-    def of_tenant(self, tenant: bytes) -> list[tuple[ChunkKey, int]]:
-        """This tenant's resident chunks, tails first as far as runs tell. It looks at every slot."""
-        slots = {slot: key for slot, key in enumerate(self._key_at) if key is not None and key.tenant == tenant}
-        runs = [self._runs[slot] or () for slot in slots]
-        heads_first = dict.fromkeys(slot for run in (*runs, slots) for slot in run if slot in slots)
-        return [(slots[slot], slot) for slot in reversed(heads_first)]
+    def tails_first(self, slots: Iterable[int]) -> list[int]:
+        """These in another order, as far as runs tell. It may be called without the lock."""
+        among = dict.fromkeys(slots)
+        runs = [self._runs[slot] or () for slot in among]
+        heads_first = dict.fromkeys(slot for run in (*runs, among) for slot in run if slot in among)
+        return list(reversed(heads_first))
 
-    def have_moved(self, slots: Iterable[int]) -> None:
-        """These are in the order of another policy now, which has set none of them aside."""
-        self._aside.difference_update(slots)
+    def has_moved(self, slot: int) -> None:
+        """It is in the order of another policy now, which has not set it aside."""
+        self._aside.discard(slot)
 
     def _hide(self, slot: int) -> ChunkKey:
         key = self._key_at[slot]

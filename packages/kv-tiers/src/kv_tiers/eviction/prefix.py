@@ -69,9 +69,10 @@ class PrefixPolicy:
         fresh, self._fresh = self._fresh, None
         if fresh is None or not fresh.slots:
             return
-        first = next((place for place, slot in enumerate(slots) if slot in fresh.slots), None)
-        if first is None:  # another prompt's: what was added last came from an earlier process
+        places = [place for place, slot in enumerate(slots) if slot in fresh.slots]
+        if len(places) < len(fresh.slots):  # another prompt's: what was added last has come alone, as by an adoption
             return
+        first = places[0]
         self._offer = None
         parent = self._deepest(slots[:first]) if first else None
         known = sum(max(1, gone.end - gone.start) for gone in self._recalled)

@@ -8,6 +8,7 @@ Slots are counted for their tenant from when they are taken until they are free 
 chunk any more while somebody still reads it: so what the tenants use always adds up to what the pool uses.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,19 @@ class _Account:
     slots_used: int = 0
 
 
+@dataclass(slots=True)
+class _Move:
+    """Of a tenant's slots from the share that they were taken in to the one that it has now, a few at a time.
+
+    account: of those that have not moved. owed: slots that the new share's size still lacks. It grows as they come, so
+    that the old one never has less than what the others have in it.
+    """
+
+    account: _Account
+    new: Share
+    owed: int
+
+
 @dataclass(frozen=True, slots=True)
 class SlotUse:
     """slots_quota: None for a tenant of the common share."""
@@ -60,6 +74,7 @@ class Shares:
         self._own: dict[bytes, Share] = {}
         self._accounts: dict[bytes, _Account] = {}
         self._account_at: list[_Account | None] = [None] * slots
+        self._moving: _Move | None = None
 
     def of(self, tenant: bytes) -> Share:
         """Where this tenant's chunks belong."""
@@ -93,46 +108,90 @@ class Shares:
         self._account_at[slot] = None
         account.share.slots_used -= 1
         account.slots_used -= 1
-        if not account.slots_used:
+        if not account.slots_used and self._accounts.get(account.tenant) is account:
             del self._accounts[account.tenant]
 
     def uses(self) -> list[SlotUse]:
         """Of every tenant that has a slot or a quota, by tag."""
-        found = []
-        for tenant in sorted(self._accounts.keys() | self._own.keys()):
-            account, own = self._accounts.get(tenant), self._own.get(tenant)
-            used = 0 if account is None else account.slots_used
-            found.append(SlotUse(tenant, used, None if own is None else own.slots))
-        return found
+        used = Counter({tenant: account.slots_used for tenant, account in self._accounts.items()})
+        quotas = {tenant: own.slots for tenant, own in self._own.items()}
+        if (move := self._moving) is not None:
+            used[move.account.tenant] += move.account.slots_used
+            if not move.new.is_common:
+                quotas[move.account.tenant] += move.owed
+        return [
+            SlotUse(tenant, used[tenant], quotas.get(tenant))
+            for tenant in sorted(used.keys() | quotas.keys())
+            if used[tenant] or tenant in quotas
+        ]
 
-    def has_quota(self, tenant: bytes) -> bool:
-        return tenant in self._own
-
-    def set_quota(self, tenant: bytes, slots: int | None, resident: Sequence[tuple[ChunkKey, int]]) -> None:
+    def set_quota(self, tenant: bytes, slots: int | None) -> None:
         """Give the tenant a share of so many slots, or change its size; None: it is one of the others again.
 
-        What is beyond a share's size afterwards stays until somebody evicts it (`over`).
-
-        resident: the tenant's chunks, least worth first. Only looked at if it had no quota, or has none from now.
+        A tenant that had no share before, or has none from now, is on the move: have all of `to_move` moved and then
+        `end_move`, before another quota is set. What is beyond a share's size afterwards stays until somebody evicts
+        it (`over`).
 
         Raises:
             ConfigError: the other quotas leave less than that.
         """
+        assert self._moving is None
         own = self._own.get(tenant)
         free = self.common.slots + (0 if own is None else own.slots)
         if slots is not None and slots > free:
             raise ConfigError(f"a quota of {slots} chunks, where the other quotas leave {free}")
         if own is None and slots is not None:
-            own = self._own[tenant] = Share(self._make_policy(max(1, slots)), slots)
-            self._move(tenant, self.common, own, resident)
+            own = self._own[tenant] = Share(self._make_policy(max(1, slots)), 0)
+            self._begin_move(tenant, self.common, own, slots)
         elif own is not None and slots is None:
             del self._own[tenant]
-            own.slots = 0
-            self._move(tenant, own, self.common, resident)
+            self._begin_move(tenant, own, self.common, own.slots)
         elif own is not None and slots is not None:
-            own.slots = slots
-        self.common.slots = free - (slots or 0)
-        self.note_over()
+            own.slots, self.common.slots = slots, free - slots
+            self.note_over()
+
+    def to_move(self) -> list[int]:
+        """The slots of the tenant that is on the move. Without the lock: it looks at every slot of the pool, and what
+        the tenant takes meanwhile is in its new share already."""
+        account = None if self._moving is None else self._moving.account
+        if account is None or not account.slots_used:
+            return []
+        return [slot for slot, one in enumerate(self._account_at) if one is account]
+
+    def move(self, slot: int, key: ChunkKey | None) -> bool:
+        """One of `to_move`. key: of the chunk there, if it can be found. False: the slot is another's by now."""
+        move = self._moving
+        assert move is not None
+        account = self._account_at[slot]
+        if account is not move.account:
+            return False
+        if key is not None:
+            account.share.policy.removed(slot)
+        self.took([slot], account.tenant)
+        if key is not None:
+            move.new.policy.added([key], [slot])
+        self._hand_over(1)
+        return True
+
+    def end_move(self) -> None:
+        """All that was to be moved is."""
+        if self._moving is not None:
+            self._hand_over(self._moving.owed)
+            self._moving = None
+            self.note_over()
+
+    def _begin_move(self, tenant: bytes, old: Share, new: Share, slots: int) -> None:
+        account = self._accounts.pop(tenant, None) or _Account(tenant, old)
+        self._moving = _Move(account, new, slots)
+        self._hand_over(max(0, old.slots - old.slots_used))
+
+    def _hand_over(self, slots: int) -> None:
+        move = self._moving
+        assert move is not None
+        given = min(slots, move.owed)
+        move.owed -= given
+        move.account.share.slots -= given
+        move.new.slots += given
 
     def note_over(self) -> None:
         """See which shares have too much. For after what is done seldom: it looks at all of them."""
@@ -145,11 +204,11 @@ class Shares:
             share.policy.added(its_keys, its_slots)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for share, its_keys, its_slots in self._parted(keys, slots):
+        for share, its_keys, its_slots in self._of_prompt(keys, slots):
             share.policy.used(its_keys, its_slots)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for share, its_keys, its_slots in self._parted(keys, slots):
+        for share, its_keys, its_slots in self._of_prompt(keys, slots):
             share.policy.extended(its_keys, its_slots)
 
     def removed(self, slot: int) -> None:
@@ -164,7 +223,7 @@ class Shares:
         self.at(slot).policy.set_aside(slot)
 
     def put_back(self, slots: Sequence[int]) -> None:
-        if not self._own:
+        if not self._own and self._moving is None:
             self.common.policy.put_back(slots)
             return
         of_share: dict[Share, list[int]] = {}
@@ -173,11 +232,18 @@ class Shares:
         for share, its_slots in of_share.items():
             share.policy.put_back(its_slots)
 
+    def _of_prompt(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int]
+    ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
+        """As `_parted`. Nobody is told of a prompt that has moved in part: no policy knows it from its first chunk."""
+        parts = self._parted(keys, slots)
+        return parts if len(parts) == 1 or self._moving is None else []
+
     def _parted(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
         """By share. A prompt is one tenant's and so of one share; what is no prompt may be of several."""
-        if not self._own:
+        if not self._own and self._moving is None:
             return [(self.common, keys, slots)]
         shares = {account.share for account in set(map(self._account_at.__getitem__, slots)) if account is not None}
         if len(shares) == 1:
@@ -188,15 +254,3 @@ class Shares:
             its_keys.append(key)
             its_slots.append(slot)
         return [(share, its_keys, its_slots) for share, (its_keys, its_slots) in of_share.items()]
-
-    def _move(self, tenant: bytes, old: Share, new: Share, resident: Sequence[tuple[ChunkKey, int]]) -> None:
-        account = self._accounts.get(tenant)
-        if account is None:
-            return
-        account.share = new
-        old.slots_used -= account.slots_used
-        new.slots_used += account.slots_used
-        for _, slot in resident:
-            old.policy.removed(slot)
-        for key, slot in resident:
-            new.policy.added([key], [slot])
