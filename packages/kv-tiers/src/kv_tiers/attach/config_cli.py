@@ -1,4 +1,4 @@
-"""`kv config`: what is in force, and where each value came from."""
+"""`kv config`: which settings an engine's package would find in force, and where each value came from."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import re
 import sys
 
 from kv_core.errors import ConfigError
+
 from kv_tiers.attach.settings import load
 
 _PASSWORD_IN_URL = re.compile(r"(://[^/@]*:)[^/@]*@")
@@ -18,11 +19,18 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "config",
         help="print the settings in force and where each came from",
-        description="Read the settings as the vLLM connector would, and print each with its value and origin. "
-        "Precedence: --extra (kv_connector_extra_config), then the YAML file, then KV_… environment variables.",
+        description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
+        "Precedence: --extra, then the YAML file, then KV_… environment variables. Under SGLang, --page-size decides "
+        "chunk_tokens, and algorithm is sha256.",
     )
     parser.add_argument("--file", help="YAML file to read, as the setting config_file or KV_CONFIG_FILE would name it")
-    parser.add_argument("--extra", default="{}", metavar="JSON", help="what kv_connector_extra_config holds")
+    parser.add_argument(
+        "--extra",
+        default="{}",
+        metavar="JSON",
+        help="our settings as the engine has them: vLLM's kv_connector_extra_config, or SGLang's "
+        "--hicache-storage-backend-extra-config without the keys that are SGLang's own",
+    )
     parser.add_argument("--output", choices=("table", "json"), default="table", help="how to print (default: table)")
     parser.set_defaults(run=_run)
 

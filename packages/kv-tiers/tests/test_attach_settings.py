@@ -169,6 +169,13 @@ def test_a_salt_is_in_no_error(tenants: object) -> None:
         assert "hush" not in str(raised.value)
 
 
+@pytest.mark.parametrize("extra", ["{", "[]", '{"chunk_token": 1}'])
+def test_kv_config_says_what_is_wrong_in_one_line(extra: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--extra", extra]) == 2
+    told = capsys.readouterr()
+    assert not told.out and told.err.startswith("kv config: ") and told.err.count("\n") == 1
+
+
 def test_kv_config_shows_tenants_without_their_salts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     salt = tmp_path / "its salt"
     salt.write_text("more")
