@@ -79,3 +79,32 @@ def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("tiny-deepseek")
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return str(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny_mellum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of which every other layer has a sliding window, and no layer experts."""
+    import torch
+    from transformers import AutoModelForCausalLM, MellumConfig
+
+    config = MellumConfig(
+        architectures=["MellumForCausalLM"],
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("tiny-mellum")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return str(directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_tiers import HostPool
 
 POOL = f"sglang-test-{os.getpid()}"
@@ -126,3 +126,30 @@ def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
     with started(tiny_deepseek, cache=cache, hicache_mem_layout="layer_first") as second:
         assert second.ask_in_turn(PROMPTS) == expected
         assert second.hits == WARM_HITS
+
+
+@pytest.mark.slow
+def test_a_model_with_sliding_windows(tiny_mellum: str, tmp_path: Path) -> None:
+    """Two host pools: a prefix is found only where the last window of its other layers has been kept too."""
+    longer = PROMPTS[2] + [7 + (13 * i) % 1900 for i in range(200)]
+    with started(tiny_mellum) as plain:
+        expected = plain.ask_in_turn([*PROMPTS, longer])
+    pool = f"{POOL}-windows"
+    cache = {"host": {"capacity": "32MiB", "name": pool}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    try:
+        with started(tiny_mellum, cache=cache) as first:
+            assert first.ask_in_turn([*PROMPTS, longer]) == expected
+            # What one prompt shares with another ends where no window was kept; a prompt's own end is one.
+            assert first.hits == [0] * len(PROMPTS) + [len(PROMPTS[2])]
+            assert first.ask_in_turn(PROMPTS) == expected[:-1]
+            assert first.hits == WARM_HITS
+            corrupt(pool, 32 << 20)
+            wrong = first.ask_in_turn(PROMPTS)
+            assert first.hits == WARM_HITS
+            assert all(wrong[number] != expected[number] for number in (0, 1, 2, 3, 5))
+        HostPool.unlink(pool)
+        with started(tiny_mellum, cache=cache, hicache_mem_layout="layer_first") as second:
+            assert second.ask_in_turn([*PROMPTS, longer]) == expected
+            assert second.hits == [*WARM_HITS, (len(longer) - 1) // PAGE * PAGE]
+    finally:
+        HostPool.unlink(pool)

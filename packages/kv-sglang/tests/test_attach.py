@@ -25,16 +25,29 @@ def attached(make_pool: Callable[..., Any], *names: str, rank: Rank = ALONE, set
     return attach(settings, MODEL, rank, {name: describe(make_pool("mha", "page_first"), name) for name in names})
 
 
-def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..., Any]) -> None:
-    """A draft's pool may have the very format of the model's, and its pages the same hashes."""
-    made = attached(make_pool, "kv", "draft")
+def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..., Any], tmp_path: Path) -> None:
+    """A model's two kinds of layers may have pages of one format, under the same hashes, and a tier has one owner."""
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    made = attached(make_pool, "kv", "swa", settings=msgspec.structs.replace(SETTINGS, tiers=[disk]))
     assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
     assert made.stores["kv"].held(NAMES) == 2
-    assert made.stores["draft"].held(NAMES) == 0
-    capacity = sum(store.cache.counts().slots_total * 4096 for store in made.stores.values())
-    assert (1 << 20) - 8192 <= capacity <= 1 << 20
+    assert made.stores["swa"].held(NAMES) == 0
+    (cache,) = made.caches.values()
+    assert cache.counts().slots_total == (1 << 20) // 4096
     spaces = {store.keys(NAMES)[0].space_id for store in made.stores.values()}
     assert len(spaces) == 2
+    made.close()
+
+
+def test_pools_of_two_formats_have_a_part_of_the_memory_each(make_pool: Callable[..., Any]) -> None:
+    pools = {
+        "kv": describe(make_pool("mha", "page_first"), "kv"),
+        "swa": describe(make_pool("mla", "page_first"), "swa"),
+    }
+    made = attach(SETTINGS, MODEL, ALONE, pools)
+    slots = [cache.counts().slots_total for cache in made.caches.values()]
+    assert len(slots) == 2 and sum(slots) * 4096 <= 1 << 20 < (sum(slots) + 2) * 4096
+    assert all(store.write(NAMES, [0, 4]) == [True, True] for store in made.stores.values())
     made.close()
 
 

@@ -1,9 +1,11 @@
 """HiCache where there is no CUDA: host pools in plain memory, and its copies between device and host by torch.
 
 A plug-in of SGLang's own kind, which SGLang runs in each of its processes. It replaces what a CPU lacks (pinned memory,
-copy kernels) and nothing else: tree, controller, threads and host layouts are SGLang's.
+copy kernels), has the attention in plain torch do what SGLang's others do, and nothing else: tree, controller, threads
+and host layouts are SGLang's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ def register() -> None:
 
     base.HostKVCache.__init__ = make_unpinned
     _attend_to_latents()
+    _attend_to_windows()
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
@@ -30,6 +33,40 @@ def _attend_to_latents() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
+
+
+def _attend_to_windows() -> None:
+    """Let the torch-native attention read the layers with sliding windows where it has written them.
+
+    Their pool has slots of its own. SGLang 0.5.23 translates the slots of what this attention writes and not of what
+    it reads, so without this a hit in SGLang's own cache on the device changes the answer.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _reading_windows(getattr(TorchNativeAttnBackend, name)))
+
+
+def _reading_windows(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def attend_translated(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if self.use_sliding_window_kv_pool and named["sliding_window_size"] is not None:
+            used = slots[requests, : int(lengths.max())]
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(used)
+            requests = torch.arange(len(requests))
+        return attend(self, query, output, keys, values, slots, requests, lengths, *rest, **named)
+
+    return attend_translated
 
 
 def host_place(pool: Any, layer: int, indices: torch.Tensor) -> tuple[Any, ...]:

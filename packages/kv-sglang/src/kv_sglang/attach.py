@@ -1,8 +1,9 @@
-"""Objects out of settings: the caches of one SGLang rank, one for each of its host pools, and the names of their pages.
+"""Objects out of settings: the caches of one SGLang rank, one for each format of pages, and the names of the pages.
 
 With one rank the caches are in SGLang's scheduler process. With several, the first rank starts a private server that
-all of them join; a server named in the settings is joined by any. Each pool's pages are a format and a key space of
-their own: the names are the same hashes, so a page of one pool would else be taken for another's.
+all of them join; a server named in the settings is joined by any. Pools whose pages have one format share a cache, as a
+tier below belongs to one cache of a format. Each pool's pages have a key space of their own: the names are the same
+hashes, so a page of one pool would else be taken for another's.
 """
 
 import json
@@ -55,25 +56,27 @@ class Rank:
 
 @dataclass(slots=True)
 class Attached:
-    """What was opened, by SGLang's name of the pool."""
+    """What was opened. stores: by SGLang's name of the pool."""
 
     stores: dict[str, PageStore] = field(default_factory=dict)
+    caches: dict[Format, LocalCache | RemoteCache] = field(default_factory=dict)
     buses: list[EventBus] = field(default_factory=list)
     server: ServerProcess | None = None
 
     def close(self) -> None:
         """Store below what is to be stored there, and let go. The caches' memory goes with SGLang's last thread."""
-        for name, store in self.stores.items():
+        for store in self.stores.values():
             store.close()
+        for cache in self.caches.values():
             try:
-                store.cache.close()
+                cache.close()
             except BufferError as error:  # a copy is still under way; the process is ending anyway
-                _log.warning("the host pool of %s stays mapped: %s", name, error)
+                _log.warning("a host pool stays mapped: %s", error)
         for bus in self.buses:
             bus.close()
         if self.server is not None:
             self.server.stop()
-        self.stores, self.buses, self.server = {}, [], None
+        self.stores, self.caches, self.buses, self.server = {}, {}, [], None
 
 
 def read_settings(extra: Mapping[str, Any], page_size: int) -> Settings:
@@ -146,7 +149,7 @@ def served_model(rank: Rank) -> ServedModel:
 
 
 def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages]) -> Attached:
-    """Open a cache for each pool.
+    """Open what keeps the pages of each pool.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine, or by this engine.
@@ -165,22 +168,23 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
-    page_bytes = {name: pages.format.nbytes for name, pages in pools.items()}
+    formats = {name: Format(pages.format.nbytes, pages.format.fingerprint) for name, pages in pools.items()}
+    page_bytes = sum(chunks.chunk_nbytes for chunks in formats.values())
     made = Attached()
-    cache: LocalCache | RemoteCache
     try:
-        for number, (name, pages) in enumerate(pools.items()):
-            chunks = Format(pages.format.nbytes, pages.format.fingerprint)
+        for chunks in dict.fromkeys(formats.values()):
+            names = [name for name, its in formats.items() if its == chunks]
             if alone:
-                share = _share_of(settings, name, page_bytes[name] / sum(page_bytes.values()))
-                cache, bus = open_here(share, chunks)
+                part = _part_of(settings, names[0], len(names) * chunks.chunk_nbytes / page_bytes)
+                made.caches[chunks], bus = open_here(part, chunks)
                 made.buses.append(bus)
             else:
-                first = rank.number == rank.stage == number == 0
-                cache, server = open_there(
-                    settings, chunks, engine_id=engine, rank=0 if first else None, facts={"pool": name}
+                first = rank.number == rank.stage == len(made.caches) == 0
+                made.caches[chunks], server = open_there(
+                    settings, chunks, engine_id=engine, rank=0 if first else None, facts={"pool": ", ".join(names)}
                 )
                 made.server = made.server or server
+        for name, pages in pools.items():
             # Where every rank has the same, there is one share of it. States of linear attention never are the same.
             whole = rank.replicated and name != "mamba"
             space = key_space(
@@ -193,7 +197,7 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
             if name != KV:
                 space = replace(space, tags=(*space.tags, ("pool", name)))
             made.stores[name] = PageStore(
-                cache,
+                made.caches[formats[name]],
                 space,
                 pages,
                 shard=0 if whole else rank.number,
@@ -205,10 +209,10 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
     return made
 
 
-def _share_of(settings: Settings, pool: str, share: float) -> Settings:
-    """The part of the host's memory, and the name, of one pool among several."""
-    if share == 1:
+def _part_of(settings: Settings, pool: str, part: float) -> Settings:
+    """The part of the host's memory, and the name, of one cache among several."""
+    if part == 1:
         return settings
     name = f"{settings.host.name}-{pool}" if settings.host.name else ""
-    capacity = str(int(settings.host.capacity_bytes * share))
+    capacity = str(int(settings.host.capacity_bytes * part))
     return msgspec.structs.replace(settings, host=msgspec.structs.replace(settings.host, capacity=capacity, name=name))
