@@ -1,6 +1,7 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft format clean
+.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft bench-peer \
+  format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -57,6 +58,11 @@ bench-engine: ## real vLLM with and without us, on workloads that a cache can on
 bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, JSON=1)
 	@scripts/setup.sh $(ENGINE)
 	@$(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
+
+bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
+	@scripts/setup.sh workspace
+	@scripts/setup.sh lmcache
+	@$(WORKSPACE)/python benchmarks/peer.py $(if $(JSON),--json)
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace

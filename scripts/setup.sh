@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the virtual environments: .venv (the workspace and its tools), .venvs/vllm and .venvs/sglang (a real engine each,
-# with our packages).
+# with our packages). For `make bench-peer` also .venvs/lmcache: LMCache, without us.
 # Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
 #
-#   scripts/setup.sh workspace|vllm|sglang
+#   scripts/setup.sh workspace|vllm|sglang|lmcache
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -92,5 +92,6 @@ sglang)
     fi
   fi
   ;;
-*) say "which one? workspace, vllm, sglang or browser"; exit 2 ;;
+lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
+*) say "which one? workspace, vllm, sglang, lmcache or browser"; exit 2 ;;
 esac
