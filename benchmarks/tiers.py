@@ -27,6 +27,7 @@ from statistics import median
 from typing import Protocol
 from unittest import mock
 
+from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
@@ -93,8 +94,7 @@ class Traffic:
         for pages in self.pages:
             pages[:] = os.urandom(PAGE_NBYTES) * (chunk_nbytes // PAGE_NBYTES)
         # The checksum is over the same bytes each time, so a header made before is right for the rows without it.
-        (any_key,) = key_chain(1)
-        self._digests = [codec.checksum_in(codec.pack_header(any_key, None, page, FORMAT)) for page in self.pages]
+        self._checksums = [checksum_of(page) for page in self.pages]
         self._numbers = itertools.count()
         self.stored: list[list[ChunkKey]] = []
 
@@ -102,9 +102,9 @@ class Traffic:
         """A batch under new keys, its headers without a pass over the bytes."""
         keys = key_chain(self._batch_chunks, branch=f"benchmark {next(self._numbers)}")
         writes = []
-        for key, parent, pages, digest in zip(keys, [None, *keys], self.pages, self._digests, strict=False):
-            with mock.patch.object(codec, "digest", lambda _, made=digest: made):
-                writes.append(Write(key, parent, codec.pack_header(key, parent, pages, FORMAT), pages, len(pages)))
+        for key, parent, pages, checksum in zip(keys, [None, *keys], self.pages, self._checksums, strict=False):
+            header = codec.make_header(codec.Header(key, parent, len(pages), FORMAT, checksum))
+            writes.append(Write(key, parent, header, pages, len(pages)))
         return writes
 
     def store(self, tier: Tier, writes: list[Write]) -> None:
@@ -129,7 +129,7 @@ class Traffic:
 
     def digest(self) -> None:
         for pages in self.pages:
-            codec.digest(pages)
+            checksum_of(pages)
 
     def close(self) -> None:
         for pages in self.pages:

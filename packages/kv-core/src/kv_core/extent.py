@@ -1,4 +1,4 @@
-"""Where a run of bytes is, said without pointers so that it means the same in every process that maps the pool."""
+"""Where a run of bytes is, said without pointers so that it means the same in every process."""
 
 from dataclasses import dataclass
 
@@ -10,3 +10,17 @@ class HostExtent:
     pool: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileExtent:
+    """`nbytes` bytes that start `offset` bytes into the file at `path`; up to the next multiple of 4096 the file is
+    this chunk's too, so that whole pages can be read and written.
+
+    checksum: what `kv_core.checksum` makes of the bytes; None where they are still to be written.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    checksum: bytes | None

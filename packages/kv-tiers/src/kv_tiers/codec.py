@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import xxhash
+from kv_core.checksum import checksum_of
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
@@ -37,7 +38,7 @@ class Header:
     parent: the chunk before it in the prompt; None for a prompt's first.
     nbytes: of the chunk, without this header.
     format_id: what its bytes mean (`format_id`).
-    checksum: xxh3_128 of its bytes.
+    checksum: `kv_core.checksum` of its bytes.
     """
 
     key: ChunkKey
@@ -52,24 +53,27 @@ def format_id(fingerprint: str) -> bytes:
     return hashlib.sha256(fingerprint.encode()).digest()[:16]
 
 
-def digest(chunk: memoryview) -> bytes:
-    """xxh3_128 of a chunk. `update` lets other threads run meanwhile; the one-shot function would not."""
-    running = xxhash.xxh3_128()
-    running.update(chunk)
-    return running.digest()
-
-
 def pack_header(key: ChunkKey, parent: ChunkKey | None, chunk: memoryview, format_id: bytes) -> bytes:
     """The header of a chunk whose bytes are `chunk`. It reads all of them: call it without a lock.
 
     Raises:
+        MisuseError: as `make_header`.
+    """
+    return make_header(Header(key, parent, chunk.nbytes, format_id, checksum_of(chunk)))
+
+
+def make_header(said: Header) -> bytes:
+    """The bytes that say so.
+
+    Raises:
         MisuseError: a key of more than `MAX_KEY_NBYTES`.
     """
+    key, parent = said.key, said.parent
     above = b"" if parent is None else parent
     if max(len(key), len(above)) > MAX_KEY_NBYTES:
         raise MisuseError(f"a chunk's header has room for keys of {MAX_KEY_NBYTES} bytes")
     fields = _FIELDS.pack(
-        MAGIC, VERSION, HEADER_NBYTES, len(key), len(above), chunk.nbytes, format_id, digest(chunk), key, above
+        MAGIC, VERSION, HEADER_NBYTES, len(key), len(above), said.nbytes, said.format_id, said.checksum, key, above
     )
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -122,6 +126,6 @@ def check(
         return Damaged("the bytes are of another chunk format")
     if read.nbytes != chunk.nbytes:
         return Damaged(f"a chunk of {read.nbytes} bytes instead of {chunk.nbytes}")
-    if digest(chunk) != read.checksum:
+    if checksum_of(chunk) != read.checksum:
         return Damaged("the checksum of the bytes is wrong")
     return None

@@ -12,12 +12,12 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Final
 
+from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
 from kv_core.keys import TENANT_AT, ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import Holder
 
-from kv_tiers import codec
 from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
 from kv_tiers.eviction.policy import EvictionPolicy, policy_name
 from kv_tiers.eviction.shares import Share, Shares
@@ -298,4 +298,4 @@ class HostTier:
     def _checksum(self, slot: int) -> bytes:
         """Of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
         with self.pool.chunk(slot) as chunk:
-            return codec.digest(chunk)
+            return checksum_of(chunk)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
@@ -135,6 +136,65 @@ class ClearsTenants(Protocol):
 
     def clear_tenant(self, tenant: bytes) -> None:
         """Discard everything of this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileLease:
+    """Where chunks lie in a tier's files: `extents[i]` for key i, or None where it is not here.
+
+    Until the lease is ended, no byte of them is replaced by another chunk's. It does not expire by time, as whoever has
+    it may be reading still. The tier has not looked at the bytes: believe them when their checksum is right.
+    """
+
+    id: int
+    extents: tuple[FileExtent | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRoom:
+    """Room in a tier's files for chunks that it does not hold: `extents[i]` for key i, or None where there is none for
+    it, or no need of it.
+
+    Nobody finds these chunks, nor anything that was there before, until they are committed. What has been written by
+    then, and that only, is theirs; the room does not expire either.
+    """
+
+    id: int
+    extents: tuple[FileExtent | None, ...]
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """What a `Tier` may do besides: let others carry the bytes between its files and wherever they want them.
+
+    As `load` and `store`, every call may block and may raise `TierDown`. End leases and commit rooms before `close`.
+    """
+
+    def lend(self, keys: Sequence[ChunkKey]) -> FileLease:
+        """Say where these are, with their checksums. A chunk whose bytes turn out wrong: `discard` it."""
+
+    def end(self, lease: FileLease) -> None:
+        """Nobody reads these any more.
+
+        Raises:
+            MisuseError: it was ended before.
+        """
+
+    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileRoom:
+        """Room for those of the keys that are neither here nor arriving, as far as there is any; it is not waited for.
+
+        keys: in the prompt's order, each the parent of the next. parent: the first one's.
+        """
+
+    def commit(self, room: FileRoom, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
+        """The bytes are written: keep the chunks as `store` does, with its promise.
+
+        checksums: `kv_core.checksum` of each chunk's bytes; None for one that was not written, whose room is given
+        back, and where there was no room. Of these the answer is `Refused`.
+
+        Raises:
+            MisuseError: it was committed before.
+        """
 
 
 OptionsCheck = Callable[[Mapping[str, object]], object]

@@ -18,17 +18,21 @@ by a probe.
 """
 
 import errno
+import itertools
 import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 import msgspec
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError, TierDown
+from kv_core.errors import ConfigError, MisuseError, TierDown
+from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
@@ -39,7 +43,7 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import ANY_CHUNKS, FileLease, FileRoom, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File
 from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
@@ -117,6 +121,15 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A chunk whose bytes another has written into its place."""
+
+    place: Place
+    parent: ChunkKey | None
+    checksum: bytes
+
+
 class DiskTier:
     """Slot i is in directory i % n. Safe to call from any thread."""
 
@@ -141,14 +154,18 @@ class DiskTier:
         self.name = name
         self._config = config
         self._context = context
+        self._format_id = codec.format_id(context.fingerprint)
         self._stride = PAGE_NBYTES + context.slot_bytes
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
         self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24) if config.durability == "power" else 0
         self._pages: deque[memoryview] = deque()
+        self._ids = itertools.count()
         self._lock = threading.Lock()
         # All below change under that lock.
         self._arriving: dict[int, ChunkKey] = {}  # not the chunks that were discarded meanwhile
+        self._leases: dict[int, list[int | None]] = {}
+        self._rooms: dict[int, list[tuple[Place | None, ChunkKey | None]]] = {}
         self._full_until_s: float | None = None
         self._told_full = False
         self._closed = False
@@ -183,7 +200,8 @@ class DiskTier:
         left = list(writes)
         while left:
             releases = self._index.releases
-            taken = self._reserve(left)
+            places = self._reserve([write.key for write in left], left[0].parent)
+            taken = [(write, place) for write, place in zip(left, places, strict=True) if place is not None]
             written = self._write(taken)
             if len(written) == len(writes):
                 return [Stored()] * len(writes)
@@ -238,24 +256,130 @@ class DiskTier:
                 self._closed = True
                 self._close_directories()
 
+    # Bytes that others carry (`kv_tiers.tier.KeepsFiles`).
+
+    def lend(self, keys: Sequence[ChunkKey]) -> FileLease:
+        slots = self._index.begin_load(keys)
+        try:
+            found = [None if slot is None else self._lent(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        except BaseException as error:
+            self._index.end_load(slots)
+            if isinstance(error, OSError):
+                raise self._down(error) from error
+            raise
+        lease = FileLease(next(self._ids), tuple(found))
+        with self._lock:
+            self._leases[lease.id] = slots
+        return lease
+
+    def end(self, lease: FileLease) -> None:
+        with self._lock:
+            slots = self._leases.pop(lease.id, None)
+        if slots is None:
+            raise MisuseError(f"file lease {lease.id} is not open")
+        self._index.end_load(slots)
+
+    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileRoom:
+        places = self._reserve(keys, parent)
+        taken = [place for place in places if place is not None]
+        located: dict[int, FileExtent] = {}
+        with self._aborting(taken):
+            self._make_ready(taken)
+            for place in taken:
+                try:
+                    located[place.slot] = self._extent(place.slot, None)
+                except OSError as error:
+                    _raise_unless_full(error)
+        if short := [place for place in taken if place.slot not in located]:
+            self._withhold(short)
+        given = [place if place is not None and place.slot in located else None for place in places]
+        room = FileRoom(next(self._ids), tuple(None if place is None else located[place.slot] for place in given))
+        with self._lock:
+            self._rooms[room.id] = list(zip(given, [parent, *keys], strict=False))
+        return room
+
+    def commit(self, room: FileRoom, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
+        if len(checksums) != len(room.extents):
+            raise MisuseError(f"{len(checksums)} checksums for room for {len(room.extents)} chunks")
+        with self._lock:
+            given = self._rooms.pop(room.id, None)
+            if given is None:
+                raise MisuseError(f"file room {room.id} is not open")
+            carried = [
+                _Carried(place, parent, checksum)
+                for (place, parent), checksum in zip(given, checksums, strict=True)
+                if place is not None and checksum is not None
+            ]
+            kept = {one.place.slot for one in carried}
+            self._abort([place for place, _ in given if place is not None and place.slot not in kept])
+        if carried:
+            self._keep(carried)
+        why = "there was no room for it, or it was not written"
+        return [Stored() if place is not None and place.slot in kept else Refused(why) for place, _ in given]
+
+    def _keep(self, carried: Sequence[_Carried]) -> None:
+        """The third and fourth step; the second but for the headers was another's.
+
+        Raises:
+            TierDown: none was kept.
+        """
+        places = [one.place for one in carried]
+        files = set()
+        headers = []
+        with self._aborting(places):
+            self._refuse_vanished(places)
+            for one in carried:
+                slot, nbytes = one.place.slot, self._context.chunk_nbytes
+                said = codec.Header(one.place.key, one.parent, nbytes, self._format_id, one.checksum)
+                headers.append((slot, codec.make_header(said)))
+                file, offset = self._place(slot)
+                self._write_header(file, offset, headers[-1][1])
+                files.add(file)
+            self._records.sync_files(files)
+            for place in places:
+                self._drop_cached(*self._place(place.slot), 1)
+            self._write_records(headers, carried[0].parent)
+        self._make_findable(places, [one.parent for one in carried])
+
+    def _write_header(self, file: File, offset: int, header: bytes) -> None:
+        page = self._page()
+        page[: codec.HEADER_NBYTES] = header
+        try:
+            file.write([page], offset)
+        finally:
+            self._pages.append(page)
+
+    def _lent(self, key: ChunkKey, slot: int) -> FileExtent | None:
+        """None where its record was wiped meanwhile, or damaged: a load may tell which."""
+        header = self._directory(slot).header_in(slot // len(self._directories))
+        said = None if header is None else codec.read_header(header)
+        if not isinstance(said, codec.Header) or said.key != key:
+            return None
+        if (said.nbytes, said.format_id) != (self._context.chunk_nbytes, self._format_id):
+            return None
+        return self._extent(slot, said.checksum)
+
+    def _extent(self, slot: int, checksum: bytes | None) -> FileExtent:
+        file, offset = self._place(slot)
+        return FileExtent(str(file.path), offset + PAGE_NBYTES, self._context.chunk_nbytes, checksum)
+
     # A chunk's way in.
 
-    def _reserve(self, writes: Sequence[Write]) -> list[tuple[Write, Place]]:
+    def _reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> list[Place | None]:
         """Places for those that get one, their slots' old records wiped."""
         with self._lock:
             if self._full_until_s is not None and self._clock.now_s() >= self._full_until_s:
                 self._full_until_s = None
                 self._index.resume()
-            places = self._index.reserve([write.key for write in writes], writes[0].parent)
-            taken = [(write, place) for write, place in zip(writes, places, strict=True) if place is not None]
-            slots = [place.slot for _, place in taken]
-            self._arriving.update((place.slot, place.key) for _, place in taken)
+            places = self._index.reserve(keys, parent)
+            taken = [place for place in places if place is not None]
+            self._arriving.update((place.slot, place.key) for place in taken)
             try:
-                self._records.wipe(slots)
+                self._records.wipe([place.slot for place in taken])
             except OSError as error:
-                self._abort([place for _, place in taken])
+                self._abort(taken)
                 raise self._down(error) from error
-        return taken
+        return places
 
     def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
         """Make durable and findable; those of them for which there was room on the medium.
@@ -265,26 +389,40 @@ class DiskTier:
         """
         if not taken:
             return []
-        kept = list(taken)
-        try:
-            if any(directory.has_vanished() for directory in {self._directory(place.slot) for _, place in taken}):
-                raise OSError(errno.ENOENT, "the directory was removed or replaced")
-            self._records.sync_wipes([place.slot for _, place in taken])
+        places = [place for _, place in taken]
+        with self._aborting(places):
+            self._make_ready(places)
             kept = self._write_chunks(taken)
-            self._write_records(kept)
-            self._records.sync(place.slot for _, place in kept)
+            places[:] = [place for _, place in kept]
+            parent = kept[0][0].parent if kept else None
+            self._write_records([(place.slot, write.header) for write, place in kept], parent)
+        self._make_findable(places, [write.parent for write, _ in kept])
+        return kept
+
+    @contextmanager
+    def _aborting(self, places: list[Place]) -> Iterator[None]:
+        """Whatever fails meanwhile frees the places that are in the list then.
+
+        Raises:
+            TierDown: for what the system said.
+        """
+        try:
+            yield
         except BaseException as error:
             with self._lock:
-                self._abort([place for _, place in kept])
+                self._abort(places)
             if isinstance(error, OSError):
                 raise self._down(error) from error
             raise
-        with self._lock:
-            for _, place in kept:
-                self._arriving.pop(place.slot, None)
-            gone = self._index.commit([place for _, place in kept], [write.parent for write, _ in kept])
-            self._wipe_if_possible([place.slot for place in gone])
-        return kept
+
+    def _make_ready(self, places: Sequence[Place]) -> None:
+        """Return when it lasts that nothing vouches for what these slots held."""
+        self._refuse_vanished(places)
+        self._records.sync_wipes([place.slot for place in places])
+
+    def _refuse_vanished(self, places: Sequence[Place]) -> None:
+        if any(directory.has_vanished() for directory in {self._directory(place.slot) for place in places}):
+            raise OSError(errno.ENOENT, "the directory was removed or replaced")
 
     def _write_chunks(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
         """Durable in their slots. Those for which the medium has no room are given up, unless another fault comes."""
@@ -323,11 +461,20 @@ class DiskTier:
         finally:
             self._pages.extend(pages)
 
-    def _write_records(self, kept: Sequence[tuple[Write, Place]]) -> None:
+    def _write_records(self, headers: Sequence[tuple[int, bytes]], parent: ChunkKey | None) -> None:
+        """Vouch, durably, for the chunks that are in these slots. parent: of the first chunk that was stored."""
         with self._lock:
-            self._records.write((place.slot, write.header) for write, place in kept if place.slot in self._arriving)
+            self._records.write((slot, header) for slot, header in headers if slot in self._arriving)
             # What the next store will replace is wiped now, so that one sync makes both durable.
-            self._wipe_if_possible(self._index.evict_ahead(self._slots_ahead, kept[0][0].parent if kept else None))
+            self._wipe_if_possible(self._index.evict_ahead(self._slots_ahead, parent))
+        self._records.sync(slot for slot, _ in headers)
+
+    def _make_findable(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> None:
+        with self._lock:
+            for place in places:
+                self._arriving.pop(place.slot, None)
+            gone = self._index.commit(places, parents)
+            self._wipe_if_possible([place.slot for place in gone])
 
     def _withhold(self, short: Sequence[Place]) -> None:
         with self._lock:

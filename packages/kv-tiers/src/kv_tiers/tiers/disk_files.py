@@ -237,6 +237,16 @@ class DiskDirectory:
                 if xxhash.xxh3_64_intdigest(fields) == checksum:
                     yield start + at, number, *codec.names_in(fields, _RECORD_HEADER_AT)
 
+    def header_in(self, slot: int) -> bytes | None:
+        """The chunk's header in this slot's record; None if the record does not read well."""
+        found = bytearray(RECORD_NBYTES)
+        got = self.index.read([memoryview(found)], PAGE_NBYTES + slot * RECORD_NBYTES)
+        fields, checksum = bytes(found[: _RECORD.size]), found[_RECORD.size :]
+        magic, _, place, header = _RECORD.unpack(fields)
+        if got < RECORD_NBYTES or magic != _RECORD_MAGIC or place != slot:
+            return None
+        return bytes(header) if _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields) else None
+
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """By slot; neighbours in one call."""
         runs: list[tuple[int, list[bytes]]] = []
