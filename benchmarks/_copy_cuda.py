@@ -1,23 +1,28 @@
 """The rows of
 
-    python benchmarks/copy.py --device cuda [--json]
+    python benchmarks/copy.py --device cuda [--path DIRECTORY] [--json]
 
 on a GPU: each road against one plain copy of the same bytes between pinned memory and the device, by layout, length of
-run and chunk size; the kernel alone inside the device against a device copy; and how much a matrix product that runs
-all the time is slowed down by each road.
+run and chunk size; the kernel alone inside the device against a device copy; both roads between files and blocks
+against plain reads and writes of the same bytes by the host; the checksum on the device against a device copy; and how
+much a matrix product that runs all the time is slowed down by each road.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from kv_core.extent import HostExtent
 from kv_core.transfer import plan_transfer
+from kv_cuda.cufile import find_cufile
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.measure import Measured, Sizes, measure_layout, measure_roads
+from kv_cuda.measure_files import measure_files
 from kv_cuda.ops import driver
 from kv_cuda.ops.rows import row_kernel
+from kv_cuda.ops.xxh3 import ChunkSums
 from kv_cuda.plan import copy_shape
 from kv_cuda.roads import Road, Roads
 
@@ -25,10 +30,12 @@ from benchmarks._report import Row
 
 BUS_TARGET = 0.95
 DEVICE_TARGET = 0.85
+FILE_TARGET = 0.9
+SUMS_TARGET = 0.5
 MATRIX = 8192
 
 
-def cuda_rows(device: torch.device) -> Iterator[Row]:
+def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
     roads: list[Road] = ["direct", "staged", *(["driver"] if driver.is_available(device) else [])]
     for heads in (1, 8):  # chunks of 4 and of 32 MiB
         sizes = Sizes(heads=heads)
@@ -40,6 +47,11 @@ def cuda_rows(device: torch.device) -> Iterator[Row]:
             ):
                 yield _bus_row(one)
     yield from _device_rows(device)
+    yield _sums_row(device)
+    for file in measure_files(device, directory, find_cufile(device)):
+        name = f"{file.direction} files {file.road}, {file.chunk_nbytes >> 20} MiB, in {file.directory}"
+        ratio = file.gbps / file.limit_gbps
+        yield Row(name, file.gbps, "GB/s", file.limit_gbps, ratio, FILE_TARGET, at_most=False)
     for road in roads:
         yield _slowdown(device, road)
 
@@ -73,6 +85,16 @@ def _device_rows(device: torch.device) -> Iterator[Row]:
         # Each byte is read once and written once.
         ours, limit = (2 * described.nbytes / seconds / 1e9 for seconds in (ours_s, limit_s))
         yield Row(f"{name} inside the device, 32 MiB", ours, "GB/s", limit, ours / limit, DEVICE_TARGET, at_most=False)
+
+
+def _sums_row(device: torch.device) -> Row:
+    """The checksums of eight chunks of 32 MiB, which are read once, and a sixteenth of them written and read again."""
+    chunks = torch.ones((8, 32 << 20), dtype=torch.uint8, device=device)
+    beside = torch.ones_like(chunks)
+    sums = ChunkSums(device, chunks.shape[1], len(chunks))
+    ours_s, limit_s = _on_device_s(lambda: sums.of(chunks)), _on_device_s(lambda: beside.copy_(chunks))
+    ours, limit = chunks.numel() / ours_s / 1e9, 2 * chunks.numel() / limit_s / 1e9
+    return Row("checksums, 8 × 32 MiB", ours, "GB/s", limit, ours / limit, SUMS_TARGET, at_most=False)
 
 
 def _on_device_s(run: Callable[[], object]) -> float:

@@ -1,7 +1,7 @@
 """Gather and scatter between an engine's blocks and the host pool, against memmove of the same bytes.
 
     python benchmarks/copy.py [--json]
-    python benchmarks/copy.py --device cuda [--json]      # on a GPU: see benchmarks/_copy_cuda.py
+    python benchmarks/copy.py --device cuda [--path DIRECTORY] [--json]      # on a GPU: see benchmarks/_copy_cuda.py
 
 Each row moves the blocks of four chunks of 32 MiB, one chunk at a time and in a random order of blocks, and is paired
 with a memmove of 32 MiB for each chunk, between buffers as large that were touched before. memmove has one thread,
@@ -16,7 +16,9 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
 import ctypes
 import random
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from kv_core.extent import HostExtent
@@ -36,11 +38,12 @@ POOL_CHUNKS = 4
 def main() -> int:
     made = parser(__doc__ or "")
     made.add_argument("--device", default="cpu", help="cpu, or cuda where there is a GPU")
+    made.add_argument("--path", default=tempfile.gettempdir(), help="where to measure files on a GPU; needs a GiB")
     arguments = made.parse_args()
     if arguments.device != "cpu":
         from benchmarks._copy_cuda import cuda_rows
 
-        return report(list(cuda_rows(torch.device(arguments.device))), arguments.json)
+        return report(list(cuda_rows(torch.device(arguments.device), Path(arguments.path))), arguments.json)
     rows = [row for case in _cases() for row in _measure(*case)]
     return report(rows, arguments.json)
 

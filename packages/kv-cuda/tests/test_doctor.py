@@ -1,12 +1,14 @@
 """What `kv doctor` says of GPUs, here and elsewhere."""
 
 import resource
-from pathlib import Path
 
 import pytest
 import torch
 from kv_core.doctor import Asked
 from kv_cuda import doctor
+from kv_cuda.cufile import NoCuFile
+from kv_cuda.files import HostFiles
+from kv_cuda.roads import FileRoads
 
 
 def test_without_a_driver_the_cpu_is_all_right() -> None:
@@ -35,13 +37,18 @@ def test_a_low_limit_on_locked_memory_says_how_to_raise_it(limit: int, state: st
     assert state == "ok" or "ulimit -l unlimited" in finding.advice
 
 
-def test_gpudirect_storage_needs_the_module_and_the_library(tmp_path: Path) -> None:
-    assert "neither" in doctor.gpudirect_storage(tmp_path, None).found
-    assert "without the nvidia-fs module" in doctor.gpudirect_storage(tmp_path, "26.10").found
-    (tmp_path / "driver/nvidia-fs").mkdir(parents=True)
-    (tmp_path / "driver/nvidia-fs/version").write_text("version: 2.20")
-    assert doctor.gpudirect_storage(tmp_path, None).advice == "pip install kvikio-cu13"
-    assert doctor.gpudirect_storage(tmp_path, "26.10").found == "kvikio 26.10 and the nvidia-fs module"
+def test_gpudirect_storage_says_what_is_missing_and_which_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = doctor.gpudirect_storage(NoCuFile("neither is here", "install both"), FileRoads())
+    assert (finding.state, finding.advice) == ("ok", "install both")
+    assert finding.found == "neither is here: files are staged through host memory"
+    assert doctor.gpudirect_storage(NoCuFile("no devices", "", has_module=True), FileRoads()).state == "note"
+    monkeypatch.setattr(doctor, "kvikio_version", lambda: "26.10")
+    files = HostFiles()
+    assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileRoads()).advice
+    finding = doctor.gpudirect_storage(files, FileRoads({"/nvme": {"load": "direct", "store": "staged"}}))
+    assert finding.state == "ok"
+    assert finding.found == "kvikio 26.10 and the nvidia-fs module; /nvme: load direct, store staged"
+    files.close()
 
 
 @pytest.mark.gpu

@@ -19,11 +19,25 @@ from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, make_copier
+from kv_cuda.cufile import NoCuFile
+from kv_cuda.files import HostFiles
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.layout import split_parts
 from kv_cuda.measure import Sizes, measure_roads, roads_from
+from kv_cuda.measure_files import file_roads_from, measure_files
 from kv_cuda.pinned import PinnedMapping, give_back_mapping, share_mapping
-from kv_cuda.roads import Road, Roads, fastest, read_roads, roads_file, write_roads
+from kv_cuda.roads import (
+    FileRoads,
+    Road,
+    Roads,
+    fastest,
+    file_roads_file,
+    read_file_roads,
+    read_roads,
+    roads_file,
+    write_file_roads,
+    write_roads,
+)
 from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
 
 CACHE = small_caches()["NHD, K‖V"]
@@ -378,6 +392,52 @@ def test_measuring_finds_every_road_in_both_directions() -> None:
         (one for one in measured if one.run_nbytes == 1024 and one.direction == "load"), key=lambda one: one.gbps
     )
     assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.road
+
+
+def test_measuring_files_finds_both_roads_and_which_is_faster(tmp_path: Path) -> None:
+    sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=3, block_tokens=(4,))
+    cpu, files = torch.device("cpu"), HostFiles()
+    measured = list(measure_files(cpu, tmp_path, files, sizes))
+    assert {(one.direction, one.road) for one in measured} == {
+        (direction, road) for direction in ("load", "store") for road in ("direct", "staged")
+    }
+    assert all(one.gbps > 0 and one.limit_gbps > 0 and one.directory == str(tmp_path) for one in measured)
+    assert not list(tmp_path.iterdir()), "what was written is removed"
+    roads = file_roads_from(measured)
+    for direction in ("load", "store"):
+        best = max((one for one in measured if one.direction == direction), key=lambda one: one.gbps)
+        assert roads.takes_direct(direction, str(tmp_path / "kv-0" / "slab-0000")) == (best.road == "direct")
+    alone = list(measure_files(cpu, tmp_path, NoCuFile("none here", ""), sizes))
+    assert {one.road for one in alone} == {"staged"}
+    assert file_roads_from(alone) == FileRoads(), "there is nothing to choose"
+    with pytest.raises(ConfigError, match="cannot be measured: No such file"):
+        list(measure_files(cpu, tmp_path / "none", NoCuFile("", ""), sizes))
+
+
+def test_which_road_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = file_roads_file("NVIDIA H200")
+    assert path == tmp_path / "kv-cuda" / "file-roads-nvidia-h200.json"
+    assert read_file_roads(path) == FileRoads()
+    roads = FileRoads({"/nvme": {"load": "direct", "store": "staged"}})
+    write_file_roads(path, roads)
+    assert read_file_roads(path) == roads
+
+
+@pytest.mark.parametrize(
+    "directories",
+    [
+        "[]",
+        '{"nvme": {"load": "direct", "store": "direct"}}',
+        '{"/": {"load": "tunnel", "store": "direct"}}',
+        '{"/": 5}',
+    ],
+)
+def test_a_file_that_says_no_roads_of_files_is_refused(tmp_path: Path, directories: str) -> None:
+    path = tmp_path / "file-roads.json"
+    path.write_text(f'{{"version": 1, "directories": {directories}}}')
+    with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
+        read_file_roads(path)
 
 
 def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,9 @@
 
 import importlib.util
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from kv_core.connect.device import DeviceCopier
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_Table = TypeVar("_Table")
+
 
 class Copier(DeviceCopier, Protocol):
     """A copier that can also let a pool go."""
@@ -36,7 +39,14 @@ class LayerwiseCopier(Copier, Protocol):
         """As `load`: the events of the first layer, the second and so on."""
 
 
-def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> LayerwiseCopier:
+class RingCopier(LayerwiseCopier, Protocol):
+    """A copier whose pool may be memory of the device itself."""
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make `memory` known, uint8 in one axis on the device of the engine's. The copier keeps it alive."""
+
+
+def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> RingCopier:
     """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies; around it, where
     the format is quantised, what does that.
 
@@ -57,14 +67,19 @@ def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: C
         if importlib.util.find_spec("triton") is not None:
             from kv_cuda.gpu import GpuCopier
 
-            return GpuCopier(layout, tensors, chunk_format, roads=_measured(device))
+            return GpuCopier(layout, tensors, chunk_format, roads=measured(device, roads_file, read_roads, Roads()))
         _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")
     return CpuCopier(layout, tensors, chunk_format)
 
 
-def _measured(device: torch.device) -> Roads:
+def measured(
+    device: torch.device, where: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
+) -> _Table:
+    """What `kv bench copy` has found on such a device, if it has and that can be read."""
+    if device.type != "cuda":
+        return built_in
     try:
-        return read_roads(roads_file(torch.cuda.get_device_name(device)))
+        return read(where(torch.cuda.get_device_name(device)))
     except ConfigError as error:
         _log.warning("%s; the built-in table is used", error)
-        return Roads()
+        return built_in

@@ -125,8 +125,9 @@ class CpuCopier:
         row = described.heads * described.head_dim
         shape = (described.layers, described.chunk_tokens, described.heads, described.head_dim)
         stride = (described.chunk_tokens * row, row, described.head_dim, 1)
+        pool = self._pools[work.extent.pool]
         offset = (work.extent.offset + described.layer_offset(part, 0)) // described.itemsize
-        return self._pools[work.extent.pool].as_strided(shape, stride, offset)
+        return pool.as_strided(shape, stride, pool.storage_offset() + offset)
 
     @staticmethod
     def _copy(chunk: torch.Tensor, engine: list[torch.Tensor], *, to_engine: bool) -> None:

@@ -4,14 +4,16 @@ import ctypes.util
 import importlib.util
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import torch
 from kv_core.doctor import Asked, Finding, version_of
 
+from kv_cuda.choose import measured
+from kv_cuda.cufile import NoCuFile, find_cufile, kvikio_version
+from kv_cuda.files import Files
 from kv_cuda.numa import node_of
-from kv_cuda.roads import roads_file
+from kv_cuda.roads import FileRoads, file_roads_file, read_file_roads, roads_file
 
 _COPIED_NBYTES: Final = 256 << 20
 _LOCKED_ENOUGH: Final = 1 << 30
@@ -27,7 +29,8 @@ def check(asked: Asked) -> Iterator[Finding]:
         yield from _device(number, asked)
     yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield from _copies()
-    yield gpudirect_storage(Path("/proc"), version_of("kvikio-cu13") or version_of("kvikio-cu12"))
+    first = torch.device("cuda", 0)
+    yield gpudirect_storage(find_cufile(first), measured(first, file_roads_file, read_file_roads, FileRoads()))
 
 
 def _no_gpu() -> Finding:
@@ -101,17 +104,14 @@ def _copies() -> Iterator[Finding]:
         yield Finding("ok", "cuda-bindings", bindings)
 
 
-def gpudirect_storage(proc: Path, kvikio: str | None) -> Finding:
-    """Whether files can be read into the GPU without passing through host memory. proc: what /proc is."""
-    has_module = (proc / "driver/nvidia-fs/version").exists()
-    if has_module and kvikio:
-        return Finding("ok", "GPUDirect Storage", f"kvikio {kvikio} and the nvidia-fs module")
-    if has_module:
-        return Finding(
-            "note", "GPUDirect Storage", "the nvidia-fs module is here, kvikio is not", "pip install kvikio-cu13"
-        )
-    what = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
-    advice = (
-        "nothing: files are staged through the pinned pool. For the direct road: the nvidia-gds package, and kvikio"
-    )
-    return Finding("ok", "GPUDirect Storage", what, advice)
+def gpudirect_storage(cufile: Files | NoCuFile, roads: FileRoads) -> Finding:
+    """Whether files can be read into the GPU without passing through host memory, and where that is the faster way."""
+    what = "GPUDirect Storage"
+    if isinstance(cufile, NoCuFile):
+        found = f"{cufile.why}: files are staged through host memory"
+        return Finding("note" if cufile.has_module else "ok", what, found, cufile.advice)
+    if not roads.measured:
+        found = f"kvikio {kvikio_version()} and the nvidia-fs module: files are read straight into the GPU"
+        return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
+    ways = [f"{path}: load {ways['load']}, store {ways['store']}" for path, ways in sorted(roads.measured.items())]
+    return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(ways)}")

@@ -93,7 +93,7 @@ def measure_layout(
             ("store", lambda plan, copier=copier: copier.store(plan).wait(), pool, beside),  # type: ignore[misc]
         ]
         for direction, move, to, origin in moves:
-            ours, limit = _paired_s(
+            ours, limit = paired_s(
                 lambda move=move: move(plan),  # type: ignore[misc]
                 lambda to=to, origin=origin: _copy(to, origin),  # type: ignore[misc]
             )
@@ -140,7 +140,7 @@ def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
+def paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
     """Medians of two things timed in turn."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_number in range(_ROUNDS + 2):

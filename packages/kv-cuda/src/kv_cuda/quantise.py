@@ -24,7 +24,7 @@ from kv_core.transfer import Copy, TransferPlan
 from kv_cuda.codes import LARGEST_SCALE, Codes
 from kv_cuda.layout import PagedLayout
 from kv_cuda.plan import check_and_cut
-from kv_cuda.pools import Pool, host_pool
+from kv_cuda.pools import Pool, device_pool, host_pool
 from kv_cuda.streams import DoneEvent, Event, make_queue
 
 _STAGED_CHUNKS = 2
@@ -65,6 +65,14 @@ class QuantisingCopier:
             InputError: the view is read-only or empty.
         """
         self._pools[pool] = host_pool(pool, view, self._device, self._format.nbytes)
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+
+        Raises:
+            InputError: it is no such memory.
+        """
+        self._pools[pool] = device_pool(pool, memory, self._device)
 
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed. Waits for the copies that use it."""

@@ -7,19 +7,25 @@
 The table says for each direction from which length of run (neighbouring bytes on both sides) which road is the fastest.
 What is built in is a starting point taken from the shape of the problem; `kv bench copy` measures it on the device and
 writes a file, which is read from then on.
+
+Between files and the device there are two roads more (`kv_cuda.direct`), and which is faster depends on what the files
+are on: `kv bench copy --file DIRECTORY` measures that, and another file says it of each directory.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from kv_core.errors import ConfigError
 
 Direction = Literal["load", "store"]
 Road = Literal["direct", "staged", "driver"]
+FileRoad = Literal["direct", "staged"]
+
+_Table = TypeVar("_Table")
 
 _VERSION: Final = 1
 _MAX_FILE_NBYTES: Final = 1 << 16
@@ -41,11 +47,34 @@ class Roads:
         return "direct" if road == "staged" and not may_stage else road
 
 
+@dataclass(frozen=True, slots=True)
+class FileRoads:
+    """The faster road by direction for each directory that was measured, by its absolute path."""
+
+    measured: Mapping[str, Mapping[Direction, FileRoad]] = field(default_factory=dict)
+
+    def takes_direct(self, direction: Direction, path: str) -> bool:
+        """As the nearest directory above was measured; direct where none was."""
+        for above in Path(path).parents:
+            if (roads := self.measured.get(str(above))) is not None:
+                return roads[direction] == "direct"
+        return True
+
+
 def roads_file(device_name: str) -> Path:
     """Where the measured table of such a device is kept."""
+    return _kept("roads", device_name)
+
+
+def file_roads_file(device_name: str) -> Path:
+    """Where it is kept which road is faster between files and such a device."""
+    return _kept("file-roads", device_name)
+
+
+def _kept(what: str, device_name: str) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     plain = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
-    return home / "kv-cuda" / f"roads-{plain or 'device'}.json"
+    return home / "kv-cuda" / f"{what}-{plain or 'device'}.json"
 
 
 def read_roads(path: Path) -> Roads:
@@ -54,10 +83,33 @@ def read_roads(path: Path) -> Roads:
     Raises:
         ConfigError: the file is none that `write_roads` writes.
     """
+    return _read(path, lambda told: Roads(load=_table(told["load"]), store=_table(told["store"])), Roads())
+
+
+def read_file_roads(path: Path) -> FileRoads:
+    """What was measured; nothing where nothing was.
+
+    Raises:
+        ConfigError: the file is none that `write_file_roads` writes.
+    """
+    return _read(path, lambda told: FileRoads(_directories(told["directories"])), FileRoads())
+
+
+def write_roads(path: Path, roads: Roads) -> None:
+    """Put the table in its place at once, private to the user."""
+    _write(path, {"load": roads.load, "store": roads.store})
+
+
+def write_file_roads(path: Path, roads: FileRoads) -> None:
+    """As `write_roads`."""
+    _write(path, {"directories": roads.measured})
+
+
+def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table:
     try:
         text = path.read_bytes()[:_MAX_FILE_NBYTES]
     except FileNotFoundError:
-        return Roads()
+        return nothing
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; remove it, or measure anew: kv bench copy"
@@ -66,15 +118,14 @@ def read_roads(path: Path) -> Roads:
         told: Any = json.loads(text)
         if told["version"] != _VERSION:
             raise ValueError("another version")
-        return Roads(load=_table(told["load"]), store=_table(told["store"]))
-    except (ValueError, KeyError, TypeError) as error:
+        return parse(told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no table of roads ({error}); remove it, or measure anew: kv bench copy") from None
 
 
-def write_roads(path: Path, roads: Roads) -> None:
-    """Put the table in its place at once, private to the user."""
+def _write(path: Path, table: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"version": _VERSION, "load": roads.load, "store": roads.store}, indent=1)
+    text = json.dumps({"version": _VERSION, **table}, indent=1)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -90,6 +141,15 @@ def fastest(rates: Mapping[int, Mapping[Road, float]]) -> tuple[tuple[int, Road]
         if not table or table[-1][1] != best:
             table.append((run_nbytes if table else 0, best))
     return tuple(table)
+
+
+def _directories(told: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileRoad]]:
+    directories: dict[str, dict[Direction, FileRoad]] = {}
+    for path, roads in told.items():
+        directories[path] = {direction: roads[direction] for direction in get_args(Direction)}
+        if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileRoad)):
+            raise ValueError(f"{path}: {roads}")
+    return directories
 
 
 def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, Road], ...]:

@@ -361,7 +361,7 @@ class DiskTier:
 
     def _extent(self, slot: int, checksum: bytes | None) -> FileExtent:
         file, offset = self._place(slot)
-        return FileExtent(str(file.path), offset + PAGE_NBYTES, self._context.chunk_nbytes, checksum)
+        return FileExtent(str(file.path.absolute()), offset + PAGE_NBYTES, self._context.chunk_nbytes, checksum)
 
     # A chunk's way in.
 

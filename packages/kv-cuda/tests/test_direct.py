@@ -1,0 +1,553 @@
+"""Chunks between files and blocks by two roads: the same bytes, and what the direct one does wrong ends in the other.
+
+The direct road is tested with real files and real reads past the cache: cuFile's part is taken by the host's own files,
+whose memory is the "device's" here, and which fail as they are told to.
+"""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kv_core.checksum import checksum_of
+from kv_core.errors import CopyFailed, InputError
+from kv_core.extent import FileExtent, HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.outcome import Absent, Damaged, Loaded
+from kv_core.transfer import TransferPlan, plan_transfer
+from kv_cuda import make_copier
+from kv_cuda.cufile import CuFiles, NoCuFile, find_cufile, what_is_missing
+from kv_cuda.direct import Carried, DirectCopier, make_direct_copier
+from kv_cuda.files import Files, HostFiles, OpenFile, Transfer
+from kv_cuda.gpu import GpuCopier
+from kv_cuda.roads import FileRoads
+from kv_cuda.testing import BLOCKS, TOKENS, small_caches
+
+CACHE = small_caches()["NHD, K‖V"]
+CHUNK = 2 * TOKENS
+FORMAT = CACHE.layout.canonical_format(CHUNK)
+SLOT = 4096 * (1 + -(-FORMAT.nbytes // 4096))
+"""As the disk tier has them: a page, then the chunk's."""
+CPU = torch.device("cpu")
+TABLE = [5, 0, 3, 6, 1, 2]
+"""Three chunks."""
+MISSING = NoCuFile("no GPU in a test", "")
+
+
+class Broken:
+    """The host's files, until they are told to fail."""
+
+    def __init__(self) -> None:
+        self.real = HostFiles()
+        self.reads = self.writes = 0
+        self.registered: list[int] = []
+        self.on_open: Callable[[], None] = lambda: None
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_end: Callable[[int, torch.Tensor], int] = lambda moved, memory: moved
+
+    def open(self, path: str, *, writable: bool) -> OpenFile:
+        self.on_open()
+        return _BrokenFile(self, self.real.open(path, writable=writable))
+
+    def register(self, memory: torch.Tensor) -> None:
+        self.registered.append(memory.data_ptr())
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self.registered.remove(memory.data_ptr())
+
+    def close(self) -> None:
+        self.real.close()
+
+
+class _BrokenFile:
+    def __init__(self, files: Broken, real: OpenFile) -> None:
+        self.files, self.real = files, real
+
+    def read(self, memory: torch.Tensor, offset: int) -> Transfer:
+        self.files.reads += 1
+        self.files.on_begin()
+        return _BrokenTransfer(self.files, self.real.read(memory, offset), memory)
+
+    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
+        self.files.writes += 1
+        self.files.on_begin()
+        return _BrokenTransfer(self.files, self.real.write(memory, offset), memory)
+
+    def close(self) -> None:
+        self.real.close()
+
+
+class _BrokenTransfer:
+    def __init__(self, files: Broken, real: Transfer, memory: torch.Tensor) -> None:
+        self.files, self.real, self.memory = files, real, memory
+
+    def wait(self) -> int:
+        return self.files.on_end(self.real.wait(), self.memory)
+
+
+def eio() -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def spoil(moved: int, memory: torch.Tensor) -> int:
+    memory[17] ^= 1
+    return moved
+
+
+def filled(seed: int = 1) -> list[torch.Tensor]:
+    tensors = CACHE.make()
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return tensors
+
+
+class Slab:
+    """A file with room for three chunks, as a tier's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(bytes(3 * SLOT))
+
+    def room(self, chunks: int = 3) -> list[FileExtent]:
+        return [FileExtent(str(self.path), at * SLOT + 4096, FORMAT.nbytes, None) for at in range(chunks)]
+
+    def written(self, checksums: list[bytes | None]) -> list[FileExtent]:
+        return [replace(extent, checksum=checksum) for extent, checksum in zip(self.room(), checksums, strict=True)]
+
+    def chunk(self, at: int) -> bytes:
+        return self.path.read_bytes()[at * SLOT + 4096 :][: FORMAT.nbytes]
+
+    def flip(self, at: int) -> None:
+        data = bytearray(self.path.read_bytes())
+        data[at * SLOT + 4096 + 33] ^= 8
+        self.path.write_bytes(data)
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Slab:
+    return Slab(tmp_path / "slab-0000")
+
+
+@pytest.fixture
+def files() -> Broken:
+    return Broken()
+
+
+class Hands:
+    """Copiers by the name of their road, closed in the end."""
+
+    def __init__(self) -> None:
+        self.made: list[DirectCopier] = []
+
+    def __call__(self, tensors: list[torch.Tensor], cufile: Files | NoCuFile, **settings: FileRoads) -> DirectCopier:
+        copier = DirectCopier(GpuCopier(CACHE.layout, tensors, FORMAT), FORMAT, CPU, cufile, **settings)
+        self.made.append(copier)
+        return copier
+
+
+@pytest.fixture
+def hands() -> Iterator[Hands]:
+    made = Hands()
+    yield made
+    for copier in made.made:
+        copier.close()
+
+
+def store(copier: DirectCopier, slab: Slab) -> list[bytes | None]:
+    return copier.store(slab.room(), TABLE, block_tokens=TOKENS)
+
+
+def load(copier: DirectCopier, extents: list[FileExtent], last_token: int = 3 * CHUNK) -> Carried:
+    carried = copier.load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=last_token)
+    carried.event.wait()
+    return carried
+
+
+def kept(tensors: list[torch.Tensor], slab: Slab) -> list[FileExtent]:
+    """The chunks of these tensors in the file, written without any of what is tested."""
+    copier = make_copier(CACHE.layout, tensors, FORMAT)
+    pool = bytearray(3 * FORMAT.nbytes)
+    copier.attach("pool", memoryview(pool))
+    extents = [HostExtent("pool", at * FORMAT.nbytes, FORMAT.nbytes) for at in range(3)]
+    plan = plan_transfer(extents, TABLE, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    copier.store(plan).wait()
+    data = bytearray(slab.path.read_bytes())
+    checksums: list[bytes | None] = []
+    for at in range(3):
+        chunk = pool[at * FORMAT.nbytes : (at + 1) * FORMAT.nbytes]
+        data[at * SLOT + 4096 : at * SLOT + 4096 + FORMAT.nbytes] = chunk
+        checksums.append(checksum_of(memoryview(chunk)))
+    slab.path.write_bytes(data)
+    return slab.written(checksums)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor], blocks: list[int]) -> bool:
+    return all(torch.equal(mine[blocks], theirs[blocks]) for mine, theirs in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("writer", ["direct", "staged"])
+@pytest.mark.parametrize("reader", ["direct", "staged"])
+def test_what_one_road_wrote_the_other_reads(slab: Slab, hands: Hands, writer: str, reader: str) -> None:
+    tensors, empty, counted = filled(), CACHE.make(), Broken()
+    expected = kept(tensors, slab)
+    chunks = [slab.chunk(at) for at in range(3)]
+    slab.path.write_bytes(bytes(3 * SLOT))
+    checksums = store(hands(tensors, counted if writer == "direct" else MISSING), slab)
+    assert checksums == [extent.checksum for extent in expected]
+    assert [slab.chunk(at) for at in range(3)] == chunks
+    carried = load(hands(empty, counted if reader == "direct" else MISSING), slab.written(checksums))
+    assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+    assert not any(layer[4].any() for layer in empty), "a block that nobody asked for"
+    assert (counted.writes, counted.reads) == (3 * (writer == "direct"), 3 * (reader == "direct"))
+
+
+def test_more_chunks_than_the_ring_holds_take_turns(
+    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halves of one chunk, so that the first is used again while the last begins."""
+    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
+    tensors, empty = filled(), CACHE.make()
+    checksums = store(hands(tensors, files), slab)
+    assert checksums == [extent.checksum for extent in kept(tensors, slab)]
+    assert load(hands(empty, files), slab.written(checksums)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, hands: Hands, road: str) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = kept(tensors, slab)
+    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    carried = copier.load(
+        extents[1:], TABLE, block_tokens=TOKENS, first_token=CHUNK + TOKENS, last_token=2 * CHUNK + TOKENS
+    )
+    carried.event.wait()
+    assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 2
+    assert same(tensors, empty, [6, 1])
+    assert not any(layer[block].any() for layer in empty for block in (5, 0, 3, 2, 4))
+
+
+def test_what_is_not_there_is_absent_and_its_neighbours_are_loaded(slab: Slab, hands: Hands, files: Broken) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents: list[FileExtent | None] = [*kept(tensors, slab)]
+    extents[1] = None
+    carried = hands(empty, files).load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    assert carried.outcomes == [Loaded(FORMAT.nbytes), Absent(), Loaded(FORMAT.nbytes)]
+    assert same(tensors, empty, [5, 0, 1, 2])
+    assert not any(layer[block].any() for layer in empty for block in (3, 6))
+    room: list[FileExtent | None] = [*slab.room()]
+    room[0] = None
+    written = hands(tensors, files).store(room, TABLE, block_tokens=TOKENS)
+    assert [checksum is None for checksum in written] == [True, False, False]
+
+
+FAILURES = {
+    "cannot be opened": ("on_open", eio),
+    "cannot be begun": ("on_begin", eio),
+    "fails": ("on_end", lambda moved, memory: eio()),
+    "is short": ("on_end", lambda moved, memory: FORMAT.nbytes - 1),
+    "moves nothing": ("on_end", lambda moved, memory: 0),
+    "brings wrong bytes": ("on_end", spoil),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_read_that_goes_wrong_is_staged_and_said_once(
+    slab: Slab, hands: Hands, files: Broken, caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = kept(tensors, slab)
+    copier = hands(empty, files)
+    assert copier.has_direct_road
+    name, does = FAILURES[failure]
+    setattr(files, name, does)
+    with caplog.at_level(logging.WARNING, "kv_cuda.direct"):
+        for _ in range(3):
+            for tensor in empty:
+                tensor.zero_()
+            assert load(copier, extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
+            assert same(tensors, empty, TABLE)
+    assert len(caplog.records) == 1
+    assert "files are staged through host memory from now on" in caplog.text
+    assert files.reads <= 3
+    assert not files.registered, "memory that is not used is not kept"
+    assert not copier.has_direct_road
+
+
+@pytest.mark.parametrize("failure", [name for name in FAILURES if name != "brings wrong bytes"])
+def test_a_write_that_goes_wrong_is_staged(slab: Slab, hands: Hands, files: Broken, failure: str) -> None:
+    tensors = filled()
+    expected = kept(tensors, slab)
+    chunks = [slab.chunk(at) for at in range(3)]
+    slab.path.write_bytes(bytes(3 * SLOT))
+    copier = hands(tensors, files)
+    setattr(files, *FAILURES[failure])
+    for _ in range(2):
+        assert store(copier, slab) == [extent.checksum for extent in expected]
+        assert [slab.chunk(at) for at in range(3)] == chunks
+    assert not copier.has_direct_road
+
+
+def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, hands: Hands, files: Broken) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = kept(tensors, slab)
+    moved: list[int] = []
+
+    def second_fails(got: int, memory: torch.Tensor) -> int:
+        moved.append(got)
+        return 0 if len(moved) == 2 else got
+
+    files.on_end = second_fails
+    assert load(hands(empty, files), extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(slab: Slab, hands: Hands, road: str) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = kept(tensors, slab)
+    slab.flip(1)
+    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    carried = load(copier, extents)
+    assert [type(outcome) for outcome in carried.outcomes] == [Loaded, Damaged, Loaded]
+    assert "the checksum of the bytes at" in str(carried.outcomes[1])
+    assert same(tensors, empty, [5, 0, 1, 2])
+    assert not any(layer[block].any() for layer in empty for block in (3, 6))
+    assert copier.has_direct_road == (road == "direct"), "the road is not to blame for the disk"
+
+
+@pytest.mark.parametrize("road", ["direct", "staged"])
+def test_a_file_that_ends_early_or_is_gone_is_damage(slab: Slab, hands: Hands, road: str) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = kept(tensors, slab)
+    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    os.truncate(slab.path, 2 * SLOT + 4096 + 100)
+    assert [type(outcome) for outcome in load(copier, extents).outcomes] == [Loaded, Loaded, Damaged]
+    slab.path.unlink()
+    carried = load(copier, extents)
+    assert [type(outcome) for outcome in carried.outcomes] == [Damaged] * 3
+    assert "No such file" in str(carried.outcomes[0])
+    assert store(copier, slab) == [None] * 3
+
+
+def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, hands: Hands, files: Broken) -> None:
+    empty = CACHE.make()
+    copier = hands(empty, files)
+    load(copier, kept(filled(1), slab))
+    slab.path.unlink()
+    slab.path.write_bytes(bytes(3 * SLOT))
+    later = filled(2)
+    assert load(copier, kept(later, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(later, empty, TABLE)
+    assert copier.has_direct_road
+
+
+def test_a_link_is_not_followed(slab: Slab, hands: Hands) -> None:
+    extents = kept(filled(), slab)
+    slab.path.rename(slab.path.with_name("other"))
+    slab.path.symlink_to("other")
+    carried = load(hands(CACHE.make(), MISSING), extents)
+    assert [type(outcome) for outcome in carried.outcomes] == [Damaged] * 3
+
+
+def test_what_is_not_aligned_is_staged_and_the_road_stays(slab: Slab, hands: Hands, files: Broken) -> None:
+    tensors, empty = filled(), CACHE.make()
+    extents = [replace(extent, offset=extent.offset - 24) for extent in kept(tensors, slab)]
+    slab.path.write_bytes(slab.path.read_bytes()[24:] + bytes(24))
+    copier = hands(empty, files)
+    assert load(copier, extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+    assert files.reads == 0
+    assert copier.has_direct_road
+
+
+def test_the_road_that_was_measured_to_be_faster_is_taken(slab: Slab, hands: Hands) -> None:
+    tensors = filled()
+    extents = kept(tensors, slab)
+    above = str(slab.path.parent)
+    for roads, reads, writes in (
+        ({}, 3, 3),
+        ({above: {"load": "staged", "store": "direct"}}, 0, 3),
+        ({"/": {"load": "direct", "store": "staged"}}, 3, 0),
+        ({"/": {"load": "staged", "store": "staged"}, above: {"load": "direct", "store": "staged"}}, 3, 0),
+    ):
+        counted = Broken()
+        copier = hands(tensors, counted, roads=FileRoads(roads))
+        load(copier, extents)
+        store(copier, slab)
+        assert (counted.reads, counted.writes) == (reads, writes)
+
+
+def test_memory_that_cannot_be_registered_leaves_the_staged_road(
+    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "register", lambda memory: eio())
+    tensors, empty = filled(), CACHE.make()
+    copier = hands(empty, files)
+    assert not copier.has_direct_road
+    assert "Input/output error" in caplog.text
+    assert load(copier, kept(tensors, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+
+
+def test_a_device_that_fails_leaves_no_transfer_behind(slab: Slab, hands: Hands, files: Broken) -> None:
+    """When the call ends its files are given back, and are somebody else's."""
+    extents = kept(filled(), slab)
+    ended: list[int] = []
+
+    def note(moved: int, memory: torch.Tensor) -> int:
+        ended.append(moved)
+        return moved
+
+    class Failing(GpuCopier):
+        def load(self, plan: TransferPlan) -> None:
+            raise CopyFailed("the device failed")
+
+    files.on_end = note
+    copier = DirectCopier(Failing(CACHE.layout, CACHE.make(), FORMAT), FORMAT, CPU, files)
+    hands.made.append(copier)
+    with pytest.raises(CopyFailed):
+        load(copier, extents)
+    assert len(ended) == files.reads == 3
+
+
+def test_what_does_not_go_together_is_refused(slab: Slab, hands: Hands) -> None:
+    extents = kept(filled(), slab)
+    copier = hands(CACHE.make(), MISSING)
+    with pytest.raises(InputError, match="3 files for tokens 0 to 8, in 1 chunks"):
+        load(copier, extents, CHUNK)
+    with pytest.raises(InputError, match=r"an extent of 5 bytes for chunks of"):
+        load(copier, [replace(extents[0], nbytes=5)], CHUNK)
+    with pytest.raises(InputError, match="room for a chunk, and has none"):
+        load(copier, [replace(extents[0], checksum=None)], CHUNK)
+    with pytest.raises(InputError, match="do not reach token"):
+        copier.load(extents, TABLE[:3], block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    with pytest.raises(InputError, match="slots"):
+        copier.load(extents[:1], [BLOCKS, 0], block_tokens=TOKENS, first_token=0, last_token=CHUNK)
+    assert copier.load([], TABLE, block_tokens=TOKENS, first_token=3, last_token=3).outcomes == []
+
+
+@pytest.mark.parametrize("kind", ["canonical", "blocks", "int8"])
+def test_every_format_goes_by_files(tmp_path: Path, kind: str) -> None:
+    """A quantised chunk is checked as it is kept, before it is made exact."""
+    layout, tensors, empty = CACHE.layout, filled(), CACHE.make()
+    described: ChunkFormat = {
+        "canonical": lambda: FORMAT,
+        "blocks": lambda: layout.blocks_format(CHUNK, "test"),
+        "int8": lambda: layout.quantised_format("int8", CHUNK),
+    }[kind]()
+    path = tmp_path / "slab-0000"
+    path.write_bytes(bytes(8192))
+    writer, reader = (
+        DirectCopier(make_copier(layout, blocks, described), described, CPU, Broken()) for blocks in (tensors, empty)
+    )
+    (checksum,) = writer.store([FileExtent(str(path), 4096, described.nbytes, None)], TABLE[:2], block_tokens=TOKENS)
+    extent = FileExtent(str(path), 4096, described.nbytes, checksum)
+    carried = reader.load([extent], TABLE[:2], block_tokens=TOKENS, first_token=0, last_token=CHUNK)
+    carried.event.wait()
+    assert carried.outcomes == [Loaded(described.nbytes)]
+    for mine, theirs in zip(tensors, empty, strict=True):
+        tolerance = 0.02 if kind == "int8" else 0.0
+        assert torch.allclose(mine[TABLE[:2]], theirs[TABLE[:2]], rtol=0, atol=tolerance * float(mine.abs().max()))
+    writer.close()
+    reader.close()
+
+
+def test_on_a_cpu_files_are_staged(slab: Slab, hands: Hands) -> None:
+    tensors = filled()
+    copier = make_direct_copier(CACHE.layout, tensors, FORMAT)
+    hands.made.append(copier)
+    assert not copier.has_direct_road
+    assert store(copier, slab) == [extent.checksum for extent in kept(tensors, slab)]
+
+
+# Whether cuFile is here.
+
+
+def test_cufile_is_looked_for_without_touching_it(tmp_path: Path) -> None:
+    proc, dev = tmp_path / "proc", tmp_path / "dev"
+    dev.mkdir()
+
+    def missing(kvikio: str | None) -> NoCuFile | None:
+        return what_is_missing(kvikio, proc=proc, dev=dev)
+
+    assert "neither" in str(missing(None))
+    assert "without the nvidia-fs module" in str(missing("26.10"))
+    (proc / "driver/nvidia-fs").mkdir(parents=True)
+    (proc / "driver/nvidia-fs/version").write_text("version: 2.20")
+    assert "its devices are not here" in str(missing("26.10"))
+    (dev / "nvidia-fs0").touch()
+    told = missing(None)
+    assert told is not None and told.advice == "pip install 'kv-cuda[gds]'"
+    assert missing("26.10") is None
+    assert isinstance(find_cufile(CPU, proc=proc, dev=dev), NoCuFile)
+
+
+KVIKIO = """
+import sys
+import kvikio
+import numpy
+from kv_cuda.cufile import CuFiles
+
+class Memory(numpy.ndarray):
+    def numel(self):
+        return self.size
+
+memory = numpy.zeros(4096, numpy.uint8).view(Memory)
+for move in ("read", "write"):
+    file = CuFiles(kvikio).open(sys.argv[1], writable=move == "write")
+    try:
+        print("moved", getattr(file, move)(memory, 0).wait())
+    except OSError as error:
+        print("failed", error)
+    file.close()
+try:
+    CuFiles(kvikio).open(sys.argv[1] + " that is not there", writable=False)
+except OSError as error:
+    print("failed", error)
+"""
+
+
+def test_the_real_library_fails_in_ways_that_we_expect(tmp_path: Path) -> None:
+    """Without a driver it says so at the read. In a process of its own, with a limit: it has been seen to spin."""
+    pytest.importorskip("kvikio", reason="kvikio is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    done = subprocess.run(
+        [sys.executable, "-c", KVIKIO, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = done.stdout.splitlines()
+    assert all(line.startswith("failed") and "cuFile could not" in line for line in said), done.stderr
+    assert len(said) == 3
+    assert all("libcuda" in line for line in said[:2])
+    assert "No such file" in said[2]
+
+
+@pytest.mark.gpu
+def test_the_gpu_reads_and_writes_files(tmp_path: Path) -> None:
+    """By cuFile where it is here, else staged; either way what the CPU wrote."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab = Slab(tmp_path / "slab-0000")
+    tensors = filled()
+    expected = kept(tensors, slab)
+    there, empty = [tensor.to(device) for tensor in tensors], CACHE.make("cuda")
+    writer, reader = (make_direct_copier(CACHE.layout, blocks, FORMAT) for blocks in (there, empty))
+    found = find_cufile(device)
+    assert writer.has_direct_road == (not isinstance(found, NoCuFile))
+    assert store(writer, slab) == [extent.checksum for extent in expected]
+    assert load(reader, expected).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, [layer.cpu() for layer in empty], TABLE)
+    assert reader.has_direct_road == (not isinstance(found, NoCuFile))
+    assert isinstance(found, CuFiles | NoCuFile)
+    writer.close()
+    reader.close()

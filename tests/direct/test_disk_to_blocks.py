@@ -1,0 +1,160 @@
+"""From an engine's blocks to the disk tier's files and back, by the road that leaves the host pool out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
+from kv_core.testing import key_chain
+from kv_cuda.cufile import NoCuFile
+from kv_cuda.direct import DirectCopier
+from kv_cuda.files import HostFiles
+from kv_cuda.gpu import GpuCopier
+from kv_cuda.testing import TOKENS, small_caches
+from kv_tiers import codec
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.tier import Read, TierContext, Write
+from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+
+CACHE = small_caches()["NHD, K‖V"]
+CHUNK = 2 * TOKENS
+FORMAT = CACHE.layout.canonical_format(CHUNK)
+CONTEXT = TierContext(FORMAT.nbytes, -(-FORMAT.nbytes // 4096) * 4096, FORMAT.fingerprint)
+FORM = codec.format_id(FORMAT.fingerprint)
+CPU = torch.device("cpu")
+KEYS = key_chain(3)
+TABLE = [5, 0, 3, 6, 1, 2]
+
+
+@dataclass
+class Bench:
+    """A tier, an engine's blocks, and what carries bytes between them. road: by which."""
+
+    root: Path
+    road: str
+
+    def __post_init__(self) -> None:
+        self.tier = self.open()
+        self.blocks = CACHE.make()
+        generator = torch.Generator().manual_seed(3)
+        for layer in self.blocks:
+            layer.copy_(torch.randn(layer.shape, generator=generator))
+        self.computed = [layer.clone() for layer in self.blocks]
+        # The test's "device" is the host, so its own files stand where cuFile would.
+        files = HostFiles() if self.road == "direct" else NoCuFile("this test is for the other road", "")
+        self.copier = DirectCopier(GpuCopier(CACHE.layout, self.blocks, FORMAT), FORMAT, CPU, files)
+
+    def open(self) -> DiskTier:
+        config = DiskConfig(path=str(self.root), capacity_bytes=bytes_for(CONTEXT, 4), wait_s=0)
+        return DiskTier(config, CONTEXT, LruPolicy())
+
+    def restart(self) -> None:
+        self.tier.close()
+        self.tier = self.open()
+
+    def store(self, keys: list[ChunkKey]) -> list[object]:
+        room = self.tier.reserve(keys, None)
+        return list(self.tier.commit(room, self.copier.store(room.extents, TABLE, block_tokens=TOKENS)))
+
+    def load(self, keys: list[ChunkKey]) -> list[LoadOutcome]:
+        lease = self.tier.lend(keys)
+        carried = self.copier.load(
+            lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=len(keys) * CHUNK
+        )
+        damaged = [key for key, one in zip(keys, carried.outcomes, strict=True) if isinstance(one, Damaged)]
+        if damaged:
+            self.tier.discard(damaged)
+        self.tier.end(lease)
+        carried.event.wait()
+        return carried.outcomes
+
+    def forget_blocks(self) -> None:
+        for layer in self.blocks:
+            layer.zero_()
+
+    def is_back(self, blocks: list[int]) -> bool:
+        return all(torch.equal(now[blocks], then[blocks]) for now, then in zip(self.blocks, self.computed, strict=True))
+
+    def close(self) -> None:
+        self.copier.close()
+        self.tier.close()
+
+
+@pytest.fixture(params=["direct", "staged"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "kv", request.param)
+    yield made
+    made.close()
+
+
+def by_the_pool(tier: DiskTier, key: ChunkKey) -> tuple[Read, LoadOutcome]:
+    """As a promotion reads, with the lane's check."""
+    read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(CONTEXT.slot_bytes), FORMAT.nbytes)
+    (outcome,) = tier.load([read])
+    if isinstance(outcome, Loaded):
+        outcome = codec.check(read.header, read.chunk, key=key, format_id=FORM) or outcome
+    return read, outcome
+
+
+def test_blocks_come_back_after_a_restart(bench: Bench) -> None:
+    assert bench.store(KEYS) == [Stored()] * 3
+    bench.restart()
+    bench.forget_blocks()
+    assert bench.load(KEYS) == [Loaded(FORMAT.nbytes)] * 3
+    assert bench.is_back(TABLE)
+    assert bench.copier.has_direct_road == (bench.road == "direct")
+
+
+def test_what_went_straight_to_the_disk_comes_up_through_the_pool(bench: Bench) -> None:
+    bench.store(KEYS)
+    assert [by_the_pool(bench.tier, key)[1] for key in KEYS] == [Loaded(FORMAT.nbytes)] * 3
+
+
+def test_what_went_down_through_the_pool_comes_straight_from_the_disk(bench: Bench) -> None:
+    bench.store(KEYS)
+    reads = [by_the_pool(bench.tier, key)[0] for key in KEYS]
+    bench.tier.clear()
+    writes = [
+        Write(key, above, codec.pack_header(key, above, read.chunk, FORM), read.pages, FORMAT.nbytes)
+        for key, above, read in zip(KEYS, [None, *KEYS], reads, strict=False)
+    ]
+    assert bench.tier.store(writes) == [Stored()] * 3
+    bench.forget_blocks()
+    assert bench.load(KEYS) == [Loaded(FORMAT.nbytes)] * 3
+    assert bench.is_back(TABLE)
+
+
+def test_damage_on_the_disk_is_a_miss_from_then_on(bench: Bench) -> None:
+    bench.store(KEYS)
+    (path,) = (bench.root / CONTEXT.namespace).glob("slab-*")
+    lease = bench.tier.lend(KEYS[1:2])
+    (extent,) = lease.extents
+    bench.tier.end(lease)
+    assert extent is not None
+    data = bytearray(path.read_bytes())
+    data[extent.offset + 100] ^= 64
+    path.write_bytes(data)
+    bench.forget_blocks()
+    assert [type(one) for one in bench.load(KEYS)] == [Loaded, Damaged, Loaded]
+    assert bench.is_back([5, 0, 1, 2])
+    assert not any(layer[block].any() for layer in bench.blocks for block in (3, 6))
+    assert bench.tier.holds(KEYS) == [True, False, True]
+    assert [type(one) for one in bench.load(KEYS)] == [Loaded, Absent, Loaded]
+
+
+def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Bench) -> None:
+    bench.store(KEYS)
+    lease = bench.tier.lend(KEYS)
+    others = key_chain(3, branch="other")
+    assert bench.store(others).count(Stored()) == 1, "the fourth slot is all there is"
+    bench.forget_blocks()
+    carried = bench.copier.load(lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    carried.event.wait()
+    assert bench.is_back(TABLE)
+    bench.tier.end(lease)
+    assert bench.store(others[1:]) == [Stored()] * 2
+    assert bench.tier.holds(KEYS).count(True) < 3
