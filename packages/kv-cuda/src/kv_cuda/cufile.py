@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from kv_core.doctor import version_of
 
 from kv_cuda.files import Files, OpenFile, Transfer
+
+_THREADS: Final = 8
+"""Of kvikio, which cuts a transfer into tasks of 4 MiB; each holds one call of cuFile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ def _load() -> Files | NoCuFile:
     if defaults.is_compat_mode_preferred():
         advice = "see that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
         return NoCuFile("kvikio is in compatibility mode", advice, has_module=True)
+    if defaults.get("num_threads") == 1:  # as it comes; whoever set another number meant it
+        defaults.set("num_threads", _THREADS)
     return CuFiles(kvikio)
 
 

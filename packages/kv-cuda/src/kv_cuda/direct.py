@@ -124,6 +124,7 @@ class DirectCopier:
 
         Raises:
             InputError: files, blocks and tokens do not go together. Some of them may have been copied.
+            ConfigError: the system does not let this process lock memory for the staged road.
             CopyFailed: the device failed.
         """
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
@@ -147,7 +148,7 @@ class DirectCopier:
             answer is as a tier's `commit` takes it, and what it makes durable.
 
         Raises:
-            InputError: as for `load`.
+            InputError, ConfigError: as for `load`.
             CopyFailed: the device failed, or will not have these bytes kept. Nothing may be committed.
         """
         size = self._format.chunk_tokens
@@ -186,6 +187,7 @@ class DirectCopier:
 
             sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
             ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)
+            ring.warm_up()
         except (ImportError, InputError, OSError) as error:
             _log.warning("files are staged through host memory: %s", error)
             return None
@@ -280,6 +282,10 @@ class _Ring:
         self._begun: tuple[list[Transfer], list[Transfer]] = ([], [])
         self._free: list[Event] = [DoneEvent(), DoneEvent()]
         self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Have the checksum's kernels made now, which takes a second, and not by the first chunk."""
+        self._sums(self._rows[:1])
 
     def load(self, chunks: Sequence[_Chunk], failed: dict[int, str]) -> list[Event]:
         """The events of what was scattered, in order."""

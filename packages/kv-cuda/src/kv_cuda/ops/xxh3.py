@@ -166,12 +166,13 @@ class ChunkSums:
         if chunks.data_ptr() % 16 or (count > 1 and row_nbytes % 16) or count > len(self._sums):
             raise InputError(f"{count} rows that are {row_nbytes} bytes apart; at most {len(self._sums)}, 16 × n apart")
         first, blocks = chunks.data_ptr(), self._blocks
-        sum_blocks[(-(-blocks // TILE_BLOCKS), count)](
-            first, self._sums, self._keys, row_nbytes, blocks, self._whole_stripes, TILE=TILE_BLOCKS
-        )
-        fold_blocks[(count,)](
-            first, self._sums, self._keys, self._lanes, row_nbytes, self._nbytes, blocks, AHEAD=AHEAD, num_warps=1
-        )
+        with torch.cuda.device_of(chunks):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            sum_blocks[(-(-blocks // TILE_BLOCKS), count)](
+                first, self._sums, self._keys, row_nbytes, blocks, self._whole_stripes, TILE=TILE_BLOCKS
+            )
+            fold_blocks[(count,)](
+                first, self._sums, self._keys, self._lanes, row_nbytes, self._nbytes, blocks, AHEAD=AHEAD, num_warps=1
+            )
         return [_merged(lanes, self._nbytes) for lanes in self._lanes[:count].cpu().numpy().view(np.uint64).tolist()]
 
 
