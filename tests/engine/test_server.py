@@ -16,6 +16,7 @@ from killed import PHASES
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess, launch
+from kv_tiers.testing.wait import until
 
 CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -102,6 +103,11 @@ def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_di
             successor.stop()
 
 
+def is_over(seen: wire.Report, pid: int) -> bool:
+    """The server has given back all that this process held."""
+    return not seen.orphans and pid not in {session.pid for session in seen.sessions}
+
+
 def report_of(server: ServerProcess) -> wire.Report:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
@@ -126,10 +132,7 @@ def test_an_engine_killed_in_any_phase_leaves_nothing_with_the_server(tiny_llama
             assert bool(counts.write_leases) == (phase == "writing"), (phase, counts)
             child.kill()
             child.wait()
-            until = time.monotonic() + 20
-            while (seen := report_of(server)).orphans or child.pid in {session.pid for session in seen.sessions}:
-                assert time.monotonic() < until, seen
-                time.sleep(0.02)
+            until(lambda pid=child.pid: is_over(report_of(server), pid), within_s=20)
             counts = report_of(server).caches[0].counts
             assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, (phase, counts)
             assert counts.slots_used == counts.chunks_resident == held_before, (phase, counts)

@@ -4,7 +4,6 @@ The pool holds four of the six chunks that the prompts make, so something is alw
 """
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_tiers.testing.servers import Proxy, ValkeyServer
+from kv_tiers.testing.wait import until
 from kv_vllm import build
 
 POOL = {"capacity": "2MiB"}
@@ -152,10 +152,7 @@ def test_through_valkey_from_another_engine_and_through_its_faults(
         assert second.assert_at_rest()["tiers"]["valkey"]["health"] == "RESTING"
         # And back again, by itself.
         valkey.start()
-        began = time.monotonic()
-        while second.inside("kv_snapshot")["tiers"]["valkey"]["health"] != "UP":
-            assert time.monotonic() - began < 2.0
-            time.sleep(0.02)
+        until(lambda: second.inside("kv_snapshot")["tiers"]["valkey"]["health"] == "UP", within_s=2.0)
         second.llm.reset_prefix_cache(reset_connector=True)
         second.inside("kv_settle")
         assert second.ask_in_turn(PROMPTS) == reference

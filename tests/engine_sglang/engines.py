@@ -1,7 +1,6 @@
 """Real SGLang engines for tests: started with and without us, asked, emptied, and shut down."""
 
 import mmap
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from kv_sglang.cli import engine_arguments
 from kv_tiers.pool import pool_path
+from kv_tiers.testing.wait import until
 
 PAGE = 16
 NEW_TOKENS = 8
@@ -83,10 +83,7 @@ class Engine:
 
     def flush(self) -> None:
         """Empty the engine's caches on device and host, once it has nothing under way. Storage keeps what it has."""
-        until = time.monotonic() + 30
-        while not self.inner.flush_cache().success:
-            assert time.monotonic() < until, "the engine does not come to rest"
-            time.sleep(0.05)
+        until(lambda: self.inner.flush_cache().success, within_s=30)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from ask_vllm import MARK
 from engines import NEW_TOKENS, PROMPTS, Answer, started
+from kv_tiers.testing.wait import until
 
 PAGE = 128
 """vLLM's block on a CPU."""
@@ -58,10 +58,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
     # No child of ours: SGLang ends all the children of whoever started it.
     command = f"{sys.executable} -m kv_tiers.server --config {config} --socket {socket} >/dev/null 2>&1 & echo $!"
     number = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
-    until = time.monotonic() + 30
-    while not socket.exists():
-        assert time.monotonic() < until, "the server does not come to serve"
-        time.sleep(0.05)
+    until(socket.exists, within_s=30)
     yield {"server": {"socket": str(socket)}, "cold": {"wait_s": 10.0}}
     os.kill(int(number), signal.SIGTERM)
 

@@ -1,7 +1,5 @@
 """The tiers below the pool: what goes down comes up again, whole or not at all, and nobody waits long for it."""
 
-import time
-
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
@@ -13,6 +11,7 @@ from kv_tiers.local import LocalCache
 from kv_tiers.pool import HostPool
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.testing.wait import until
 
 KEYS = key_chain(6)
 
@@ -378,7 +377,7 @@ def test_a_tier_that_is_down_is_a_miss_and_gets_what_it_missed_when_it_is_back(f
     tower.crowd_out()
     assert tower.fetch(KEYS).chunks == 0
     tower.tiers[0].fault = ""
-    time.sleep(0.03)
+    tower.clock.advance(0.1)
     tower.run()
     assert tower.cache.below.states()[0].health is Health.UP
     assert tower.fetch(KEYS, "s").chunks == 2
@@ -404,10 +403,8 @@ def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
     with pytest.raises(BufferError, match="has not come back"):
         tower.cache.close()
     tower.tiers[0].let_go()
-    for _ in range(100):
-        if tower.lanes[0].health()[0] is Health.CLOSED and not tower.lanes[0]._running:
-            break
-        time.sleep(0.01)
+    until(lambda: not tower.lanes[0]._running)
+    assert tower.lanes[0].health()[0] is Health.CLOSED
     tower.cache.close()
 
 

@@ -4,7 +4,6 @@ The dict knows, of every key, which bytes were committed under it last. A load m
 those bytes. While nothing was broken and nothing was lost on the way down, everything committed must be found.
 """
 
-import time
 from collections.abc import Iterable
 
 from hypothesis import settings
@@ -53,11 +52,14 @@ class Hierarchy(RuleBasedStateMachine):
             FaultyTier(
                 DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}"),
                 answers_from_memory=not far[number],
-                delay_s=0.0,
+                sleep=lambda seconds: None,
             )
             for number in range(2)
         ]
-        self.lanes = [Lane(tier, codec.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0) for tier in self.tiers]
+        self.lanes = [
+            Lane(tier, codec.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0, clock=self.clock)
+            for tier in self.tiers
+        ]
         self.cache = LocalCache(
             HostPool.anonymous("host", CHUNK_NBYTES, slots),
             policy=LruPolicy(),
@@ -186,10 +188,8 @@ class Hierarchy(RuleBasedStateMachine):
         self.cache.close()
 
     def settle(self) -> None:
-        idle = 0
-        while idle < 3:
-            time.sleep(0)
-            idle = 0 if any(lane.step() for lane in self.lanes) else idle + 1
+        while any(lane.step() for lane in self.lanes):
+            pass
 
     def everything_is_found(self, chain: list[ChunkKey]) -> None:
         for _ in range(50):

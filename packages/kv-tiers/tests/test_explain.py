@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.testing.wait import until
 
 CHUNK_TOKENS = 4
 
@@ -122,13 +122,9 @@ def test_refused_aborted_forgotten_and_being_written_are_told_apart(kept: Rememb
 
 
 def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_was() -> None:
-    tower = Tower("through")
     bus, history = EventBus(interval_s=0.001), History(1000, 0.0)
     bus.subscribe(history)
-    source = bus.source("c", CHUNK_NBYTES)
-    tower.cache.events = tower.cache._host.events = source
-    for lane in tower.lanes:
-        lane.events = source
+    tower = Tower("through", events=bus.source("c", CHUNK_NBYTES))
     keys = key_chain(2)
     tower.store(keys)
     tower.run()
@@ -240,13 +236,14 @@ class Asked:
 
     def until(self, tokens: list[int], said: Callable[[str], bool], *options: str) -> tuple[int, str]:
         """Asked again until the server's history has been told of what just happened."""
-        deadline = time.monotonic() + 10
-        while True:
-            status, out = self.run(tokens, *options)
-            if said(out):
-                return status, out
-            assert time.monotonic() < deadline, out
-            time.sleep(0.02)
+        answers: list[tuple[int, str]] = []
+
+        def is_told() -> bool:
+            answers.append(self.run(tokens, *options))
+            return said(answers[-1][1])
+
+        until(is_told)
+        return answers[-1]
 
     def close(self) -> None:
         self.remote.close()

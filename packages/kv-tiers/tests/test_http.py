@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -45,6 +44,7 @@ from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from kv_tiers.testing.wait import until
 from schemathesis import GenerationMode
 from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import ignored_auth
@@ -126,13 +126,6 @@ def store_keys(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
     for key, extent in zip(lease.keys, lease.extents, strict=True):
         cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
     cache.commit(lease)
-
-
-def until(reached: Callable[[], bool], seconds: float = 10) -> None:
-    """Ask again and again; each question is a round trip."""
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, "it never came to that"
 
 
 def problem(response: httpx.Response, status: int) -> str:

@@ -1,11 +1,11 @@
 """A lane never blocks who submits, keeps its order, checks what comes back, and rests a tier that fails."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from kv_core.checksum import checksum_of
+from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
@@ -16,6 +16,7 @@ from kv_tiers.pool import HostPool, slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.faults import FaultyTier
 from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read
 from kv_tiers.tiers.dram import DramTier
 
@@ -27,8 +28,10 @@ class Bench:
     """A lane over a tier that can be told to fail. threads=0: `lane.step` does the jobs, in its order."""
 
     def __init__(self, threads: int = 0, **options: float) -> None:
+        self.clock = HandClock()
         self.tier = FaultyTier(DramTier(HostPool.anonymous("below", NBYTES, 64), LruPolicy()))
-        self.lane = Lane(self.tier, FORM, threads=threads, **{"rest_s": 0.01, "max_rest_s": 0.02, **options})
+        options = {"rest_s": 1.0, "max_rest_s": 2.0, "stuck_s": 10.0, **options}
+        self.lane = Lane(self.tier, FORM, threads=threads, clock=self.clock, **options)
         self.stored: dict[ChunkKey, StoreOutcome] = {}
         self.arrived: dict[ChunkKey, Arrival] = {}
         self.reads: dict[ChunkKey, Read] = {}
@@ -159,12 +162,14 @@ def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, faul
     assert not bench.store(keys)
     assert bench.lane.leading(keys) == 0
     calls = len(bench.tier.calls)
-    for _ in range(5):
-        time.sleep(0.03)
-        bench.lane.step()
-    assert bench.tier.calls[calls:] == ["probe"] * 5  # nothing else is sent to it
+    for rest_s in (1.0, 2.0, 2.0):  # ever more seldom, up to a limit
+        bench.clock.advance(rest_s - 0.01)
+        assert not bench.lane.step()
+        bench.clock.advance(0.02)
+        assert bench.lane.step()
+    assert bench.tier.calls[calls:] == ["probe"] * 3  # nothing else is sent to it
     bench.tier.fault = ""
-    time.sleep(0.03)
+    bench.clock.advance(2.0)
     bench.run()
     assert bench.lane.health()[0] is Health.UP
     assert bench.lane.leading(keys) == 2
@@ -179,7 +184,7 @@ def test_what_was_discarded_while_the_tier_was_down_is_gone_when_it_is_back(benc
     bench.lane.discard(keys[1:])
     bench.lane.step()
     bench.tier.fault = ""
-    time.sleep(0.03)
+    bench.clock.advance(1.0)
     bench.run()
     assert bench.tier.holds(keys) == [True, False, False]
 
@@ -187,11 +192,11 @@ def test_what_was_discarded_while_the_tier_was_down_is_gone_when_it_is_back(benc
 def test_a_chunk_discarded_while_it_is_stored_is_not_found_afterwards() -> None:
     bench = Bench(threads=2)
     keys = key_chain(2)
-    bench.tier.fault = "delay"
+    bench.tier.fault = "hang"
     bench.store(keys)
-    while "store" not in bench.tier.calls:
-        time.sleep(0.001)
+    until(lambda: "store" in bench.tier.calls)
     bench.lane.discard(keys[:1])
+    bench.tier.let_go()
     assert bench.lane.drain(5)
     assert bench.tier.holds(keys) == [False, True]
     assert bench.lane.close()
@@ -249,13 +254,15 @@ def test_a_frozen_tier_is_left_alone(bench: Bench) -> None:
 
 
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
-    bench = Bench(threads=2, stuck_s=0.05)
+    bench = Bench(threads=2)
     keys = key_chain(2)
     bench.store(keys)
     assert bench.lane.drain(5)
     bench.tier.fault = "hang"
     bench.load(keys)
-    time.sleep(0.15)
+    until(lambda: "load" in bench.tier.calls)
+    assert bench.lane.health()[0] is Health.UP
+    bench.clock.advance(10.1)
     assert bench.lane.health()[0] is Health.STUCK
     assert bench.lane.leading(keys) == 0
     assert not bench.load(keys)
@@ -276,12 +283,10 @@ def test_a_load_does_not_wait_for_stores_that_take_long() -> None:
     bench.tier.fault = "hang"
     bench.store(key_chain(1, branch="one"))
     bench.store(key_chain(1, branch="two"))
-    while bench.tier.calls.count("store") < 2:
-        time.sleep(0.001)
+    until(lambda: bench.tier.calls.count("store") == 2)
     bench.tier.fault = ""  # for the calls to come
     bench.load(keys)
-    while not bench.arrived:
-        time.sleep(0.001)
+    until(lambda: bench.arrived)
     assert bench.outcomes() == [Loaded, Loaded]
     assert len(bench.stored) == 2
     bench.tier.let_go()
@@ -291,10 +296,13 @@ def test_a_load_does_not_wait_for_stores_that_take_long() -> None:
 
 def test_closing_refuses_what_waits_and_ends_the_threads() -> None:
     bench = Bench(threads=2)
-    bench.tier.fault = "delay"
+    bench.tier.fault = "hang"
     for number in range(8):
         assert bench.store(key_chain(2, branch=str(number)))
+    until(lambda: "store" in bench.tier.calls)
     before = threading.active_count()
+    assert not bench.lane.close(timeout_s=0)
+    bench.tier.let_go()
     assert bench.lane.close()
     assert threading.active_count() == before - 2
     assert len(bench.stored) == 16

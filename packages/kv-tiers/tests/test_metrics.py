@@ -23,12 +23,8 @@ class Scraped:
 
     def __init__(self) -> None:
         self.bus = EventBus(interval_s=0.001)
-        self.tower = Tower("through")
+        self.tower = Tower("through", events=self.bus.source("c", CHUNK_NBYTES))
         self.metrics = Metrics(self.bus, lambda: [self.tower.cache])
-        source = self.bus.source("c", CHUNK_NBYTES)
-        self.tower.cache.events = self.tower.cache._host.events = source
-        for lane in self.tower.lanes:
-            lane.events = source
 
     def families(self) -> dict[str, Metric]:
         assert self.bus.flush()

@@ -21,6 +21,7 @@ from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
+from kv_tiers.testing.wait import until
 from kv_tiers.tier import Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
 from moto.server import ThreadedMotoServer
@@ -202,18 +203,19 @@ def test_the_lent_memory_can_be_unmapped_after_a_store_that_failed() -> None:
         try:
             with contextlib.suppress(TierDown):
                 contract.tier.store([Write(key, None, bytes(256), lent, contract.context.chunk_nbytes)])
-            until = time.monotonic() + 2
-            while True:
-                try:
-                    lent.release()
-                    break
-                except BufferError:
-                    assert time.monotonic() < until
-                    time.sleep(0.01)
+            until(lambda: is_released(lent), within_s=2)
         finally:
             gc.enable()
         memory.close()
         contract.teardown_method()
+
+
+def is_released(lent: memoryview) -> bool:
+    """False: somebody still has its memory."""
+    with contextlib.suppress(BufferError):
+        lent.release()
+        return True
+    return False
 
 
 def test_an_object_that_lies_about_its_length_costs_no_memory_and_is_not_loaded() -> None:

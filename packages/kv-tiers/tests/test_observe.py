@@ -6,7 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import pytest
 from kv_core.clock import HandClock
@@ -15,14 +15,17 @@ from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.lane import Health
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
 from kv_tiers.observe.metrics import Metrics
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
 from kv_tiers.server.server import CacheServer
+from kv_tiers.spill import WriteMode
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.testing.wait import until
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")
@@ -319,20 +322,14 @@ def test_what_was_forgotten_is_told(watched: Watched) -> None:
     assert watched.told() == [events.Forgotten(key_chain(2)), events.Forgotten((), everything=True)]
 
 
-def watch(tower: Tower) -> tuple[EventBus, Gathered]:
-    """Subscribe to a tower's cache as if it had been given a bus."""
+def watched_tower(*modes: WriteMode, **options: Any) -> tuple[Tower, EventBus, Gathered]:
     bus, gathered = EventBus(interval_s=0.001), Gathered()
     bus.subscribe(gathered)
-    source = bus.source("tower", CHUNK_NBYTES)
-    tower.cache.events = tower.cache._host.events = source
-    for lane in tower.lanes:
-        lane.events = source
-    return bus, gathered
+    return Tower(*modes, events=bus.source("tower", CHUNK_NBYTES), **options), bus, gathered
 
 
 def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
-    tower = Tower("through")
-    bus, gathered = watch(tower)
+    tower, bus, gathered = watched_tower("through")
     keys = key_chain(4)
     tower.store(keys)
     tower.run()
@@ -354,8 +351,8 @@ def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
 
 
 def test_write_back_evicts_for_the_watermark() -> None:
-    tower = Tower("back", slots=4, cold=ColdConfig(batch_bytes=2 * 4096, spill_share=0.5, drain_s=0.2))
-    bus, gathered = watch(tower)
+    cold = ColdConfig(batch_bytes=2 * 4096, spill_share=0.5, drain_s=0.2)
+    tower, bus, gathered = watched_tower("back", slots=4, cold=cold)
     tower.store(key_chain(4))
     tower.run()
     assert bus.flush()
@@ -366,8 +363,7 @@ def test_write_back_evicts_for_the_watermark() -> None:
 
 
 def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chunk() -> None:
-    tower = Tower("through")
-    bus, gathered = watch(tower)
+    tower, bus, gathered = watched_tower("through")
     keys = key_chain(2)
     tower.store(keys)
     tower.run()
@@ -388,13 +384,12 @@ def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chu
 
 
 def test_a_call_that_hangs_is_told_when_somebody_asks() -> None:
-    tower = Tower("through", threads=2)
-    bus, gathered = watch(tower)
+    tower, bus, gathered = watched_tower("through", threads=2)
     tower.tiers[0].fault = "hang"
     tower.store(key_chain(1))
-    lane = tower.lanes[0]
-    while lane.health()[0].name != "STUCK":
-        pass
+    until(lambda: "store" in tower.tiers[0].calls)
+    tower.clock.advance(11.0)
+    assert tower.lanes[0].health()[0] is Health.STUCK
     assert bus.flush()
     assert [event.now for event in gathered.of(events.TierHealth)] == ["STUCK"]
     tower.tiers[0].let_go()
@@ -432,8 +427,7 @@ def test_the_page_lists_every_event_and_no_other() -> None:
 
 
 def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
-    tower = Tower("through")
-    bus, _ = watch(tower)
+    tower, bus, _ = watched_tower("through")
     metrics = Metrics(bus, lambda: [tower.cache])
     keys = key_chain(2)
     tower.store(keys)

@@ -9,7 +9,9 @@ from kv_core.clock import HandClock
 from kv_core.testing import key_chain
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import EventBus
+from kv_tiers.observe.history import History
 from kv_tiers.observe.log import LogLines, say_json, say_text
+from kv_tiers.testing.tower import Tower
 
 
 class Lines:
@@ -84,6 +86,35 @@ def test_json_is_one_object_a_line_on_standard_error(capsys: pytest.CaptureFixtu
     told = json.loads(capsys.readouterr().err)
     assert (told["level"], told["event"], told["cache"], told["tier"]) == ("WARNING", "tier_health", "c", "disk")
     assert (told["was"], told["now"]) == ("UP", "STUCK") and told["time"] > 1.7e9
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
+    is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = EventBus(interval_s=0.001)
+    tower = Tower("through", events=bus.source())
+    bus.subscribe(LogLines(bus, say_text) if is_logged else History(10, 0.0))
+    keys = key_chain(2)
+    tower.store(keys)
+    tower.run()
+    tower.crowd_out()
+    with caplog.at_level(logging.INFO):
+        tower.tiers[0].fault = "flip"
+        tower.fetch(keys[:1])
+        assert bus.flush()
+        (damaged,) = caplog.messages
+        assert "discarded" in damaged and "checksum" in damaged and (keys[0].hex() in damaged) != is_logged
+        caplog.clear()
+        tower.tiers[0].fault = "down"
+        tower.store(key_chain(2, branch="more"))
+        tower.lanes[0].step()
+        assert bus.flush()
+        (down,) = caplog.messages
+        assert "tier0 is resting: told to" in down if is_logged else "tier0 is down and rests: told to" in down
+    tower.tiers[0].fault = ""
+    tower.close()
+    bus.close()
 
 
 def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
+from kv_tiers.testing.wait import until
 
 CHUNK_NBYTES = 64 << 10
 PENDING = ("waiting", "under_way")
@@ -128,12 +129,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     made = Browser(tmp_path_factory.mktemp("chromium"))
     yield made
     made.close()
-
-
-def until(reached: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, "it never came to that"
 
 
 def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:

@@ -88,10 +88,9 @@ def test_neither_keys_nor_holders_are_in_the_file_and_it_is_its_owners_alone(tmp
 
 def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    tower = Tower("through")
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(path), 1 << 20))
-    tower.cache.events = tower.cache._host.events = bus.source("", CHUNK_NBYTES)
+    tower = Tower("through", events=bus.source("", CHUNK_NBYTES))
     keys = key_chain(4)
     tower.store(keys)
     tower.run()

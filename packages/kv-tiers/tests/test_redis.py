@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -37,6 +37,7 @@ from kv_tiers import codec
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.servers import Proxy, ValkeyServer, free_port, valkey_binary
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
+from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from redis.backoff import NoBackoff
@@ -53,13 +54,6 @@ class Server(ValkeyServer):
     def ask(self, *words: str | bytes | int) -> Any:
         with closing(redis.Redis(unix_socket_path=self.unix, retry=Retry(NoBackoff(), 0))) as client:
             return client.execute_command(*words)
-
-
-def eventually(true: Callable[[], object], within_s: float = 10) -> None:
-    until = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.01)
 
 
 _RUNNING: dict[str, Server] = {}
@@ -238,8 +232,8 @@ def cluster() -> list[Server]:
             first = number * 5462
             node.ask("CLUSTER", "ADDSLOTSRANGE", first, min(first + 5461, 16383))
             nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        eventually(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in nodes))
-        eventually(lambda: all(len(node.ask("CLUSTER", "SLOTS")) == 3 for node in nodes))
+        until(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in nodes))
+        until(lambda: all(len(node.ask("CLUSTER", "SLOTS")) == 3 for node in nodes))
     return [_RUNNING[f"cluster {number}"] for number in range(3)]
 
 
@@ -292,7 +286,7 @@ class TestCluster(OnAServer):
                 call()
         assert time.monotonic() - start < 5
         lost.start()
-        eventually(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in cluster()))
+        until(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in cluster()))
         self.tier.probe()
         self.store(keys)  # those of the lost server are written anew
         assert self.loaded(keys) == [True] * 30
@@ -321,8 +315,8 @@ class TestSentinels(OnAServer):
         old.ask("WAIT", 1, 2000)
         sentinel().ask("SENTINEL", "FAILOVER", "kv-master")
         address = [b"127.0.0.1", str(new.port).encode()]
-        eventually(lambda: sentinel().ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv-master") == address, 20)
-        eventually(lambda: new.ask("ROLE")[0] == b"master")
+        until(lambda: sentinel().ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv-master") == address, 20)
+        until(lambda: new.ask("ROLE")[0] == b"master")
         old.ask("REPLICAOF", "127.0.0.1", new.port)  # as the sentinel will in ten seconds
         assert self.loaded(keys) == [True, True]
         self.store(key_chain(2, branch="new"))
@@ -349,7 +343,7 @@ def sentinel() -> Server:
     if "sentinel" not in _RUNNING:
         one = running("one", VALKEY, "--repl-diskless-sync-delay", "0")
         running("two", VALKEY, "--replicaof", f"127.0.0.1 {one.port}")
-        eventually(lambda: one.ask("ROLE")[2], 15)
+        until(lambda: one.ask("ROLE")[2], 15)
         _RUNNING["sentinel"] = Sentinel(VALKEY)
     return _RUNNING["sentinel"]
 
@@ -458,7 +452,7 @@ class TestTroubles:
                         done[0] += 1
                     except TierDown:
                         downs[0] += 1
-                        time.sleep(0.005)
+                        ended.wait(0.005)  # leave the processor to the server that is to start
                     except BaseException as error:  # noqa: BLE001
                         bad.append(error)
                         return
@@ -469,13 +463,13 @@ class TestTroubles:
                 thread.start()
             for _ in range(3):
                 before = done[0]
-                eventually(lambda before=before: done[0] > before + 20 or bad)
+                until(lambda before=before: done[0] > before + 20 or bad)
                 server.stop()
                 before = downs[0]
-                eventually(lambda before=before: downs[0] > before or bad)
+                until(lambda before=before: downs[0] > before or bad)
                 server.start()
             before = done[0]
-            eventually(lambda: done[0] > before + 20 or bad)
+            until(lambda: done[0] > before + 20 or bad)
             ended.set()
             for thread in threads:
                 thread.join()
@@ -508,7 +502,7 @@ class TestTroubles:
         self.bench.store(keys)
 
         def dribble(data: bytes) -> bytes:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the client's time-out, which this is to outlast in pieces, is of the real clock
             return data[:100]
 
         proxy.spoil = dribble

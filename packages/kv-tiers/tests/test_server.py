@@ -46,6 +46,7 @@ from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES, ServiceContract, assert_adds_up, content
 from kv_tiers.testing.model import ServiceMachine
+from kv_tiers.testing.wait import until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import bytes_for
 
@@ -156,13 +157,6 @@ def hear(connection: socket.socket) -> bytes:
         return connection.recv(1 << 16)
     except ConnectionResetError:
         return b""
-
-
-def until(reached: Callable[[], bool], seconds: float = 10) -> None:
-    """Ask again and again; each question is a round trip to a server, or as good."""
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, "it never came to that"
 
 
 def fill(cache: RemoteCache, lease: WriteLease) -> None:

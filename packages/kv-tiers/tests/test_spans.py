@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
+from kv_core.lookup import Ended
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
@@ -101,13 +102,14 @@ def test_what_went_wrong_is_a_status(traced: Traced) -> None:
 
 
 def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -> None:
-    tower = Tower("through")
     traced = Traced()
-    tower.cache.events = tower.cache._host.events = traced.source
+    tower = Tower("through", events=traced.source)
     keys = key_chain(4)
     tower.store(keys)
     tower.run()
     tower.crowd_out()
+    assert tower.ask(keys).ended is Ended.PENDING
+    tower.clock.advance(0.25)
     tower.fetch(keys)
     tower.cache.end("r")
     found = traced.spans()
@@ -116,7 +118,9 @@ def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -
     assert sum((span.attributes or {})["kv.chunks"] for span in up) == 4  # type: ignore[misc]
     for span in up:
         assert span.parent is not None and span.parent.span_id == request.context.span_id
-        assert (span.attributes or {})["kv.tier"] == "tier0" and span.start_time < span.end_time
+        assert (span.attributes or {})["kv.tier"] == "tier0"
+        assert span.start_time is not None and span.end_time is not None
+        assert span.end_time - span.start_time == pytest.approx(0.25e9, rel=0.01)
     assert "kv.evicted" in {event.name for event in request.events}
     assert {span.name for span in found if span.parent is None} == {"kv.request", "kv.store", "kv.spill"}
     tower.close()

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 
 from kv_tiers.config import ColdConfig
@@ -32,7 +33,13 @@ class Below:
     """Owns the lanes and closes them. Methods take the host's lock themselves, but where it says otherwise."""
 
     def __init__(
-        self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], config: ColdConfig, *, keep_s: float
+        self,
+        host: HostTier,
+        lanes: Sequence[tuple[Lane, WriteMode]],
+        config: ColdConfig,
+        *,
+        keep_s: float,
+        clock: Clock,
     ) -> None:
         """lanes: hottest first, each with how chunks get there. keep_s: as of `Promotions`."""
         self._host = host
@@ -48,6 +55,7 @@ class Below:
             keep_s=keep_s,
             max_slots=max(1, int(slots * config.prefetch_share)),
             batch_chunks=batch_chunks,
+            clock=clock,
         )
 
     def __bool__(self) -> bool:

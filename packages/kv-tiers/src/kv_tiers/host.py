@@ -15,7 +15,6 @@ from typing import Final
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
 from kv_core.keys import TENANT_AT, ChunkKey
-from kv_core.outcome import Damaged
 from kv_core.service import Holder
 
 from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
@@ -213,8 +212,8 @@ class HostTier:
             for slot in doubtful:
                 key = self.residency.key_at(slot)
                 if slot in wrong and key is not None and slot in self._doubtful:
-                    damaged = Damaged(f"the checksum of {key!r} in pool {self.pool.name} is wrong")
-                    _log.warning("%s; it is discarded", damaged.reason)
+                    level = logging.DEBUG if self.events.is_logged else logging.WARNING
+                    _log.log(level, "the checksum of %r in pool %s is wrong; it is discarded", key, self.pool.name)
                     self.forget(key)
                     self.totals.chunks_damaged += 1
                     damaged_keys.append(key)

@@ -7,6 +7,8 @@ the first, and whoever was told that a chunk is gone must not find it.
 Here chunks get their headers on the way out and are checked against them on the way back. A wrong one is discarded at
 once, so the next question is a miss and not the same fault again.
 
+What becomes of the tier and of its chunks is told as events. Only where no log of these is kept does the lane log it.
+
 A tier that raises is rested: nothing is sent to it until a probe succeeds, at first soon and then ever more seldom. A
 job that does not come back within `stuck_s` has the same effect until it does; its memory stays lent, because nobody
 can take it back from a thread that may still write there.
@@ -21,11 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
+from kv_tiers.clock import MonotonicClock
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import UNWATCHED
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
@@ -144,8 +148,11 @@ class Lane:
         rest_s: float = 0.1,
         max_rest_s: float = 1.0,
         stuck_s: float = 10.0,
+        clock: Clock | None = None,
     ) -> None:
-        """threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order."""
+        """threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
+        clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
+        the machine's."""
         self.tier = tier
         self.name = tier.name
         self.answers_from_memory = tier.answers_from_memory
@@ -157,6 +164,7 @@ class Lane:
         self._most_stores = max(1, threads - 1)
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._rest_s, self._max_rest_s, self._stuck_s = rest_s, max_rest_s, stuck_s
+        self._clock: Clock = MonotonicClock() if clock is None else clock
         self._changed = threading.Condition()
         self._loads: deque[_Load | _Ask] = deque()
         self._stores: deque[_Store] = deque()
@@ -345,7 +353,7 @@ class Lane:
             return Health.FROZEN
         if self._rests_until is not None:
             return Health.RESTING
-        if self._running and time.monotonic() - min(self._running.values()) > self._stuck_s:
+        if self._running and self._clock.now_s() - min(self._running.values()) > self._stuck_s:
             return Health.STUCK
         return Health.UP
 
@@ -400,7 +408,7 @@ class Lane:
         if self._frozen or self._closed:
             return None
         if self._rests_until is not None:
-            if self._probing or time.monotonic() < self._rests_until:
+            if self._probing or self._clock.now_s() < self._rests_until:
                 return None
             return _Probe()
         if self._loads:
@@ -425,7 +433,7 @@ class Lane:
 
     def _begin(self, job: _Job) -> int:
         number = id(job)
-        self._running[number] = time.monotonic()
+        self._running[number] = self._clock.now_s()
         match job:
             case _Store():
                 self._storing[number] = job
@@ -474,7 +482,7 @@ class Lane:
                     if self._closed:
                         return
                     rests = self._rests_until is not None and not self._probing and not self._frozen
-                    self._changed.wait(max(0.0, (self._rests_until or 0.0) - time.monotonic()) if rests else None)
+                    self._changed.wait(max(0.0, (self._rests_until or 0.0) - self._clock.now_s()) if rests else None)
                 number = self._begin(job)
             self._run(number, job)
             del job  # or its memory stays lent while this thread waits for the next
@@ -493,12 +501,12 @@ class Lane:
         answer()
 
     def _do(self, job: _Job) -> Callable[[], None]:
-        began = time.monotonic()
+        began = self._clock.now_s()
         match job:
             case _Load():
                 arrivals = self._load(job.reads)
                 with self._changed:
-                    self._totals.seconds_loading += time.monotonic() - began
+                    self._totals.seconds_loading += self._clock.now_s() - began
                 return lambda: job.done(arrivals)
             case _Ask():
                 with self._changed:
@@ -508,7 +516,7 @@ class Lane:
             case _Store():
                 outcomes = self._store(job)
                 with self._changed:
-                    self._totals.seconds_storing += time.monotonic() - began
+                    self._totals.seconds_storing += self._clock.now_s() - began
                 return lambda: job.done(outcomes)
             case _Discard(everything=True):
                 self.tier.clear()
@@ -524,7 +532,8 @@ class Lane:
                 with self._changed:
                     self._rests_until, self._rests_next = None, self._rest_s
                     self._health()
-                _log.info("tier %s is back", self.name)
+                if not self.events.is_logged:
+                    _log.info("tier %s is back", self.name)
         return _nothing
 
     def _load(self, reads: list[Read]) -> list[Arrival]:
@@ -539,7 +548,8 @@ class Lane:
                 else:
                     checksum = codec.checksum_in(read.header)
             if isinstance(outcome, Damaged):
-                _log.warning("tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
+                level = logging.DEBUG if self.events.is_logged else logging.WARNING
+                _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
                 wrong.append(read.key)
             arrivals.append(Arrival(read.key, outcome, checksum))
         with self._changed:
@@ -577,7 +587,7 @@ class Lane:
     def _down(self, job: _Job, why: str) -> Callable[[], None]:
         with self._changed:
             first = self._rests_until is None
-            self._rests_until = time.monotonic() + self._rests_next
+            self._rests_until = self._clock.now_s() + self._rests_next
             self._rests_next = min(2 * self._rests_next, self._max_rest_s)
             self._why_down = why
             self._totals.downs += first
@@ -601,7 +611,7 @@ class Lane:
             )
             self._stores.clear()
             self._store_chunks -= sum(len(other.chunks) for other in waiting if isinstance(other, _Store))
-        if first:
+        if first and not self.events.is_logged:
             _log.warning("tier %s is down and rests: %s", self.name, why)
 
         def answer() -> None:

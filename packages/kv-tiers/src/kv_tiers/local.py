@@ -154,7 +154,7 @@ class LocalCache:
         self._cold = ColdConfig() if cold is None else cold
         for lane, _ in lanes:
             lane.events = self.events
-        self.below = Below(self._host, lanes, self._cold, keep_s=lease_s)
+        self.below = Below(self._host, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._reads: OrderedDict[int, _Read] = OrderedDict()  # by deadline
         self._pins: dict[str, list[int]] = {}

@@ -12,12 +12,12 @@ and what it brings late still serves later requests. And a tier that has to be a
 anything is still asked, but its answer is not waited for until it has something again.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.service import Holder
@@ -119,6 +119,7 @@ class Promotions:
         keep_s: float,
         max_slots: int,
         batch_chunks: int,
+        clock: Clock,
     ) -> None:
         """wait_s, keep_s: how long a holder may wait, and what came up stays put for one that does not ask again.
         max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
@@ -130,6 +131,7 @@ class Promotions:
         self._answers = [_Answers() for _ in self._lanes]
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
+        self._clock = clock
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
         self._arriving: set[ChunkKey] = set()
         self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
@@ -251,11 +253,11 @@ class Promotions:
         if place not in wait.answers:
             wait.answers[place] = None
 
-            asked_s = time.monotonic()
+            asked_s = self._clock.now_s()
 
             def answered(leading: int) -> None:
                 with self._host.lock:
-                    self._answers[tier].came(leading, time.monotonic() - asked_s)
+                    self._answers[tier].came(leading, self._clock.now_s() - asked_s)
                 if wait.answers[place] is None:
                     wait.answers[place] = leading
 
@@ -267,7 +269,7 @@ class Promotions:
         """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
         chain = promotion.chain
         jobs: list[_Job] = []
-        began_s = time.monotonic()
+        began_s = self._clock.now_s()
         with self._host.lock:
             set_aside: set[int] = set()
             room = self._max_slots - len(self._arriving)
@@ -356,6 +358,6 @@ class Promotions:
                         keys,
                         len(job.keys) - whole,
                         whole * self._host.pool.chunk_nbytes,
-                        time.monotonic() - job.began_s,
+                        self._clock.now_s() - job.began_s,
                     )
                 )

@@ -31,7 +31,10 @@ INTERVAL_S: Final = 0.05
 class Source:
     """One cache's end of a bus. Publish only after a look at `on`, so that unwatched events are never made."""
 
-    __slots__ = ("_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "name", "on", "on_requests")
+    __slots__ = (
+        "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "is_logged", "name", "on",
+        "on_requests",
+    )  # fmt: skip
 
     def __init__(self, bus: "EventBus", name: str, chunk_nbytes: int) -> None:
         self.name = name
@@ -41,6 +44,8 @@ class Source:
         """Somebody subscribes."""
         self.on_requests = False
         """Somebody wants to know of every request: of lookups, loads and holders' ends."""
+        self.is_logged = False
+        """Somebody writes lines of what an operator must know, so that nobody else has to."""
         self._queue, self._max_queued = bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
 
@@ -66,6 +71,8 @@ class Subscriber(ABC):
     wants_requests = True
     """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may be told of none. They
     are most of what happens, and keep every prompt's keys alive until they are told."""
+    writes_log = False
+    """It writes a line for what an operator must know: a tier that fails or is back, and damage."""
 
     @abstractmethod
     def take(self, occurred: Occurred) -> None:
@@ -173,6 +180,7 @@ class EventBus:
         """On, or off if nobody is there to be told."""
         source.on = bool(self._subscribers) and not self._closed
         source.on_requests = source.on and any(subscriber.wants_requests for subscriber in self._subscribers)
+        source.is_logged = source.on and any(subscriber.writes_log for subscriber in self._subscribers)
 
     def _drop(self) -> None:
         with self._lock:

@@ -34,6 +34,7 @@ class LogLines(Subscriber):
     """Says them. `say_text` and `say_json` are the two ways to."""
 
     wants_requests = False
+    writes_log = True
 
     def __init__(
         self, bus: EventBus, say: Say, *, every_s: float = EVERY_S, refused_for_s: float = REFUSED_FOR_S

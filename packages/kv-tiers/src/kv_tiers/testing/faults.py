@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
@@ -14,7 +14,8 @@ from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug"]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
 wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. bug: it
-raises what no tier should."""
+raises what no tier should. delay: calls take `DELAY_S`."""
+DELAY_S: Final = 0.02
 
 FAULTS: tuple[Fault, ...] = ("", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug")
 
@@ -22,13 +23,16 @@ FAULTS: tuple[Fault, ...] = ("", "refuse", "delay", "truncate", "flip", "swap", 
 class FaultyTier:
     """Set `fault`, and every call from then on has it. The wrapped tier stays right."""
 
-    def __init__(self, tier: Tier, *, answers_from_memory: bool | None = None, delay_s: float = 0.02) -> None:
+    def __init__(
+        self, tier: Tier, *, answers_from_memory: bool | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """sleep: how it passes the time of a delay."""
         self.name = tier.name
         self.answers_from_memory = tier.answers_from_memory if answers_from_memory is None else answers_from_memory
         self.fault: Fault = ""
         self.calls: list[str] = []
         self._tier = tier
-        self._delay_s = delay_s
+        self._sleep = sleep
         self._let_go = threading.Event()
 
     def let_go(self) -> None:
@@ -91,7 +95,7 @@ class FaultyTier:
         self.calls.append(call)
         match self.fault:
             case "delay":
-                time.sleep(self._delay_s)
+                self._sleep(DELAY_S)
             case "hang" if not (call == "holds" and self.answers_from_memory):
                 self._let_go.clear()
                 self._let_go.wait()

@@ -1,6 +1,5 @@
 """A whole hierarchy, small, whose tiers fail and whose lanes work when they are told to."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 from kv_core.clock import HandClock
@@ -12,12 +11,14 @@ from kv_core.testing import key_chain
 from kv_tiers import codec
 from kv_tiers.config import ColdConfig
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Lane
+from kv_tiers.lane import Health, Lane
 from kv_tiers.local import LocalCache
+from kv_tiers.observe.bus import Source
 from kv_tiers.pool import HostPool
 from kv_tiers.spill import WriteMode
 from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
 from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.testing.wait import until
 from kv_tiers.tiers.dram import DramTier
 
 FINGERPRINT = "tower"
@@ -36,6 +37,7 @@ class Tower:
         cold: ColdConfig | None = None,
         pool: HostPool | None = None,
         quotas: Mapping[bytes, int] | None = None,
+        events: Source | None = None,
     ) -> None:
         self.clock = HandClock()
         self.tiers: list[FaultyTier] = []
@@ -43,12 +45,18 @@ class Tower:
         for number, mode in enumerate(modes or ("through",)):
             dram = DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}")
             far = bool(remote) and remote[number]
-            tier = FaultyTier(dram, answers_from_memory=not far)
+            tier = FaultyTier(dram, answers_from_memory=not far, sleep=self.clock.advance)
             self.tiers.append(tier)
             lanes.append(
                 (
                     Lane(
-                        tier, codec.format_id(FINGERPRINT), threads=threads, rest_s=0.01, max_rest_s=0.02, stuck_s=0.1
+                        tier,
+                        codec.format_id(FINGERPRINT),
+                        threads=threads,
+                        rest_s=0.01,
+                        max_rest_s=0.02,
+                        stuck_s=10.0,
+                        clock=self.clock,
                     ),
                     mode,
                 )
@@ -60,6 +68,7 @@ class Tower:
             clock=self.clock,
             lanes=lanes,
             cold=cold or ColdConfig(batch_bytes=2 * 4096, prefetch_share=1.0, drain_s=0.2),
+            events=events,
             quotas=quotas,
             share_policy=lambda chunks: LruPolicy(),
         )
@@ -82,14 +91,15 @@ class Tower:
 
     def fetch(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
         """Ask until the answer is final."""
-        for _ in range(100):
-            plan = self.ask(keys, holder)
-            if plan.ended is not Ended.PENDING:
-                return plan
+        plans: list[LookupPlan] = []
+
+        def is_final() -> bool:
+            plans.append(self.ask(keys, holder))
             self.run()
-            if self.lanes[0]._threads:
-                time.sleep(0.002)
-        raise AssertionError("it never ended")
+            return plans[-1].ended is not Ended.PENDING
+
+        until(is_final)
+        return plans[-1]
 
     def read(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
         """Load these, which are promised, and see that they are what was stored."""
@@ -110,8 +120,9 @@ class Tower:
         """Whatever happened: at the end nobody holds anything, and the counts add up."""
         for tier in self.tiers:
             tier.let_go()
-        time.sleep(0.03)  # those that rest are probed
+        self.clock.advance(1.0)  # those that rest are probed
         self.run()
+        until(lambda: not {lane.health()[0] for lane in self.lanes} & {Health.RESTING, Health.STUCK})
         for lane in self.lanes:
             assert lane.drain(5)
         for holder in ("r", "s", "l", "w"):
