@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
+from kv_core.transfer import plan_transfer
 from kv_cuda.cufile import NoCuFile
 from kv_cuda.direct import DirectCopier
 from kv_cuda.files import HostFiles
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.testing import TOKENS, small_caches
-from kv_tiers import codec
+from kv_tiers import HostConfig, LocalCache, build_local_cache, codec
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, TierContext, Write
@@ -158,3 +160,65 @@ def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Ben
     bench.tier.end(lease)
     assert bench.store(others[1:]) == [Stored()] * 2
     assert bench.tier.holds(KEYS).count(True) < 3
+
+
+# Beside a cache that uses the same disk.
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[LocalCache]:
+    disk = {"type": "disk", "path": str(tmp_path / "cached"), "capacity_bytes": bytes_for(CONTEXT, 16)}
+    made = build_local_cache(
+        HostConfig(capacity_bytes=4 * CONTEXT.slot_bytes),
+        chunk_nbytes=FORMAT.nbytes,
+        fingerprint=FORMAT.fingerprint,
+        tiers=[disk],
+    )
+    yield made
+    made.close()
+
+
+def crowd_out(cache: LocalCache, branch: str) -> None:
+    lease = cache.begin_store(key_chain(4, branch=branch), "other")
+    assert not lease.refused
+    cache.commit(lease)
+    cache.below.drain(10)
+
+
+def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, cache: LocalCache) -> None:
+    hands = GpuCopier(CACHE.layout, bench.blocks, FORMAT)
+    hands.attach(cache.pool.name, cache.pool.view)
+    lease = cache.begin_store(KEYS, "worker")
+    plan = plan_transfer(
+        lease.extents, TABLE, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK
+    )
+    hands.store(plan).wait()
+    cache.commit(lease)
+    hands.detach(cache.pool.name)
+    cache.below.drain(10)
+    crowd_out(cache, "crowd")
+    assert cache.lookup(KEYS, "engine").chunks == 0
+    bench.forget_blocks()
+    disk = cache.below.files()["disk"]
+    lent = disk.lend(KEYS)
+    carried = bench.copier.load(lent.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    disk.end(lent)
+    carried.event.wait()
+    assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert bench.is_back(TABLE)
+
+
+def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cache: LocalCache) -> None:
+    disk = cache.below.files()["disk"]
+    room = disk.reserve(KEYS, None)
+    assert disk.commit(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
+    while (plan := cache.lookup(KEYS, "engine", patient=True)).ended is Ended.PENDING:
+        pass
+    assert (plan.chunks, plan.tiers) == (3, ("disk",) * 3)
+    cache.end("engine")
+
+
+def test_a_tier_that_is_to_be_left_alone_lends_nothing(cache: LocalCache) -> None:
+    assert list(cache.below.files()) == ["disk"]
+    cache.below.freeze("disk", True)
+    assert cache.below.files() == {}

@@ -398,8 +398,50 @@ def test_memory_that_cannot_be_registered_leaves_the_staged_road(
     assert same(tensors, empty, TABLE)
 
 
-def test_a_device_that_fails_leaves_no_transfer_behind(slab: Slab, hands: Hands, files: Broken) -> None:
-    """When the call ends its files are given back, and are somebody else's."""
+def test_a_half_of_the_ring_is_left_alone_until_its_chunk_was_scattered(
+    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files know nothing of the device's queues: the host waits for the first chunk before it reads the third."""
+    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
+    happened: list[str] = []
+
+    class Scattered:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            happened.append(f"waited {self.number}")
+
+    class Slow(GpuCopier):
+        scatters = 0
+
+        def load(self, plan: TransferPlan) -> Scattered:
+            self.scatters += 1
+            happened.append(f"scatter {self.scatters}")
+            return Scattered(self.scatters)
+
+    files.on_begin = lambda: happened.append(f"read {files.reads}")
+    copier = DirectCopier(Slow(CACHE.layout, CACHE.make(), FORMAT), FORMAT, CPU, files)
+    hands.made.append(copier)
+    load(copier, kept(filled(), slab))
+    assert happened == [
+        *("read 1", "read 2", "scatter 1"),
+        *("waited 1", "read 3", "scatter 2", "scatter 3"),
+        "waited 3",  # the caller
+    ]
+    happened.clear()
+    load(copier, kept(filled(), slab))
+    assert happened[:4] == ["waited 3", "read 4", "waited 2", "read 5"]
+
+
+def test_a_device_that_fails_leaves_no_transfer_behind(
+    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the call ends its files are given back, and are somebody else's. The second read is under way then."""
+    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
     extents = kept(filled(), slab)
     ended: list[int] = []
 
@@ -416,7 +458,7 @@ def test_a_device_that_fails_leaves_no_transfer_behind(slab: Slab, hands: Hands,
     hands.made.append(copier)
     with pytest.raises(CopyFailed):
         load(copier, extents)
-    assert len(ended) == files.reads == 3
+    assert len(ended) == files.reads == 2
 
 
 def test_what_does_not_go_together_is_refused(slab: Slab, hands: Hands) -> None:

@@ -1,5 +1,6 @@
 """What the GPU's copier does besides moving the right bytes, which `test_copier` shows: pieces, layers, pins, roads."""
 
+import argparse
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from kv_core.cli import main
 from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
-from kv_cuda import CpuCopier, make_copier
+from kv_cuda import CpuCopier, bench_cli, make_copier
 from kv_cuda.cufile import NoCuFile
 from kv_cuda.files import HostFiles
 from kv_cuda.gpu import GpuCopier
@@ -412,6 +413,31 @@ def test_measuring_files_finds_both_roads_and_which_is_faster(tmp_path: Path) ->
     assert file_roads_from(alone) == FileRoads(), "there is nothing to choose"
     with pytest.raises(ConfigError, match="cannot be measured: No such file"):
         list(measure_files(cpu, tmp_path / "none", NoCuFile("", ""), sizes))
+
+
+def test_the_command_keeps_which_road_is_faster_for_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `kv bench copy --file` does on a GPU, with small chunks, and the host's files where cuFile would be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
+    monkeypatch.setattr("kv_cuda.measure_files.Sizes", lambda: small)
+    monkeypatch.setattr("kv_cuda.cufile.find_cufile", lambda device: HostFiles())
+    for number, json_lines in (("1", False), ("2", True)):
+        disk = tmp_path / number
+        disk.mkdir()
+        asked = argparse.Namespace(file=disk, json=json_lines, dry_run=False)
+        kept = bench_cli._file_roads(torch.device("cpu"), "test", asked)
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 4
+        assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
+    assert kept is not None
+    assert set(read_file_roads(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
+    monkeypatch.setattr("kv_cuda.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
+    assert bench_cli._file_roads(torch.device("cpu"), "test", asked) is None
+    assert "no direct road: no driver. get one" in capsys.readouterr().err
+    asked.dry_run = True
+    assert bench_cli._file_roads(torch.device("cpu"), "test", asked) is None
 
 
 def test_which_road_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

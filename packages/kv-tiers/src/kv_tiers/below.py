@@ -12,7 +12,7 @@ from kv_tiers.host import HostTier
 from kv_tiers.lane import Health, Lane, LaneCounts
 from kv_tiers.promote import PromoteCounts, Promotions
 from kv_tiers.spill import SpillCounts, Spills, WriteMode
-from kv_tiers.tier import TierUsage
+from kv_tiers.tier import KeepsFiles, TierUsage
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,17 @@ class Below:
     def unasked(self) -> list[str]:
         """The tiers of which `holding` says nothing."""
         return [lane.name for lane in self._lanes if not lane.answers_from_memory]
+
+    def files(self) -> dict[str, KeepsFiles]:
+        """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
+
+        They are called past their lanes, so from a thread that may wait. End what they lend before the cache is closed.
+        """
+        return {
+            lane.name: lane.tier
+            for lane in self._lanes
+            if isinstance(lane.tier, KeepsFiles) and lane.health()[0] is Health.UP
+        }
 
     def states(self) -> list[TierState]:
         with self._host.lock:
