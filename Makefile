@@ -10,6 +10,7 @@ SGLANG := .venvs/sglang/bin
 # Where there is no GPU, SGLang needs what only our tests have: stand-ins for kernels that this CPU lacks.
 STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
 ENGINE ?= vllm
+ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 
 help: ## print this
@@ -17,7 +18,7 @@ help: ## print this
 
 demo: ## a real engine reuses a prefix across requests and processes (ENGINE=sglang; MODEL=name for another model)
 	@scripts/setup.sh $(ENGINE)
-	@$(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
+	@$(ENGINE_PYTHON) -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
 
 test: lint test-packages test-engine test-sglang ## everything, under 15 minutes on two cores
 
@@ -51,13 +52,13 @@ bench: ## the benchmarks' tables (JSON=1 for one object a line)
 	@status=0; for name in keys lookup copy tiers policy server; do \
 	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
 
-bench-engine: ## real vLLM with and without us, on workloads that a cache can only lose (JSON=1 as above)
-	@scripts/setup.sh vllm
-	@$(VLLM)/python benchmarks/never_slower.py $(if $(JSON),--json)
+bench-engine: ## a real engine with and without us, on workloads that a cache can only lose (ENGINE=sglang, JSON=1)
+	@scripts/setup.sh $(ENGINE)
+	@$(ENGINE_PYTHON) benchmarks/never_slower.py --engine $(ENGINE) $(if $(JSON),--json)
 
 bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, JSON=1)
 	@scripts/setup.sh $(ENGINE)
-	@$(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
+	@$(ENGINE_PYTHON) benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
 
 bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
 	@scripts/setup.sh workspace

@@ -1,11 +1,12 @@
-"""With the cache on, no workload may be slower than with it off: the ones that a cache can only lose, on real vLLM.
+"""With the cache on, no workload may be slower than with it off: the ones that a cache can only lose, on real engines.
 
 `unique`: prompts that never come again, so every store is for nothing. `1.8 ×`: prompts in turn whose chunks take 1.8
 times the host tier, so that least-recently-used never hits. `1.8 × on disk`: the same with a disk tier below, stored
-eagerly. An engine with us and one without answer the same prompts in turn, each in a process of its own, so that the
-machine's drift meets both; value and limit are seconds a request, with us and without. Needs vLLM:
+eagerly. `linker`: SGLang's external linker in place of HiCache's storage. An engine with us and one without answer the
+same prompts in turn, each in a process of its own, so that the machine's drift meets both; value and limit are seconds
+a request, with us and without.
 
-    make bench-engine
+    make bench-engine [ENGINE=sglang] [JSON=1]
 """
 
 import json
@@ -19,59 +20,38 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 sys.path.append(str(Path(__file__).parent))
 
 import _child
+import _engines
 from _child import Child, progress
 from _report import Row, parser, report
 
-POOL_CHUNKS = 20
-PROMPT_TOKENS = 560  # two chunks and a tail
+POOL_TOKENS = 20 * 256
+PAGE_TOKENS = 64
+PROMPT_TOKENS = 560  # two chunks and a tail, or eight pages and a tail
 NEW_TOKENS = 8
 ROUNDS = 4
 ALLOWED = 1.05
 
 
-def serve(model: str, cache: dict[str, Any] | None) -> None:
+def serve(engine: str, model: str, way: str, cache: dict[str, Any] | None) -> None:
     """A child: one engine, asked by lines of JSON."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.config import KVTransferConfig
-
-    transfer = None
-    if cache is not None:
-        transfer = KVTransferConfig(
-            kv_connector="KVTiersConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=cache,
-        )
-    engine = LLM(
-        model,
-        dtype="float32",
-        max_model_len=2048,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        kv_transfer_config=transfer,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-
-    def ask(prompt: list[int]) -> int:
-        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-        return output.num_cached_tokens or 0
-
-    _child.serve(ask)
-
-
-def engine_of(model: str, cache: dict[str, Any] | None) -> Child:
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return Child(__file__, [model, json.dumps(cache)], environ)
+    if engine == "vllm":
+        running = _engines.vllm(model, cache)
+        _child.serve(lambda asked: _engines.ask_vllm(running, asked, NEW_TOKENS)[0])
+        return
+    # So little memory of its own that prompts in turn find nothing there; HiCache has twice as much on the host.
+    running = _engines.sglang(model, cache, page_tokens=PAGE_TOKENS, linker=way == "linker", max_total_tokens=2048)
+    _child.serve(lambda asked: _engines.ask_sglang(running, asked, NEW_TOKENS))
+    running.shutdown()
 
 
 def prompt(number: int) -> list[int]:
     return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(PROMPT_TOKENS)]
 
 
-def rows(name: str, cache: dict[str, Any], numbers: list[int], model: str) -> list[Row]:
-    without, ours = engine_of(model, None), engine_of(model, cache)
+def rows(name: str, engine: str, way: str, cache: dict[str, Any], numbers: list[int], model: str) -> list[Row]:
+    without, ours = (
+        Child(__file__, [engine, model, way, json.dumps(each)], _engines.ENVIRON) for each in (None, cache)
+    )
     try:
         for warm_up in (9001, 9002, 9003):
             without.ask(prompt(warm_up)), ours.ask(prompt(warm_up))
@@ -97,22 +77,33 @@ def rows(name: str, cache: dict[str, Any], numbers: list[int], model: str) -> li
 
 def main() -> int:
     if "--serve" in sys.argv:
-        serve(sys.argv[2], json.loads(sys.argv[3]))
+        engine, model, way, cache = sys.argv[2:]
+        serve(engine, model, way, json.loads(cache))
         return 0
-    chosen = parser(__doc__.split("\n\n")[0]).parse_args()
+    asked = parser(__doc__.split("\n\n")[0])
+    asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    chosen = asked.parse_args()
     from kv_cuda.tiny import TinyLlama
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
-    chunk_nbytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * 256 * 4
-    working_set = round(1.8 * POOL_CHUNKS / (PROMPT_TOKENS // 256))
+    chunk_tokens = 256 if chosen.engine == "vllm" else PAGE_TOKENS
+    chunk_nbytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * chunk_tokens * 4
+    pool_chunks = POOL_TOKENS // chunk_tokens
+    working_set = round(1.8 * pool_chunks / (PROMPT_TOKENS // chunk_tokens))
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
         model = str(shape.write(Path(scratch) / "model"))
-        host = {"capacity": str(POOL_CHUNKS * chunk_nbytes), "policy": "lru"}
+        host = {"capacity": str(pool_chunks * chunk_nbytes), "policy": "lru"}
         disk = {"type": "disk", "path": f"{scratch}/kv", "capacity_bytes": "512MiB"}
         turns = list(range(working_set)) * ROUNDS
-        made = rows("unique", {"host": host}, list(range(100, 100 + len(turns))), model)
-        made += rows("1.8 × the host tier", {"host": host}, turns, model)
-        made += rows("1.8 ×, on disk too", {"host": host, "tiers": [disk]}, turns, model)
+        unique = list(range(100, 100 + len(turns)))
+        runs: list[tuple[str, str, dict[str, Any], list[int]]] = [
+            ("unique", "", {"host": host}, unique),
+            ("1.8 × the host tier", "", {"host": host}, turns),
+            ("1.8 ×, on disk too", "", {"host": host, "tiers": [disk]}, turns),
+        ]
+        if chosen.engine == "sglang":
+            runs.append(("linker, unique", "linker", {"host": host}, unique))
+        made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model)]
     return report(made, chosen.json)
 
 

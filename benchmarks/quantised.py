@@ -22,16 +22,16 @@ from pathlib import Path
 
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 sys.path.append(str(Path(__file__).parent))
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import _engines
+
+os.environ |= _engines.ENVIRON | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 from _report import Row, parser, report
 from kv_core.format import ChunkFormat
 from kv_cuda.tiny import TinyLlama
 from kv_vllm import build
 from kv_vllm.testing.witness import Errors, Witness
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig
 
 PROMPTS = 16
 PROMPT_TOKENS = 560
@@ -71,29 +71,14 @@ def _measure(model: str, kind: str, dtype: str) -> tuple[ChunkFormat, Errors, in
     """The format, the errors, and how many prompts were answered with the same tokens as before."""
     witness = Witness()
     build.make_copier = witness.make_copier  # type: ignore[assignment]
-    engine = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=2048,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTiersConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"format": kind, "host": {"capacity": "512MiB"}},
-        ),
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    engine = _engines.vllm(model, {"format": kind, "host": {"capacity": "512MiB"}}, dtype=dtype)
     chosen = random.Random(5)
     prompts = [[chosen.randrange(3, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
     def ask(prompt: list[int], hits: int) -> tuple[int, ...]:
-        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-        assert (output.num_cached_tokens or 0) == hits
-        return tuple(output.outputs[0].token_ids)
+        found, made = _engines.ask_vllm(engine, prompt, NEW_TOKENS)
+        assert found == hits
+        return tuple(made)
 
     cold = [ask(prompt, 0) for prompt in prompts]
     warm = [ask(prompt, HIT_TOKENS) for prompt in prompts]

@@ -26,6 +26,7 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 sys.path.append(str(Path(__file__).parent))
 
 import _child
+import _engines
 from _child import Child, progress
 from _report import Row, parser, report
 
@@ -51,86 +52,38 @@ def settings(way: str, directory: str, chunk_tokens: int) -> dict[str, Any]:
 
 
 def serve_vllm(model: str, way: str, directory: str) -> None:
-    from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.config import KVTransferConfig
-
-    transfer = None
-    if way != "recompute":
-        transfer = KVTransferConfig(
-            kv_connector="KVTiersConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=settings(way, directory, 2 * CHUNK_TOKENS),
-        )
-    engine = LLM(
-        model,
-        dtype="float32",
-        max_model_len=LONGEST + 8,
-        max_num_batched_tokens=LONGEST + 8,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        kv_transfer_config=transfer,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
-
-    def ask(prompt: list[int]) -> int:
-        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-        return output.num_cached_tokens or 0
-
-    _child.serve(ask)
+    cache = None if way == "recompute" else settings(way, directory, 2 * CHUNK_TOKENS)
+    longest = LONGEST + 8
+    engine = _engines.vllm(model, cache, max_model_len=longest, max_num_batched_tokens=longest)
+    _child.serve(lambda asked: _engines.ask_vllm(engine, asked, 1)[0])
 
 
 def serve_sglang(model: str, way: str, directory: str) -> None:
-    import sglang
-    from kv_sglang.cli import engine_arguments
-
-    chosen: dict[str, Any] = {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "dtype": "float32",
-        "disable_cuda_graph": True,
-        "skip_tokenizer_init": True,
-        "max_total_tokens": TOKENS_ON_DEVICE,
-        "chunked_prefill_size": 4096,
-        "page_size": CHUNK_TOKENS,
-        "mem_fraction_static": 0.1,
-        "log_level": "error",
-    }
+    ours = settings(way, directory, CHUNK_TOKENS)
+    del ours["chunk_tokens"]
+    arguments: dict[str, Any] = {"max_total_tokens": TOKENS_ON_DEVICE}
     if way == "recompute":
-        chosen["disable_radix_cache"] = True
-    else:
-        ours = settings(way, directory, CHUNK_TOKENS)
-        del ours["chunk_tokens"]
-        if way == "linker":
-            chosen |= engine_arguments(ours, page_size=CHUNK_TOKENS, linker=True)
-        else:
-            chosen |= engine_arguments({"prefetch_threshold": CHUNK_TOKENS, **ours}, page_size=CHUNK_TOKENS)
-            chosen["hicache_storage_prefetch_policy"] = "wait_complete"
-    if way in ("own host", "own file"):
-        del chosen["hicache_storage_backend"], chosen["hicache_storage_backend_extra_config"]
+        arguments["disable_radix_cache"] = True
+    elif way.startswith("own"):
+        arguments["enable_hierarchical_cache"] = True
     if way == "own file":
-        chosen["hicache_storage_backend"] = "file"
-        chosen["hicache_storage_backend_extra_config"] = json.dumps({"prefetch_threshold": CHUNK_TOKENS})
-    engine = sglang.Engine(model_path=model, **chosen)
-
-    def ask(prompt: list[int]) -> int:
-        (output,) = engine.generate(
-            input_ids=[prompt], sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        )
-        return int(output["meta_info"].get("cached_tokens") or 0)
+        arguments |= {
+            "hicache_storage_backend": "file",
+            "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": CHUNK_TOKENS}),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+    cache = ours if way in ("pool", "linker", "disk") else None
+    engine = _engines.sglang(model, cache, page_tokens=CHUNK_TOKENS, linker=way == "linker", **arguments)
 
     def forget() -> None:
         if way == "own host":  # flushing would empty the host's memory too, so the device is crowded out instead
             for number in range(2):
-                ask(prompt(LONGEST, 10**6 + number))
+                _engines.ask_sglang(engine, prompt(LONGEST, 10**6 + number), 1)
         else:
             while not engine.flush_cache().success:
                 pass
 
-    _child.serve(ask, forget)
+    _child.serve(lambda asked: _engines.ask_sglang(engine, asked, 1), forget)
     engine.shutdown()
 
 
@@ -140,8 +93,7 @@ def prompt(tokens: int, number: int) -> list[int]:
 
 def measure(engine: str, way: str, model: str, directory: str) -> dict[int, float]:
     """Median seconds by length."""
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(Path(directory) / "own")}
+    environ = _engines.ENVIRON | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(Path(directory) / "own")}
     child = Child(__file__, [engine, model, way, directory], environ)
     medians = {}
     try:

@@ -1,0 +1,80 @@
+"""Real engines for the benchmarks, with us and without: nothing of their own that would hide what a cache does."""
+
+from typing import Any
+
+ENVIRON = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""For the process that an engine is in."""
+
+
+def vllm(model: str, cache: dict[str, Any] | None, *, dtype: str = "float32", **arguments: Any) -> Any:
+    """A `vllm.LLM`, its own prefix caching off. cache: our settings; None: without us."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = None
+    if cache is not None:
+        transfer = KVTransferConfig(
+            kv_connector="KVTiersConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=cache,
+        )
+    chosen: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "kv_transfer_config": transfer,
+    }
+    return LLM(model, **chosen | arguments)
+
+
+def ask_vllm(engine: Any, prompt: list[int], new_tokens: int) -> tuple[int, list[int]]:
+    """How many tokens were found, and what was made."""
+    from vllm import SamplingParams, TokensPrompt
+
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True)
+    (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+    return output.num_cached_tokens or 0, list(output.outputs[0].token_ids)
+
+
+def sglang(
+    model: str, cache: dict[str, Any] | None, *, page_tokens: int, linker: bool = False, **arguments: Any
+) -> Any:
+    """A `sglang.Engine`. cache: our settings for HiCache's storage, or for the external linker; None: without us."""
+    import sglang
+    from kv_sglang.cli import engine_arguments
+
+    chosen: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "dtype": "float32",
+        "disable_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 4096,
+        "chunked_prefill_size": 4096,
+        "page_size": page_tokens,
+        "mem_fraction_static": 0.1,
+        "log_level": "error",
+    }
+    if cache is not None and linker:
+        chosen |= engine_arguments(cache, page_size=page_tokens, linker=True)
+    elif cache is not None:
+        chosen |= engine_arguments({"prefetch_threshold": page_tokens, **cache}, page_size=page_tokens)
+        chosen["hicache_storage_prefetch_policy"] = "wait_complete"
+    return sglang.Engine(model_path=model, **chosen | arguments)
+
+
+def ask_sglang(engine: Any, prompt: list[int], new_tokens: int) -> int:
+    """How many tokens were found."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    (output,) = engine.generate(input_ids=[prompt], sampling_params=sampling)
+    return int(output["meta_info"].get("cached_tokens") or 0)
