@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,11 +39,20 @@ def reference(tiny_llama: str) -> "list[Answer]":
         return engine.ask_in_turn(PROMPTS)
 
 
+def written(config: Any, directory: Path) -> str:
+    """A model of this configuration with weights of its own, the same each time; where it is."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with multi-head latent attention and no experts."""
-    import torch
-    from transformers import AutoModelForCausalLM, DeepseekV2Config
+    from transformers import DeepseekV2Config
 
     config = DeepseekV2Config(
         architectures=["DeepseekV2ForCausalLM"],
@@ -75,17 +84,13 @@ def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("tiny-deepseek")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return str(directory)
+    return written(config, tmp_path_factory.mktemp("tiny-deepseek"))
 
 
 @pytest.fixture(scope="session")
 def tiny_mellum(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of which every other layer has a sliding window, and no layer experts."""
-    import torch
-    from transformers import AutoModelForCausalLM, MellumConfig
+    from transformers import MellumConfig
 
     config = MellumConfig(
         architectures=["MellumForCausalLM"],
@@ -104,7 +109,4 @@ def tiny_mellum(tmp_path_factory: pytest.TempPathFactory) -> str:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("tiny-mellum")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return str(directory)
+    return written(config, tmp_path_factory.mktemp("tiny-mellum"))

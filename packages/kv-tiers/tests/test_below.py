@@ -18,9 +18,7 @@ KEYS = key_chain(6)
 
 def test_what_left_the_pool_comes_back_from_below() -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.cache.lookup(KEYS, "r").chunks == 0  # not patient: only what is in the pool
     first = tower.ask(KEYS)
     assert (first.chunks, first.ended) == (0, Ended.PENDING)
@@ -33,9 +31,7 @@ def test_what_left_the_pool_comes_back_from_below() -> None:
 
 def test_a_question_that_has_to_be_asked_again_counts_once() -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     before = tower.cache.counts()
     for _ in range(5):
         assert tower.ask(KEYS).ended is Ended.PENDING
@@ -84,9 +80,7 @@ def test_what_the_pool_has_and_what_is_below_make_one_prefix() -> None:
 
 def test_nobody_waits_longer_than_is_worth_it_and_what_comes_late_is_there_for_the_next() -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.PENDING
     tower.lanes[0].step()  # one batch of two chunks arrives in time
     tower.clock.advance(1.1)
@@ -100,9 +94,7 @@ def test_nobody_waits_longer_than_is_worth_it_and_what_comes_late_is_there_for_t
 
 def test_a_wait_of_nothing_is_none() -> None:
     tower = Tower(cold=ColdConfig(wait_s=0.0))
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.ABSENT
     tower.close()
 
@@ -153,9 +145,7 @@ def test_a_tier_far_away_that_hardly_ever_has_anything_is_asked_and_not_waited_f
     assert tower.tiers[0].calls.count("holds") == 60  # asked all the same
     for number in range(3):  # and when it has something again, it is
         keys = key_chain(2, branch=f"comes back {number}")
-        tower.store(keys)
-        tower.run()
-        tower.crowd_out()
+        tower.store_below(keys)
         tower.ask(keys, "s")
         tower.run()
         tower.cache.end("s")
@@ -166,9 +156,7 @@ def test_a_tier_far_away_that_hardly_ever_has_anything_is_asked_and_not_waited_f
 @pytest.mark.parametrize("fault", ["flip", "truncate"])
 def test_a_gap_gives_up_what_lies_behind_it(fault: str) -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.PENDING
     tower.lanes[0].step()
     tower.tiers[0].fault = fault  # type: ignore[assignment]
@@ -194,9 +182,7 @@ def test_a_tier_that_only_says_it_holds_them_costs_one_try() -> None:
 
 def test_a_tier_far_away_is_asked_once_and_not_on_the_engines_thread() -> None:
     tower = Tower("through", remote=[True])
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     tower.tiers[0].calls.clear()
     for _ in range(5):
         assert tower.ask([*KEYS, *key_chain(1, branch="more")]).ended is Ended.PENDING
@@ -210,9 +196,7 @@ def test_a_tier_far_away_is_asked_once_and_not_on_the_engines_thread() -> None:
 
 def test_the_hottest_tier_takes_a_leading_run_and_the_rest_passes_down() -> None:
     tower = Tower("through", "through", remote=[False, True])
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     tower.tiers[0].discard(KEYS[3:5])
     plan = tower.fetch(KEYS)
     assert plan.tiers == ("tier0",) * 3 + ("tier1",) * 3
@@ -319,17 +303,13 @@ def test_a_stuck_tier_never_takes_the_pool_from_the_engine() -> None:
 
 def test_what_was_forgotten_is_found_nowhere_and_new_bytes_under_its_key_are_right() -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     tower.cache.forget(KEYS[2:])
     assert tower.fetch(KEYS).chunks == 2
     tower.cache.end("r")
     tower.store(KEYS, b"new")
     tower.cache.forget(KEYS)  # what waits to be stored is forgotten too
-    tower.store(KEYS, b"newer")
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS, b"newer")
     assert tower.fetch(KEYS, "s").chunks == 6
     tower.read(KEYS, b"newer")
     tower.close()
@@ -337,9 +317,7 @@ def test_what_was_forgotten_is_found_nowhere_and_new_bytes_under_its_key_are_rig
 
 def test_forgotten_while_it_is_on_its_way_up() -> None:
     tower = Tower()
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.PENDING
     tower.cache.forget(KEYS[1:])
     tower.run()
@@ -350,17 +328,13 @@ def test_forgotten_while_it_is_on_its_way_up() -> None:
 
 def test_cleared_is_cleared_below() -> None:
     tower = Tower("through", "through", remote=[False, True])
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.PENDING
     tower.cache.clear()
     tower.run()
     assert tower.fetch(KEYS, "s").chunks == 0
     assert [tier.holds(KEYS) for tier in tower.tiers] == [[False] * 6] * 2
-    tower.store(KEYS, b"new")
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS, b"new")
     assert tower.fetch(KEYS, "l").chunks == 6
     tower.read(KEYS, b"new")
     tower.close()
@@ -372,9 +346,7 @@ def test_a_tier_that_is_down_is_a_miss_and_gets_what_it_missed_when_it_is_back(f
     tower.store(KEYS[:2])
     tower.run()
     tower.tiers[0].fault = fault  # type: ignore[assignment]
-    tower.store(KEYS)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(KEYS)
     assert tower.fetch(KEYS).chunks == 0
     tower.tiers[0].fault = ""
     tower.clock.advance(0.1)
@@ -412,9 +384,7 @@ def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> Non
     HostPool.unlink("below-test")
     try:
         tower = Tower(pool=HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))
-        tower.store(KEYS)
-        tower.run()
-        tower.crowd_out()
+        tower.store_below(KEYS)
         assert tower.fetch(KEYS).chunks == 6
         tower.close()
         again = LocalCache(HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))

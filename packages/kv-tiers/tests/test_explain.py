@@ -126,9 +126,7 @@ def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_
     bus.subscribe(history)
     tower = Tower("through", events=bus.source("c", CHUNK_NBYTES))
     keys = key_chain(2)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     assert bus.flush()
     assert [state.where for state in each(explain(tower.cache, history.of("c"), [keys], 0.0))] == ["tier0", "tier0"]
     tower.tiers[0].discard(keys[:1])  # as a tier does to make room
@@ -148,9 +146,7 @@ def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_
 def test_a_tier_that_must_be_asked_over_a_network_is_not_asked() -> None:
     tower = Tower("through", remote=[True])
     keys = key_chain(2)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     calls = list(tower.tiers[0].calls)
     assert each(explain(tower.cache, None, [keys], 0.0)) == [ChunkState(0, 1, ""), ChunkState(1, 1, "")]
     assert tower.tiers[0].calls == calls and tower.cache.below.unasked() == ["tier0"]

@@ -56,9 +56,7 @@ def work(scraped: Scraped) -> None:
     """Something of everything: stores, hits of both tiers, a miss, evictions, a damaged chunk, a tier that fails."""
     tower = scraped.tower
     keys = key_chain(4)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     tower.fetch(keys)
     tower.read(keys)
     tower.fetch([*keys, *key_chain(1, branch="never")])
@@ -96,9 +94,7 @@ def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> N
 def test_hits_are_counted_by_where_they_came_from_and_questions_asked_again_are_not(scraped: Scraped) -> None:
     tower = scraped.tower
     keys = key_chain(4)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     tower.fetch(keys)  # asks several times until all has come up
     assert scraped.value("kv_lookups_total", ended="all_held") == 1
     assert scraped.value("kv_chunks_asked_total") == 4

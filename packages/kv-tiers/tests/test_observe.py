@@ -331,9 +331,7 @@ def watched_tower(*modes: WriteMode, **options: Any) -> tuple[Tower, EventBus, G
 def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
     tower, bus, gathered = watched_tower("through")
     keys = key_chain(4)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     assert tower.fetch(keys).chunks == 4
     assert bus.flush()
     down = gathered.of(events.Spilled)
@@ -365,9 +363,7 @@ def test_write_back_evicts_for_the_watermark() -> None:
 def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chunk() -> None:
     tower, bus, gathered = watched_tower("through")
     keys = key_chain(2)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     tower.tiers[0].fault = "flip"
     tower.fetch(keys)
     tower.tiers[0].fault = "down"

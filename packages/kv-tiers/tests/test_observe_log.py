@@ -96,9 +96,7 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
     tower = Tower("through", events=bus.source())
     bus.subscribe(LogLines(bus, say_text) if is_logged else History(10, 0.0))
     keys = key_chain(2)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     with caplog.at_level(logging.INFO):
         tower.tiers[0].fault = "flip"
         tower.fetch(keys[:1])

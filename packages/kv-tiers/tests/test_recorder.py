@@ -92,9 +92,7 @@ def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> No
     bus.subscribe(Recorder(bus, str(path), 1 << 20))
     tower = Tower("through", events=bus.source("", CHUNK_NBYTES))
     keys = key_chain(4)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     tower.fetch(keys)  # several questions: it waits for what comes up
     tower.cache.lookup(keys, "r")
     tower.cache.lookup(keys, "r")

@@ -105,9 +105,7 @@ def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -
     traced = Traced()
     tower = Tower("through", events=traced.source)
     keys = key_chain(4)
-    tower.store(keys)
-    tower.run()
-    tower.crowd_out()
+    tower.store_below(keys)
     assert tower.ask(keys).ended is Ended.PENDING
     tower.clock.advance(0.25)
     tower.fetch(keys)

@@ -116,6 +116,12 @@ class Tower:
         self.store(key_chain(self.cache.pool.slots, branch="crowd"))
         self.run()
 
+    def store_below(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
+        """As `store`, until only the tiers have them."""
+        self.store(keys, data)
+        self.run()
+        self.crowd_out()
+
     def close(self) -> None:
         """Whatever happened: at the end nobody holds anything, and the counts add up."""
         for tier in self.tiers:
