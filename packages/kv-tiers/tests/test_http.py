@@ -340,10 +340,11 @@ def test_a_quota_is_set_and_seen_and_taken_away(served: Served) -> None:
         "name": "acme", "tag": tag,
         "caches": [{"chunk_nbytes": CHUNK_NBYTES, "fingerprint": "f", "chunks": 6, "used_bytes": 6 * SLOT_NBYTES,
                     "quota_bytes": None}],
+        "note": before["note"],
     }  # fmt: skip
     quota = {"quota_bytes": 4 * SLOT_NBYTES}
     after = served.client.put("/quota/acme", json=quota, headers=headers).json()
-    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_NBYTES
+    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_NBYTES and "until the server ends" in after["note"]
     assert after["caches"][0]["chunks"] == 4
     assert served.get(f"/quota/{tag}").json() == after
     assert served.get("/status").json()["caches"][0]["tenants"][0]["quota_bytes"] == 4 * SLOT_NBYTES

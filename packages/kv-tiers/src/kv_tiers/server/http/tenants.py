@@ -39,6 +39,7 @@ class TenantState(msgspec.Struct, frozen=True):
     name: str
     tag: str
     caches: list[Use]
+    note: str = "a quota set here lasts until the server ends; what it starts with is in its settings ([[tenants]])"
 
 
 class Names:
@@ -92,9 +93,22 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
     return [
         Operation("GET", path, "What a tenant has of the pool", get, TenantState, failures=(404, 503)),
         Operation(
-            "PUT", path, "Set a part of the pool apart for a tenant", put, TenantState, Quota, failures=(404, 409, 503)
+            "PUT",
+            path,
+            "Set a part of the pool apart for a tenant until the server ends",
+            put,
+            TenantState,
+            Quota,
+            failures=(404, 409, 503),
         ),
-        Operation("DELETE", path, "Have a tenant share with all others", delete, TenantState, failures=(404, 503)),
+        Operation(
+            "DELETE",
+            path,
+            "Have a tenant share with all others until the server ends",
+            delete,
+            TenantState,
+            failures=(404, 503),
+        ),
     ]
 
 
