@@ -5,7 +5,6 @@ vLLM lives in an environment beside SGLang's. A page of SGLang is a chunk, so vL
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from ask_vllm import MARK
 from engines import NEW_TOKENS, PROMPTS, Answer, started
-from kv_tiers.testing.wait import until
+from kv_tiers.server.launch import launch
 
 PAGE = 128
 """vLLM's block on a CPU."""
@@ -52,15 +51,11 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
     if request.param == "directory":
         yield {"host": {"capacity": "32MiB"}, "tiers": [tier], "cold": {"wait_s": 10.0}}
         return
-    socket, config = tmp_path / "private" / "s", tmp_path / "kv.toml"
-    disk = f'type = "disk"\npath = "{tmp_path}/kv"\ncapacity_bytes = "64MiB"\n'
-    config.write_text(f'[host]\ncapacity_bytes = "32MiB"\n[[tiers]]\n{disk}')
+    config = {"host": {"capacity_bytes": "32MiB"}, "tiers": [tier]}
     # No child of ours: SGLang ends all the children of whoever started it.
-    command = f"{sys.executable} -m kv_tiers.server --config {config} --socket {socket} >/dev/null 2>&1 & echo $!"
-    number = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
-    until(socket.exists, within_s=30)
-    yield {"server": {"socket": str(socket)}, "cold": {"wait_s": 10.0}}
-    os.kill(int(number), signal.SIGTERM)
+    server = launch(config, socket=tmp_path / "private" / "s", detached=True)
+    yield {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
+    server.stop()
 
 
 def test_each_finds_what_the_other_computed(tiny_llama: str, reference: list[Answer], shared: dict[str, Any]) -> None:

@@ -153,3 +153,18 @@ def test_a_model_with_sliding_windows(tiny_mellum: str, tmp_path: Path) -> None:
             assert second.hits == [*WARM_HITS, (len(longer) - 1) // PAGE * PAGE]
     finally:
         HostPool.unlink(pool)
+
+
+@pytest.mark.slow
+def test_what_waits_to_be_written_back_outlives_an_engine_that_is_killed(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """`Engine.shutdown` kills every process of the engine and their descendants, with nothing on disk before."""
+    back = disk(tmp_path / "kv", write="back")
+    cache = {"host": {"capacity": "32MiB"}, "tiers": [back], "cold": {"wait_s": 10.0}}
+    with started(tiny_llama, cache=cache) as first:
+        assert first.ask_in_turn(PROMPTS) == reference
+        assert first.hits == COLD_HITS
+    with started(tiny_llama, cache=cache) as second:
+        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.hits == WARM_HITS

@@ -259,6 +259,14 @@ def test_written_back_when_it_is_coldest_and_not_before() -> None:
     tower.close()
 
 
+def test_what_there_is_no_time_to_store_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    tower = Tower("back", cold=ColdConfig(batch_bytes=2 * 4096, drain_s=0.0))
+    tower.store(KEYS[:4])
+    with caplog.at_level("WARNING"):
+        tower.close()
+    assert "4 chunks are not stored below after 0.0 s; a longer cold.drain_s" in caplog.text
+
+
 def test_what_is_written_back_is_stored_when_the_cache_closes() -> None:
     tower = Tower("back", threads=1)
     tower.store(KEYS[:4])

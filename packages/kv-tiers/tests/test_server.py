@@ -555,12 +555,17 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(home: Path, slots: int = 8, *, disk: bool = False) -> ServerProcess:
+def settings_for(home: Path, slots: int = 8, *, disk: bool = False, write: str = "through") -> dict[str, object]:
     config: dict[str, object] = {"host": {"capacity_bytes": slots * SLOT_NBYTES}}
     if disk:
         context = TierContext(CHUNK_NBYTES, SLOT_NBYTES, "f")
-        config["tiers"] = [{"type": "disk", "path": str(home / "disk"), "capacity_bytes": bytes_for(context, 200)}]
-    return launch(config, socket=home / "s")
+        tier = {"type": "disk", "path": str(home / "disk"), "capacity_bytes": bytes_for(context, 200), "write": write}
+        config["tiers"] = [tier]
+    return config
+
+
+def start(home: Path, slots: int = 8, *, disk: bool = False) -> ServerProcess:
+    return launch(settings_for(home, slots, disk=disk), socket=home / "s")
 
 
 def join(home: Path, **options: object) -> RemoteCache:
@@ -1243,6 +1248,54 @@ def test_a_private_server_ends_with_whoever_started_it() -> None:
     for left in (Path(f"{path}.lock"),):
         left.unlink()
     Path(path).parent.rmdir()
+
+
+def test_a_detached_server_stores_what_was_to_be_written_back_after_its_engine_was_killed(home: Path) -> None:
+    """It is no descendant and not in the session of whoever started it, which is how engines find what to kill."""
+    code = (
+        "import json, pathlib, sys\n"
+        "from kv_tiers.server import launch\n"
+        "server = launch(json.loads(sys.argv[1]), socket=pathlib.Path(sys.argv[2]), detached=True)\n"
+        "print(server.pid, server.is_running(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    config = settings_for(home, slots=40, disk=True, write="back")
+    command = [sys.executable, "-c", code, json.dumps(config), str(home / "s")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    pid, is_running = process.stdout.readline().split()
+    assert is_running == "True" and os.getsid(int(pid)) == int(pid) != process.pid
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) not in (process.pid, os.getpid())
+    cache = join(home)
+    store(cache, key_chain(5))
+    watched = os.pidfd_open(int(pid))
+    process.kill()
+    process.wait()
+    assert select.select([watched], [], [], 10)[0]
+    os.close(watched)
+    process.stdout.close()
+    process.stdin.close()
+    cache.close()
+    server = start(home, slots=40, disk=True)
+    again = join(home)
+    assert held(again, key_chain(5)) == 5
+    assert read(again, key_chain(5))
+    again.close()
+    server.stop()
+
+
+def test_a_detached_server_is_stopped_like_a_child(home: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        server = launch(settings_for(home), socket=home / "s", detached=True)
+        watched = os.pidfd_open(server.pid)
+        assert server.is_running()
+        if number == signal.SIGKILL:
+            os.kill(server.pid, number)
+        server.stop()
+        assert select.select([watched], [], [], 10)[0] and not server.is_running()
+        os.close(watched)
+        server.stop()
 
 
 def test_a_private_server_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:

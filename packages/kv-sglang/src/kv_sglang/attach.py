@@ -1,9 +1,12 @@
 """Objects out of settings: the caches of one SGLang rank, one for each format of pages, and the names of the pages.
 
 With one rank the caches are in SGLang's scheduler process. With several, the first rank starts a private server that
-all of them join; a server named in the settings is joined by any. Pools whose pages have one format share a cache, as a
-tier below belongs to one cache of a format. Each pool's pages have a key space of their own: the names are the same
-hashes, so a page of one pool would else be taken for another's.
+all of them join; a server named in the settings is joined by any. SGLang ends an engine by killing its processes and
+their descendants, so a private server is none of them, and has what waits stored below once they are gone; where a tier
+is written back, which lets chunks wait for as long as there is room, one rank has such a server too.
+
+Pools whose pages have one format share a cache, as a tier below belongs to one cache of a format. Each pool's pages
+have a key space of their own: the names are the same hashes, so a page of one pool would else be taken for another's.
 """
 
 import json
@@ -160,7 +163,7 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
             f"the engine has {rank.replicas} replicas, which cannot each own the same tiers: start kv-server with them "
             "and give its server.socket"
         )
-    alone = rank.ranks == rank.stages == 1 and not settings.server.socket
+    alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
             f"the engine's ranks are on {rank.nodes} machines, where no private server reaches them all: start "
@@ -181,7 +184,12 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
             else:
                 first = rank.number == rank.stage == len(made.caches) == 0
                 made.caches[chunks], server = open_there(
-                    settings, chunks, engine_id=engine, rank=0 if first else None, facts={"pool": ", ".join(names)}
+                    settings,
+                    chunks,
+                    engine_id=engine,
+                    rank=0 if first else None,
+                    facts={"pool": ", ".join(names)},
+                    detached=True,
                 )
                 made.server = made.server or server
         for name, pages in pools.items():
@@ -207,6 +215,11 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
         made.close()
         raise
     return made
+
+
+def _would_lose_what_waits(settings: Settings) -> bool:
+    """When the process that has the pool is killed. A named pool is there for the next one, whole."""
+    return not settings.host.name and any(tier.get("write") == "back" for tier in settings.tiers)
 
 
 def _part_of(settings: Settings, pool: str, part: float) -> Settings:

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TYPE:OPTION=VALUE,…",
-        help="what is below, hottest first; repeat it for more",
+        help="what is below, hottest first; repeat it for more. With write=back, what waits is stored once the engine "
+        "has ended, by a process that outlasts it, for cold.drain_s (5 s) at most",
     )
     flags.add_argument("--socket", help="join the kv-server that listens there; capacity and tiers are then its own")
     flags.add_argument(

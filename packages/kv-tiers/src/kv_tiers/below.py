@@ -120,6 +120,9 @@ class Below:
         """Drain, then close. False: a tier still has memory of the pool in a call that does not come back."""
         self.drain(timeout_s)
         with self._host.lock:
-            self.spills.stop()
+            left = self.spills.stop()
+        if left:
+            text = "closing: %d chunks are not stored below after %.1f s; a longer cold.drain_s has more of them stored"
+            _log.warning(text, left, timeout_s)
         closed = [lane.close(timeout_s) for lane in self._lanes]  # every one, also after one that does not
         return all(closed)

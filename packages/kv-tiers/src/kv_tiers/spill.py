@@ -172,13 +172,19 @@ class Spills:
                     break
                 time.sleep(min(left, 0.002))  # what waits has no room, for another tier's sake
 
-    def stop(self) -> None:
-        """Hand nothing over any more."""
+    def stop(self) -> int:
+        """Hand nothing over any more. How many chunks the tiers did not have by then, taken together."""
         self._stopped = True
+        key_at = self._host.residency.key_at
+        left = 0
         for below in self._below:
+            left += below.counts.under_way
+            for queue in below.queues.values():
+                left += sum(key_at(slot) == chunk.key for slot, chunk in queue.items())
             below.queues.clear()
             below.share_of.clear()
             below.turns.clear()
+        return left
 
     def counts(self) -> list[SpillCounts]:
         """By tier, in their order."""

@@ -79,10 +79,12 @@ def open_there(
     rank: int | None,
     facts: Mapping[str, str],
     on_new_pool: Callable[[MappedPool], None] | None = None,
+    detached: bool = False,
 ) -> tuple[RemoteCache, ServerProcess | None]:
     """The cache at the engine's server, and the server if this is rank 0 and it is a private one.
 
     rank: None for the scheduler. facts: what the engine's other processes should know of this one (`workers_of`).
+    detached: the engine ends by killing its processes and their descendants, and a private server shall outlast that.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.
@@ -99,7 +101,7 @@ def open_there(
             "tenants": settings.tenants,
             "observe": settings.observe,
         }
-        server = launch(msgspec.to_builtins(config), socket=socket)
+        server = launch(msgspec.to_builtins(config), socket=socket, detached=detached)
     until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
     while True:
         try:

@@ -66,6 +66,8 @@ it are served at the socket.
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.detach:
+        _detach()
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _config(arguments)
@@ -129,9 +131,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, ends")
+    parser.add_argument("--detach", action="store_true", help="go on as nobody's child, in a session of its own")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--version", action="version", version=f"kv-server {PACKAGE}")
     return parser
+
+
+def _detach() -> None:
+    """Before there are threads. Whoever started us sees us end, and reads on from the output that we share."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
 
 
 def _die_with(parent: int) -> None:

@@ -1,7 +1,12 @@
-"""A private server: a child of this process that ends when this process does, however it ends."""
+"""A private server: it ends when the process that started it does, however that ends.
+
+Usually it is a child. A detached one is nobody's child and in a session of its own, for a process whose parent ends by
+killing it and all of its descendants: what waits to be stored below is stored then, as far as `cold.drain_s` allows.
+"""
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,10 +26,11 @@ _STOP_S: Final = 15.0
 class ServerProcess:
     """A running server. `stop` it, or let it end with this process.
 
-    url: where it serves HTTP; empty: nowhere.
+    pid: of the server. url: where it serves HTTP; empty: nowhere.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None) -> None:
+        """process: it says on its output that it serves, and the server, which may be another, holds that open."""
         self.socket = socket
         self.url = ""
         self.pid = process.pid
@@ -33,38 +39,47 @@ class ServerProcess:
         self._home = home
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._lifeline >= 0 and not self._has_ended(0)
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """Have it store below what is to be stored there, and end. It is killed if that takes longer than allowed."""
         if self._lifeline < 0:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         os.close(self._lifeline)
         self._lifeline = -1
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _STOP_S)):
+            if not self._has_ended(0):
+                os.kill(self.pid, number)
+                self._has_ended(patience_s)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         if self._home is not None:
             for name in (self.socket, Path(f"{self.socket}.lock")):
                 name.unlink(missing_ok=True)
             self._home.rmdir()
 
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Once it serves it says nothing more, so its output is readable when nobody holds it open any more."""
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+
 
 def launch(
-    config: Mapping[str, object], *, socket: Path | None = None, ready_s: float = READY_S, log_level: str = "warning"
+    config: Mapping[str, object],
+    *,
+    socket: Path | None = None,
+    ready_s: float = READY_S,
+    log_level: str = "warning",
+    detached: bool = False,
 ) -> ServerProcess:
     """Start a server of these settings (as in its file) and wait until it serves.
 
     It stops when this process ends, as the pipe that it watches closes then; and, if this is called on the main thread,
-    by the kernel's signal too (which is tied to the thread, so other threads must do without it).
+    a child by the kernel's signal too (which is tied to the thread, so other threads must do without it).
 
     socket: where it listens; None: in a directory made for it alone, which `stop` removes.
-    log_level: of what it says on our error output.
+    log_level: of what it says on our error output. detached: not as a child.
 
     Raises:
         ConfigError: it did not come to serve; the text is what it said.
@@ -76,7 +91,9 @@ def launch(
     watched, lifeline = os.pipe()
     command = [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--socket", str(socket)]
     command += ["--lifeline", str(watched), "--log-level", log_level]
-    if threading.current_thread() is threading.main_thread():
+    if detached:
+        command.append("--detach")
+    elif threading.current_thread() is threading.main_thread():
         command += ["--parent", str(os.getpid())]
     try:
         process = subprocess.Popen(  # noqa: S603  # ourselves
@@ -94,7 +111,8 @@ def launch(
         said = process.stdout.readline()
         if not said.startswith("READY"):
             raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
-        made.url = said.rstrip("\n").removeprefix(f"READY {socket} {process.pid}").strip()
+        pid, _, made.url = said.rstrip("\n").removeprefix(f"READY {socket} ").partition(" ")
+        made.pid = int(pid)
     except BaseException as error:
         made.stop()
         if isinstance(error, BrokenPipeError):
