@@ -424,6 +424,7 @@ def test_from_the_moment_a_tenant_is_cleared_nobody_finds_its_chunks_below() -> 
     assert tower.lanes[0].ask(mine, answers.append)
     assert tower.cache.clear_tenant(ANN) == 0
     assert (tower.lanes[0].leading(mine), tower.lanes[0].leading(other)) == (0, 4)
+    assert tower.lanes[0].holds(mine + other) == [False] * 4 + [True] * 4
     assert tower.lanes[0].step()
     assert answers == [0]  # though it was asked before
     assert tower.ask(mine).ended is Ended.ABSENT
@@ -500,7 +501,7 @@ def test_a_small_tenant_stores_while_a_tier_is_slow_and_its_backlog_keeps_nobody
     assert tower.store(key_chain(4, salt="ann")) == 4
     assert tower.store(key_chain(4, branch="more", salt="ann")) == 3  # one is leased
     assert tower.store(key_chain(8, salt="ben")) == 8
-    queued = Counter(chunk.key.tenant for job in tower.lanes[0]._stores for chunk in job.chunks)
+    queued = Counter(chunk.key.tenant for job in tower.lanes[0]._jobs._stores for chunk in job.chunks)
     assert queued == {ANN: 1, BEN: 2}
     tower.run()
     assert tower.tiers[0].holds(key_chain(8, salt="ben")) == [True] * 8
@@ -523,12 +524,12 @@ def test_written_back_each_share_keeps_room_of_its_own() -> None:
 def test_going_down_shares_take_turns() -> None:
     tower = Tower("through", slots=64, quotas={ANN: 32 * SLOT})
     lane = tower.lanes[0]
-    lane._max_store_chunks = 2  # as if the others were being stored
+    lane._jobs._max_store_chunks = 2  # as if the others were being stored
     tower.store(key_chain(8, salt="ann"))
     tower.store(key_chain(4, salt="ben"))
     order = []
-    while lane._stores:
-        order.append(lane._stores[0].chunks[0].key.tenant)
+    while lane._jobs._stores:
+        order.append(lane._jobs._stores[0].chunks[0].key.tenant)
         lane.step()
     assert order == [ANN, ANN, BEN, ANN, BEN, ANN]
     tower.close()

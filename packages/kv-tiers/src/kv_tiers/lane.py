@@ -1,8 +1,7 @@
 """A lane: the bounded queue and the few threads in front of one tier. Nobody else calls a tier.
 
 Submitting never waits: a lane that is full, resting, stuck, frozen or closed refuses, and what was refused costs a miss
-and nothing more. Loads (and questions of presence) go before discards, and discards before stores: an engine waits for
-the first, and whoever was told that a chunk is gone must not find it.
+and nothing more. What goes first, and what is hidden meanwhile, is a table of its own (`kv_tiers.lane_jobs`).
 
 Here chunks get their headers on the way out and are checked against them on the way back. A wrong one is discarded at
 once, so the next question is a miss and not the same fault again.
@@ -18,26 +17,23 @@ import logging
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.lane_jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import UNWATCHED
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
 _log = logging.getLogger(__name__)
-
-MAX_DISCARDS = 100_000
-"""More keys than this to be discarded by a tier that does not answer, and it is cleared instead when it does."""
 
 
 class Health(Enum):
@@ -46,25 +42,6 @@ class Health(Enum):
     STUCK = "a call to it has not come back"
     FROZEN = "somebody asked that it be left alone"
     CLOSED = "it is closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A chunk to store: `pages` are leased until the job is done, its bytes the first `nbytes`."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-    pages: memoryview
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What became of one chunk that was to be loaded. checksum: of its bytes, if it was."""
-
-    key: ChunkKey
-    outcome: LoadOutcome
-    checksum: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +60,8 @@ class LaneCounts:
     seconds_storing: float
 
 
-@dataclass(slots=True)
-class _Load:
-    reads: list[Read]
-    done: Callable[[list[Arrival]], None]
-
-
-@dataclass(slots=True)
-class _Ask:
-    keys: list[ChunkKey]
-    done: Callable[[int], None]
-
-
-@dataclass(slots=True)
-class _Store:
-    chunks: list[Outgoing]
-    done: Callable[[list[StoreOutcome]], None]
-    dropped: set[ChunkKey] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Discard:
-    keys: list[ChunkKey]
-    everything: bool = False
-
-
-@dataclass(slots=True)
-class _ClearTenant:
-    tenant: bytes
-
-
-@dataclass(slots=True)
 class _Probe:
-    pass
-
-
-_Job = _Load | _Ask | _Store | _Discard | _ClearTenant | _Probe
+    """Whether a tier that failed is back."""
 
 
 @dataclass(slots=True)
@@ -161,21 +104,12 @@ class Lane:
         self._noticed = Health.UP
         self._format_id = format_id
         # A store may take the medium's time to make things durable, and a load should not wait for that.
-        self._most_stores = max(1, threads - 1)
-        self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
+        self._jobs = Jobs(
+            max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, most_stores=max(1, threads - 1)
+        )
         self._rest_s, self._max_rest_s, self._stuck_s = rest_s, max_rest_s, stuck_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._changed = threading.Condition()
-        self._loads: deque[_Load | _Ask] = deque()
-        self._stores: deque[_Store] = deque()
-        self._discards: dict[ChunkKey, None] = {}
-        self._clear_next = False
-        self._load_chunks = self._store_chunks = 0
-        self._discarding: set[ChunkKey] = set()
-        self._clearing = 0
-        self._tenants_to_clear: dict[bytes, None] = {}
-        self._clearing_tenants: set[bytes] = set()
-        self._storing: dict[int, _Store] = {}
         self._running: dict[int, float] = {}  # job → when it began
         self._frozen = self._closed = False
         self._rests_until: float | None = None
@@ -193,65 +127,56 @@ class Lane:
     def leading(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading `keys` the tier holds. Only for one that answers from memory."""
         with self._changed:
-            if self._health() is not Health.UP or self._clearing or self._clear_next:
+            if self._health() is not Health.UP or self._jobs.is_clearing:
                 return 0
-            keys = keys[: self._first_hidden(keys)]
+            keys = keys[: self._jobs.first_hidden(keys)]
         return _leading(self._holds(keys))
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these a load would find. Only for a tier that answers from memory."""
         with self._changed:
-            if self._health() is not Health.UP or self._clearing or self._clear_next:
+            if self._health() is not Health.UP or self._jobs.is_clearing:
                 return [False] * len(keys)
-            hidden = {key for key in keys if key in self._discards or key in self._discarding}
+            hidden = set(filter(self._jobs.is_hidden, keys))
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
 
     def ask(self, keys: Sequence[ChunkKey], done: Callable[[int], None]) -> bool:
         """Have the tier asked, in one round trip: `done` gets how many leading `keys` it holds, on another thread."""
-        return self._submit(_Ask(list(keys), done))
+        return self._submit(Ask(list(keys), done))
 
     def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None]) -> bool:
         """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused."""
-        return self._submit(_Load(list(reads), done))
+        return self._submit(Load(list(reads), done))
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
         """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
-        return self._submit(_Store(list(chunks), done))
+        return self._submit(Store(list(chunks), done))
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
         """Nobody finds these here from now, whatever the tier is doing; it is told when it can be. Never refused."""
         with self._changed:
-            for key in keys:
-                self._discards[key] = None
-                for job in (*self._stores, *self._storing.values()):
-                    job.dropped.add(key)
-            if len(self._discards) > MAX_DISCARDS:
-                self._drop_everything()
+            self._jobs.discard(keys)
             self._changed.notify()
 
     def clear(self) -> None:
         """Nobody finds anything here from now that is here now, or on its way here."""
         with self._changed:
-            self._drop_everything()
+            self._jobs.clear()
             self._changed.notify()
 
     def clear_tenant(self, tenant: bytes) -> None:
         """As `clear`, for what has this tag. A tier that cannot tell tenants apart is cleared whole."""
         with self._changed:
             if isinstance(self.tier, ClearsTenants):
-                self._tenants_to_clear[tenant] = None
-                for job in (*self._stores, *self._storing.values()):
-                    job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
+                self._jobs.clear_tenant(tenant)
             else:
-                self._drop_everything()
+                self._jobs.clear()
             self._changed.notify()
 
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
         with self._changed:
-            if self._health() is not Health.UP:
-                return 0
-            return max(0, self._max_store_chunks - self._store_chunks)
+            return self._jobs.room_for_stores if self._health() is Health.UP else 0
 
     def freeze(self, frozen: bool) -> None:
         """Leave the tier alone, or go on with it. What is queued waits; what is submitted meanwhile is refused."""
@@ -269,7 +194,7 @@ class Lane:
         with self._changed:
             totals = self._totals
             return LaneCounts(
-                queued=self._load_chunks + self._store_chunks,
+                queued=self._jobs.queued,
                 loaded=totals.loaded,
                 absent=totals.absent,
                 damaged=totals.damaged,
@@ -288,17 +213,10 @@ class Lane:
         """Wait until nothing is queued or running. False: there still was when the time was over."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            while (
-                self._loads
-                or self._stores
-                or self._discards
-                or self._clear_next
-                or self._tenants_to_clear
-                or self._running
-            ):
+            while self._jobs.has_any() or self._running:
                 left = until - time.monotonic()
                 if left <= 0 or self._health() is not Health.UP:
-                    return not self._running and not self._loads and not self._stores
+                    return not self._running and not self._jobs.has_submitted()
                 self._changed.wait(min(left, 0.05))
         return True
 
@@ -307,10 +225,7 @@ class Lane:
         stays open and the memory it was lent stays lent."""
         with self._changed:
             self._closed = True
-            waiting: list[_Job] = [*self._loads, *self._stores]
-            self._loads.clear()
-            self._stores.clear()
-            self._load_chunks = self._store_chunks = 0
+            waiting = self._jobs.take_submitted()
             self._changed.notify_all()
         for job in waiting:
             self._refuse(job, "the cache was closed")
@@ -329,8 +244,8 @@ class Lane:
             job = self._next()
             if job is None:
                 return False
-            number = self._begin(job)
-        self._run(number, job)
+            self._begin(job)
+        self._run(job)
         return True
 
     # Under `_changed`.
@@ -357,120 +272,35 @@ class Lane:
             return Health.STUCK
         return Health.UP
 
-    def _submit(self, job: _Load | _Ask | _Store) -> bool:
+    def _submit(self, job: Submitted) -> bool:
         with self._changed:
-            if self._health() is not Health.UP or self._clearing or self._clear_next:
+            if self._health() is not Health.UP or not self._jobs.submit(job):
                 return False
-            if self._is_of_cleared(job):
-                return False
-            if isinstance(job, _Store):
-                if self._store_chunks + len(job.chunks) > self._max_store_chunks:
-                    return False
-                self._store_chunks += len(job.chunks)
-                self._stores.append(job)
-            else:
-                chunks = len(job.reads) if isinstance(job, _Load) else 1
-                if self._load_chunks + chunks > self._max_load_chunks:
-                    return False
-                self._load_chunks += chunks
-                self._loads.append(job)
             self._changed.notify()
             return True
 
-    def _first_hidden(self, keys: Sequence[ChunkKey]) -> int:
-        first = len(keys)
-        if self._discards or self._discarding:
-            hidden = (n for n, key in enumerate(keys) if key in self._discards or key in self._discarding)
-            first = next(hidden, first)
-        if self._tenants_to_clear or self._clearing_tenants:
-            first = next((n for n, key in enumerate(keys[:first]) if self._is_being_cleared(key)), first)
-        return first
-
-    def _is_being_cleared(self, key: ChunkKey) -> bool:
-        return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants
-
-    def _is_of_cleared(self, job: _Load | _Ask | _Store) -> bool:
-        """Whether it is about chunks of a tenant whose clearing has not ended."""
-        if not self._tenants_to_clear and not self._clearing_tenants:
-            return False
-        if isinstance(job, _Ask):
-            return any(map(self._is_being_cleared, job.keys))
-        return any(self._is_being_cleared(one.key) for one in (job.reads if isinstance(job, _Load) else job.chunks))
-
-    def _drop_everything(self) -> None:
-        self._clear_next = True
-        self._discards.clear()
-        self._tenants_to_clear.clear()
-        for job in (*self._stores, *self._storing.values()):
-            job.dropped.update(chunk.key for chunk in job.chunks)
-
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | _Probe | None:
         if self._frozen or self._closed:
             return None
         if self._rests_until is not None:
             if self._probing or self._clock.now_s() < self._rests_until:
                 return None
             return _Probe()
-        if self._loads:
-            return self._loads.popleft()
-        if self._clear_next and not self._storing and not self._clearing:
-            return _Discard([], everything=True)
-        if self._tenants_to_clear and not self._clearing and not self._clear_next:
-            storing = {chunk.key.tenant for job in self._storing.values() for chunk in job.chunks}
-            for tenant in self._tenants_to_clear:
-                if tenant not in storing and tenant not in self._clearing_tenants:
-                    return _ClearTenant(tenant)
-        if self._discards:
-            busy = {chunk.key for job in self._storing.values() for chunk in job.chunks}
-            keys = [key for key in self._discards if key not in busy]
-            if keys:
-                return _Discard(keys)
-        if self._stores and not self._clearing and not self._clear_next and len(self._storing) < self._most_stores:
-            first = self._stores[0]
-            if not any(chunk.key in self._discarding for chunk in first.chunks):
-                return self._stores.popleft()
-        return None
+        return self._jobs.next()
 
-    def _begin(self, job: _Job) -> int:
-        number = id(job)
-        self._running[number] = self._clock.now_s()
-        match job:
-            case _Store():
-                self._storing[number] = job
-            case _Discard(everything=True):
-                self._clearing += 1
-                self._clear_next = False
-            case _Discard():
-                for key in job.keys:
-                    del self._discards[key]
-                self._discarding.update(job.keys)
-            case _ClearTenant():
-                del self._tenants_to_clear[job.tenant]
-                self._clearing_tenants.add(job.tenant)
-            case _Probe():
-                self._probing = True
-            case _:
-                pass
-        return number
+    def _begin(self, job: Job | _Probe) -> None:
+        self._running[id(job)] = self._clock.now_s()
+        if isinstance(job, _Probe):
+            self._probing = True
+        else:
+            self._jobs.begin(job)
 
-    def _end(self, number: int, job: _Job) -> None:
-        del self._running[number]
-        match job:
-            case _Load():
-                self._load_chunks -= len(job.reads)
-            case _Ask():
-                self._load_chunks -= 1
-            case _Store():
-                del self._storing[number]
-                self._store_chunks -= len(job.chunks)
-            case _Discard(everything=True):
-                self._clearing -= 1
-            case _Discard():
-                self._discarding.difference_update(job.keys)
-            case _ClearTenant():
-                self._clearing_tenants.remove(job.tenant)
-            case _Probe():
-                self._probing = False
+    def _end(self, job: Job | _Probe) -> None:
+        del self._running[id(job)]
+        if isinstance(job, _Probe):
+            self._probing = False
+        else:
+            self._jobs.end(job)
         self._changed.notify_all()
 
     # Without it.
@@ -483,11 +313,11 @@ class Lane:
                         return
                     rests = self._rests_until is not None and not self._probing and not self._frozen
                     self._changed.wait(max(0.0, (self._rests_until or 0.0) - self._clock.now_s()) if rests else None)
-                number = self._begin(job)
-            self._run(number, job)
+                self._begin(job)
+            self._run(job)
             del job  # or its memory stays lent while this thread waits for the next
 
-    def _run(self, number: int, job: _Job) -> None:
+    def _run(self, job: Job | _Probe) -> None:
         answer: Callable[[], None]
         try:
             answer = self._do(job)
@@ -497,34 +327,34 @@ class Lane:
             self._log_bug()
             answer = self._down(job, f"{type(error).__name__}: {error}")
         with self._changed:
-            self._end(number, job)
+            self._end(job)
         answer()
 
-    def _do(self, job: _Job) -> Callable[[], None]:
+    def _do(self, job: Job | _Probe) -> Callable[[], None]:
         began = self._clock.now_s()
         match job:
-            case _Load():
+            case Load():
                 arrivals = self._load(job.reads)
                 with self._changed:
                     self._totals.seconds_loading += self._clock.now_s() - began
                 return lambda: job.done(arrivals)
-            case _Ask():
+            case Ask():
                 with self._changed:
-                    keys = job.keys[: self._first_hidden(job.keys)]
+                    keys = job.keys[: self._jobs.first_hidden(job.keys)]
                 leading = _leading(self.tier.holds(keys)) if keys else 0
                 return lambda: job.done(leading)
-            case _Store():
+            case Store():
                 outcomes = self._store(job)
                 with self._changed:
                     self._totals.seconds_storing += self._clock.now_s() - began
                 return lambda: job.done(outcomes)
-            case _Discard(everything=True):
+            case Clear():
                 self.tier.clear()
-            case _Discard():
+            case Discard():
                 self.tier.discard(job.keys)
                 with self._changed:
                     self._totals.discarded += len(job.keys)
-            case _ClearTenant():
+            case ClearTenant():
                 assert isinstance(self.tier, ClearsTenants)
                 self.tier.clear_tenant(job.tenant)
             case _Probe():
@@ -563,7 +393,7 @@ class Lane:
             self.discard(wrong)
         return arrivals
 
-    def _store(self, job: _Store) -> list[StoreOutcome]:
+    def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:
             chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
         writes = [
@@ -584,7 +414,7 @@ class Lane:
             self._totals.refused += len(outcomes) - stored
         return outcomes
 
-    def _down(self, job: _Job, why: str) -> Callable[[], None]:
+    def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
         with self._changed:
             first = self._rests_until is None
             self._rests_until = self._clock.now_s() + self._rests_next
@@ -592,25 +422,9 @@ class Lane:
             self._why_down = why
             self._totals.downs += first
             self._health()
-            # A tier that is down forgets nothing by itself: it is told again when it is back.
-            match job:
-                case _Discard(everything=True):
-                    self._clear_next = True
-                case _Discard():
-                    self._discards.update(dict.fromkeys(job.keys))
-                case _ClearTenant():
-                    self._tenants_to_clear[job.tenant] = None
-                case _:
-                    pass
-            waiting: list[_Job] = [*self._loads, *self._stores]
-            self._loads.clear()
-            self._load_chunks -= sum(
-                len(other.reads) if isinstance(other, _Load) else 1
-                for other in waiting
-                if not isinstance(other, _Store)
-            )
-            self._stores.clear()
-            self._store_chunks -= sum(len(other.chunks) for other in waiting if isinstance(other, _Store))
+            if not isinstance(job, _Probe):
+                self._jobs.say_again(job)
+            waiting = self._jobs.take_submitted()
         if first and not self.events.is_logged:
             _log.warning("tier %s is down and rests: %s", self.name, why)
 
@@ -620,13 +434,13 @@ class Lane:
 
         return answer
 
-    def _refuse(self, job: _Job, why: str) -> None:
+    def _refuse(self, job: Job | _Probe, why: str) -> None:
         match job:
-            case _Load():
+            case Load():
                 job.done([Arrival(read.key, Absent()) for read in job.reads])
-            case _Ask():
+            case Ask():
                 job.done(0)
-            case _Store():
+            case Store():
                 with self._changed:
                     self._totals.refused += len(job.chunks)
                 job.done([Refused(why)] * len(job.chunks))

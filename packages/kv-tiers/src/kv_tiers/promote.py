@@ -24,7 +24,8 @@ from kv_core.service import Holder
 
 from kv_tiers import codec
 from kv_tiers.host import TIER, HostTier
-from kv_tiers.lane import Arrival, Lane
+from kv_tiers.lane import Lane
+from kv_tiers.lane_jobs import Arrival
 from kv_tiers.observe import events
 from kv_tiers.spill import Spills
 from kv_tiers.tier import Read

@@ -19,7 +19,8 @@ from kv_core.outcome import Stored, StoreOutcome
 
 from kv_tiers.eviction.shares import Share
 from kv_tiers.host import HostTier
-from kv_tiers.lane import Health, Lane, Outgoing
+from kv_tiers.lane import Health, Lane
+from kv_tiers.lane_jobs import Outgoing
 from kv_tiers.observe import events
 
 WriteMode = Literal["through", "back", "never"]
