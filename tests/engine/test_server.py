@@ -16,6 +16,7 @@ from killed import PHASES
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess, launch
+from kv_tiers.server.report import Report
 from kv_tiers.testing.wait import until
 
 CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
@@ -103,12 +104,12 @@ def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_di
             successor.stop()
 
 
-def is_over(seen: wire.Report, pid: int) -> bool:
+def is_over(seen: Report, pid: int) -> bool:
     """The server has given back all that this process held."""
     return not seen.orphans and pid not in {session.pid for session in seen.sessions}
 
 
-def report_of(server: ServerProcess) -> wire.Report:
+def report_of(server: ServerProcess) -> Report:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
     return answer.report

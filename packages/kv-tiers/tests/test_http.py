@@ -41,6 +41,7 @@ from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
+from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
@@ -151,7 +152,7 @@ def test_status_is_what_the_socket_says_too(served: Served) -> None:
     cache.end("r")
     over_socket = ask_server(served.path, wire.Status())
     assert isinstance(over_socket, wire.Stated)
-    over_http = msgspec.json.decode(served.get("/status").content, type=wire.Report)
+    over_http = msgspec.json.decode(served.get("/status").content, type=Report)
     assert over_http == over_socket.report
     counts = over_http.caches[0].counts
     assert (counts.chunks_resident, counts.chunks_hit, counts.chunks_asked) == (3, 3, 5)

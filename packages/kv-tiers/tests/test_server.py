@@ -43,6 +43,7 @@ from kv_tiers.server.config import default_socket, read_config, read_config_text
 from kv_tiers.server.connection import Connection, ask_server
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES, ServiceContract, assert_adds_up, content
 from kv_tiers.testing.model import ServiceMachine
@@ -69,7 +70,7 @@ class Served:
     def join(self, fingerprint: str = "f", **options: object) -> RemoteCache:
         return RemoteCache(self.path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
-    def report(self) -> wire.Report:
+    def report(self) -> Report:
         return report(self.path)
 
     def raw(self, *requests: wire.Request | bytes) -> socket.socket:
@@ -123,7 +124,7 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-def report(path: Path) -> wire.Report:
+def report(path: Path) -> Report:
     stated = ask_server(path, wire.Status())
     assert isinstance(stated, wire.Stated)
     return stated.report

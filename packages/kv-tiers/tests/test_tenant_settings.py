@@ -20,6 +20,7 @@ from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.config import read_config, read_config_text
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.report import TenantReport
 from kv_tiers.tenants import read_tenants
 
 CHUNK_NBYTES = 4096
@@ -151,9 +152,9 @@ def test_two_clients_of_different_tenants_each_keep_to_their_own(home: Path, sal
         (cache,) = answer.report.caches
         told = {tenant.name: tenant for tenant in cache.tenants}
         assert told == {
-            "quiet": wire.TenantReport("quiet", tenant_tag(SECRET).hex(), 3, 3 * slot, 3 * slot),
-            "named": wire.TenantReport("named", tenant_tag("named").hex(), 0, 0, None),
-            "": wire.TenantReport("", tenant_tag("noisy").hex(), 7, 7 * slot, None),
+            "quiet": TenantReport("quiet", tenant_tag(SECRET).hex(), 3, 3 * slot, 3 * slot),
+            "named": TenantReport("named", tenant_tag("named").hex(), 0, 0, None),
+            "": TenantReport("", tenant_tag("noisy").hex(), 7, 7 * slot, None),
         }
         assert cache.tenants_known == 3
         assert sum(tenant.chunks for tenant in cache.tenants) == cache.counts.slots_used
@@ -194,7 +195,7 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_report_lists_no_end_of_tenants_that_nobody_named(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     from kv_tiers.server import server as server_module
 
-    monkeypatch.setattr(wire, "MOST_TENANTS", 2)
+    monkeypatch.setattr("kv_tiers.server.server.MOST_TENANTS", 2)
     tenants = [Tenant("named", tenant_tag("named")), Tenant("bound", tenant_tag("bound"), 4096)]
     cache = build_local_cache(
         HostConfig(capacity_bytes=64 * 4096), chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tenants=tenants

@@ -20,7 +20,8 @@ import msgspec
 import pytest
 from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
-from kv_tiers.server import RemoteCache, ServerProcess, launch, wire
+from kv_tiers.server import RemoteCache, ServerProcess, launch
+from kv_tiers.server.report import CacheReport, Report, TierReport
 from kv_tiers.top import Watch
 from kv_tiers.top_view import draw, plain_console
 
@@ -150,7 +151,7 @@ def test_json_is_the_servers_report(tmp_path: Path) -> None:
     store(cache, 3)
     done = run("--socket", str(server.socket), "--json", "--once")
     (line,) = done.stdout.splitlines()
-    report = msgspec.json.decode(line, type=wire.Report)
+    report = msgspec.json.decode(line, type=Report)
     assert (report.pid, report.caches[0].counts.chunks_resident) == (server.pid, 3)
     following = subprocess.Popen(
         [*COMMAND, "--socket", str(server.socket), "--json", "--every", "0.1"],
@@ -207,8 +208,8 @@ def counts(**changes: int) -> CacheCounts:
     return CacheCounts(**{**dict.fromkeys(CacheCounts.__dataclass_fields__, 0), **changes})
 
 
-def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **changes: int) -> wire.Report:
-    tier = wire.TierReport("nvme", "RESTING", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
+def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **changes: int) -> Report:
+    tier = TierReport("nvme", "RESTING", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
@@ -218,9 +219,9 @@ def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **chan
                         {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],
             "tenants_known": 7,
         },
-        wire.CacheReport,
+        CacheReport,
     )  # fmt: skip
-    return wire.Report(pid, "0", [], 0, [cache], uptime_s=at_s)
+    return Report(pid, "0", [], 0, [cache], uptime_s=at_s)
 
 
 def test_flows_are_differences_by_the_servers_clock() -> None:

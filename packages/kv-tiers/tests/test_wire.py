@@ -14,6 +14,7 @@ from kv_core.service import CacheCounts, LookupProgress
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.observe.explain import ChunkState
 from kv_tiers.server import wire
+from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
@@ -39,20 +40,20 @@ REQUESTS: list[wire.Request] = [
     wire.Clear(),
     wire.Counts(),
 ]
-REPORT = wire.Report(
+REPORT = Report(
     pid=1,
     package="0.1.0",
-    sessions=[wire.Registration(1, 2, "engine", 4096, "f", 1, {"a": "b"})],
+    sessions=[Registration(1, 2, "engine", 4096, "f", 1, {"a": "b"})],
     orphans=0,
     caches=[
-        wire.CacheReport(
+        CacheReport(
             4096,
             "f",
             "pool",
             1,
             COUNTS,
-            [wire.TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
-            [wire.TenantReport("a", "00" * 7, 1, 4096, None)],
+            [TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
+            [TenantReport("a", "00" * 7, 1, 4096, None)],
             1,
         )
     ],

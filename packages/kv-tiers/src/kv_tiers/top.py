@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kv_tiers.host import TIER
 from kv_tiers.lane import Health
-from kv_tiers.server.wire import CacheReport, Report, TierReport
+from kv_tiers.server.report import CacheReport, Report, TierReport
 
 
 @dataclass(frozen=True, slots=True)

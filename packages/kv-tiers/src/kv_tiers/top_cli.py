@@ -10,7 +10,7 @@ import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 
 if TYPE_CHECKING:
-    from kv_tiers.server.wire import Report
+    from kv_tiers.server.report import Report
 
 _ABOUT: Final = """\
 Show what a kv-server keeps and moves: each format's hit ratio, the pool and the tiers below it with what flows in and

@@ -7,7 +7,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.server.wire import Report
+from kv_tiers.server.report import Report
 from kv_tiers.top import CacheRow, Picture, TierRow
 
 try:

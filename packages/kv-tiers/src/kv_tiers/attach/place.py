@@ -26,7 +26,7 @@ from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.mapped import MappedPool
-from kv_tiers.server.wire import Registration
+from kv_tiers.server.report import Registration
 from kv_tiers.tenants import read_tenants
 
 _log = logging.getLogger(__name__)

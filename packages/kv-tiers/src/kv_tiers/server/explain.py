@@ -9,6 +9,7 @@ from kv_tiers.observe.explain import explain
 from kv_tiers.observe.history import History, Memory, Naming
 from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
+from kv_tiers.server.report import Registration
 
 MAX_RUNS = 1024
 MAX_TOLD = 16
@@ -19,7 +20,7 @@ _LOOKED_AT_FIRST = 4
 def explain_prompt(
     request: wire.Explain,
     caches: Mapping[Format, LocalCache],
-    sessions: Sequence[wire.Registration],
+    sessions: Sequence[Registration],
     history: History | None,
     now_s: float,
 ) -> wire.Explanations:

@@ -32,6 +32,7 @@ from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.explain import explain_prompt
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
+from kv_tiers.server.report import MOST_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
 from kv_tiers.server.session import Session
 
 T = TypeVar("T")
@@ -237,9 +238,9 @@ class CacheServer:
 
     # What is told about the server.
 
-    def _registrations(self) -> list[wire.Registration]:
+    def _registrations(self) -> list[Registration]:
         return [
-            wire.Registration(
+            Registration(
                 one.number,
                 one.pid,
                 one.register.engine,
@@ -252,11 +253,11 @@ class CacheServer:
             if one.register is not None
         ]
 
-    def report(self) -> wire.Report:
+    def report(self) -> Report:
         """For the serving thread: the server at this moment."""
         used = [one.session.cache for one in self._clients.all() if one.session is not None]
         caches = [
-            wire.CacheReport(
+            CacheReport(
                 nbytes,
                 fingerprint,
                 cache.pool.name,
@@ -267,7 +268,7 @@ class CacheServer:
             )
             for (nbytes, fingerprint), cache in self._caches.by_format().items()
         ]
-        return wire.Report(
+        return Report(
             os.getpid(),
             PACKAGE,
             self._registrations(),
@@ -309,23 +310,23 @@ class CacheServer:
         self._address.close()
 
 
-def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[wire.TenantReport], int]:
+def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:
     """Those that a report lists, and how many there are in all."""
     uses = {use.tenant: use for use in cache.tenants()}
     for tag in names:
         uses.setdefault(tag, TenantUse(tag, 0, 0, None))
     known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
-    others = nlargest(wire.MOST_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
+    others = nlargest(MOST_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
     listed = [*known.values(), *others]
     return [
-        wire.TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
+        TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
         for use in listed
     ], len(uses)
 
 
-def _tiers(cache: LocalCache) -> list[wire.TierReport]:
+def _tiers(cache: LocalCache) -> list[TierReport]:
     return [
-        wire.TierReport(
+        TierReport(
             state.name,
             state.health.name,
             state.why,

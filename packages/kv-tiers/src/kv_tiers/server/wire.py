@@ -11,7 +11,7 @@ run of bytes, which is much cheaper to read than an array of them.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -20,6 +20,7 @@ from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts, LookupProgress
 
 from kv_tiers.observe.explain import ChunkState
+from kv_tiers.server.report import Registration, Report
 
 VERSION: Final = 1
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
@@ -29,8 +30,6 @@ MAX_KEYS: Final = 1 << 16
 """Keys in one message: 16 million tokens in chunks of 256."""
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
-MOST_TENANTS: Final = 1000
-"""That a report lists though they have no name and no quota: there may be as many as there are chunks."""
 MAX_ALLOCATED: Final = 1 << 12
 """Requests that one message says the blocks of."""
 MAX_REQUEST_NBYTES: Final = 4 << 20
@@ -317,90 +316,6 @@ class Polled(_Message, tag="polled"):
 
 class Counted(_Message, tag="counted"):
     counts: CacheCounts
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """One session. pid: 0 if its process is not in sight, as in another container."""
-
-    session: int
-    pid: int
-    engine: str
-    chunk_nbytes: int
-    fingerprint: str
-    shards: int
-    facts: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """health: the name of a `Health`, and why. waiting, under_way: chunks on their way there.
-
-    What follows only grows. In chunks, but for downs; lost: evicted from the pool before they could be stored here.
-    """
-
-    name: str
-    health: str
-    why: str
-    chunks: int | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-    waiting: int
-    under_way: int
-    loaded: int = 0
-    stored: int = 0
-    damaged: int = 0
-    refused: int = 0
-    lost: int = 0
-    downs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TenantReport:
-    """What a tenant has of the pool. name: from the settings, "" if it is not there. tag: hex, as in keys' paths.
-
-    quota_bytes: None for one that shares what the quotas leave.
-    """
-
-    name: str
-    tag: str
-    chunks: int
-    used_bytes: int
-    quota_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """One format's cache. sessions: of clients that use it now.
-
-    tenants: those with a name or a quota, and of all others the `MOST_TENANTS` that have most, as `tenants_known`
-    counts all.
-    """
-
-    chunk_nbytes: int
-    fingerprint: str
-    pool: str
-    sessions: int
-    counts: CacheCounts
-    tiers: list[TierReport]
-    tenants: list[TenantReport] = field(default_factory=list)
-    tenants_known: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The server at this moment. orphans: sessions that ended while their process lived and might still write.
-
-    opening: caches that are being opened.
-    """
-
-    pid: int
-    package: str
-    sessions: list[Registration]
-    orphans: int
-    caches: list[CacheReport]
-    opening: int = 0
-    uptime_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from kv_tiers.local import LocalCache
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.problem import Problem
+from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
-from kv_tiers.server.wire import Report
 
 ANSWER_S: Final = 2.0
 """How long the serving thread may take to answer. It takes far less than a millisecond."""

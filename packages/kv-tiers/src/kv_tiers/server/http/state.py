@@ -5,7 +5,7 @@ import msgspec
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
-from kv_tiers.server.wire import Report
+from kv_tiers.server.report import Report
 
 
 class Alive(msgspec.Struct, frozen=True):
