@@ -54,12 +54,13 @@ class Engine:
         self._ours = ours
         self.hits: list[int] = []
 
-    def ask(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        """Generate greedily for all prompts at once."""
+    def ask(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
+        """Generate greedily for all prompts at once. arguments: more of them for `sglang.Engine.generate`."""
         outputs = self.inner.generate(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             return_logprob=True,
+            **arguments,
         )
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
         self.hits = [detail.get(self._ours, 0) for detail in details]
@@ -71,12 +72,12 @@ class Engine:
             for output in outputs
         ]
 
-    def ask_in_turn(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    def ask_in_turn(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
         """One after the other, the engine's own two caches emptied in between: what is found is found in ours."""
         answers, hits = [], []
         for prompt in prompts:
             self.flush()
-            answers += self.ask([prompt])
+            answers += self.ask([prompt], **arguments)
             hits += self.hits
         self.hits = hits
         return answers

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_tiers import HostPool
 
@@ -168,3 +169,27 @@ def test_what_waits_to_be_written_back_outlives_an_engine_that_is_killed(
     with started(tiny_llama, cache=cache) as second:
         assert second.ask_in_turn(PROMPTS) == reference
         assert second.hits == WARM_HITS
+
+
+@pytest.mark.slow
+def test_adapters_share_no_page_with_the_model_nor_with_other_weights_of_their_name(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """SGLang's page hash has an adapter's name and path in it, and nothing of its weights."""
+    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    adapter = tmp_path / "adapter"
+    loaded = {"enable_lora": True, "lora_paths": [f"one={adapter}"], "lora_backend": "torch_native"}
+    write_adapter(adapter, 1)
+    with started(tiny_llama, cache=cache, max_loras_per_batch=2, **loaded) as engine:
+        assert engine.ask_in_turn(PROMPTS[:1]) == reference[:1]
+        with_adapter = engine.ask_in_turn(PROMPTS[:1], lora_path="one")
+        assert engine.hits == [0] and with_adapter != reference[:1]
+        assert engine.ask_in_turn(PROMPTS[:1]) == reference[:1]
+        assert engine.hits == WARM_HITS[:1]
+    with started(tiny_llama, cache=cache, max_loras_per_batch=2, **loaded) as engine:
+        assert engine.ask_in_turn(PROMPTS[:1], lora_path="one") == with_adapter
+        assert engine.hits == WARM_HITS[:1]
+    write_adapter(adapter, 2)
+    with started(tiny_llama, cache=cache, max_loras_per_batch=2, **loaded) as engine:
+        assert engine.ask_in_turn(PROMPTS[:1], lora_path="one") != with_adapter
+        assert engine.hits == [0]

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from kv_tiers.attach import identity
 from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space, weights_fingerprint
 
 
@@ -33,8 +35,21 @@ def test_an_adapter_is_its_weights_and_not_its_name(tmp_path: Path) -> None:
     assert adapter_identity("helper", str(write(tmp_path / "b", "adapter_model.safetensors", byte=2))) != first
     assert adapter_identity("other", str(tmp_path / "a")) != first
     write(tmp_path / "a", "adapter_model.safetensors", byte=3, size=3_000_100)  # trained on, in the same place
-    assert adapter_identity("helper", str(tmp_path / "a")) != first
+    second = adapter_identity("helper", str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    third = adapter_identity("helper", str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert len({first, second, third, adapter_identity("helper", str(tmp_path / "a"))}) == 4
     assert adapter_identity("helper", "hub/name") != adapter_identity("helper", "hub/other")
+
+
+def test_an_adapter_of_the_hub_is_its_commit(tmp_path: Path) -> None:
+    def at(commit: str) -> str:
+        file = tmp_path / "models--org--helper" / "snapshots" / commit / "adapter_config.json"
+        with mock.patch.object(identity, "_hub_file", return_value=file):
+            return adapter_identity("helper", "org/helper")
+
+    assert at("a" * 40) == at("a" * 40) != at("b" * 40)
 
 
 def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any) -> ServedModel:

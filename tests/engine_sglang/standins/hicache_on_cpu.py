@@ -14,6 +14,7 @@ import torch
 def register() -> None:
     from sglang.srt.mem_cache.pool_host import base, mha, mla
 
+    _make_unpinned()
     make_pool = base.HostKVCache.__init__
 
     def make_unpinned(self: Any, **settings: Any) -> None:
@@ -26,6 +27,21 @@ def register() -> None:
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
     mla.MLATokenToKVPoolHost.backup_from_device_all_layer = _backup_mla
+
+
+def _make_unpinned() -> None:
+    """LoRA makes pinned tensors by these."""
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _leaving_out_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_device: self  # type: ignore[method-assign,assignment]
+
+
+def _leaving_out_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make_plain(*arguments: Any, **named: Any) -> torch.Tensor:
+        named.pop("pin_memory", None)
+        return make(*arguments, **named)
+
+    return make_plain
 
 
 def _attend_to_latents() -> None:

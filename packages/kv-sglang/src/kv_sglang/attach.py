@@ -21,7 +21,7 @@ from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
 from kv_core.sequence import digests_of
 from kv_tiers import LocalCache
-from kv_tiers.attach.identity import ServedModel, key_space
+from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space
 from kv_tiers.attach.place import Format, open_here, open_there
 from kv_tiers.attach.settings import Setting, Settings, load
 from kv_tiers.observe.bus import EventBus
@@ -125,11 +125,14 @@ def check_hashes() -> None:
 def served_model(rank: Rank) -> ServedModel:
     """Which model SGLang was told to serve, and how."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_lora, get_server_args
 
     arguments = get_server_args()
     model = ModelConfig.from_server_args(arguments)
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
+    # SGLang names the pages of these by the adapter's name and path, which say nothing of its weights. Those that are
+    # loaded later have a name for this process alone.
+    adapters = sorted(adapter_identity(each.lora_name, each.lora_path) for each in get_lora().lora_paths or ()) or None
     own = read.get("quantization_config")
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     quantization = getattr(model, "quantization", None)
@@ -145,6 +148,7 @@ def served_model(rank: Rank) -> ServedModel:
             # A draft's layers may lie in the same pages.
             "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
             "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
+            "adapters": adapters,
         },
         most_tokens=int(model.context_len),
         read_config=read,

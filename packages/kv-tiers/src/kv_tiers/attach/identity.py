@@ -24,6 +24,8 @@ from kv_core.keys import KeySpace
 SHARED_ARCHITECTURES: Final = frozenset({"LlamaForCausalLM"})
 """Those of which `tests/engine_sglang` shows that vLLM and SGLang keep the same KV, byte for byte up to rounding."""
 
+_ADAPTER: Final = "adapter_config.json"
+"""What it is scaled by and which layers it changes."""
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
 _TRANSIENT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
@@ -89,14 +91,16 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def adapter_identity(name: str, path: str) -> str:
-    """A LoRA adapter's name in keys: its weights where they lie on this machine, else its name and path.
+    """A LoRA adapter's name in keys: its weights and scale where they are in a directory, else the hub's commit.
 
     The name alone would serve the KV of whatever adapter had it before.
     """
     directory = Path(path)
     if not path or not directory.is_dir():
-        return f"{name}@{path}"
-    state = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _weight_files(directory))
+        snapshot = _SNAPSHOT.search(str(_hub_file(path, None, _ADAPTER))) if path else None
+        return f"{name}@{path}" + (f"@{snapshot[2]}" if snapshot else "")
+    files = [*_weight_files(directory), *directory.glob(_ADAPTER)]
+    state = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     return f"{name}@{_adapter_fingerprint(path, state)}"
 
 
@@ -104,7 +108,9 @@ def adapter_identity(name: str, path: str) -> str:
 def _adapter_fingerprint(path: str, state: tuple[tuple[str, int, int], ...]) -> str:
     """Samples are read again only when a file's time or size changed, which is what `state` is for."""
     del state
-    return weights_fingerprint(Path(path))
+    described = Path(path) / _ADAPTER
+    digest = hashlib.sha256(described.read_bytes() if described.is_file() else b"")
+    return f"{weights_fingerprint(Path(path))}-{digest.hexdigest()[:16]}"
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:
@@ -160,12 +166,12 @@ def _own_config(model: ServedModel) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _hub_file(name: str, revision: str | None) -> Path | None:
-    """The configuration of the snapshot that was loaded, in the hub's cache on this machine; None if not there."""
+def _hub_file(name: str, revision: str | None, file: str = "config.json") -> Path | None:
+    """A file of the snapshot that was loaded, in the hub's cache on this machine; None if not there."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        found = try_to_load_from_cache(name, file, revision=revision)
     except (ImportError, ValueError):  # not installed; or not a name that a hub has
         return None
     return Path(found) if isinstance(found, str) else None
