@@ -12,8 +12,11 @@ import pytest
 from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_tiers import HostPool
+from kv_tiers.server.launch import launch
 
 POOL = f"sglang-test-{os.getpid()}"
+ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Of two processes of an engine."""
 
 
 def disk(path: Path, **options: Any) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def test_calls_that_fail_and_are_late(tiny_llama: str, reference: list[Answer], 
 @pytest.mark.slow
 def test_two_ranks_each_with_its_share(tiny_llama: str) -> None:
     """At a private server, which rank 0 starts."""
-    apart = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    apart = {"tp_size": 2, "environ": ON_A_CORE_EACH}
     with started(tiny_llama, **apart) as plain:
         expected = plain.ask_in_turn(PROMPTS)
     with started(tiny_llama, cache={"host": {"capacity": "32MiB"}}, **apart) as ranks:
@@ -193,3 +196,29 @@ def test_adapters_share_no_page_with_the_model_nor_with_other_weights_of_their_n
     with started(tiny_llama, cache=cache, max_loras_per_batch=2, **loaded) as engine:
         assert engine.ask_in_turn(PROMPTS[:1], lora_path="one") != with_adapter
         assert engine.hits == [0]
+
+
+@pytest.mark.slow
+def test_two_replicas_find_at_a_server_what_the_other_computed(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """Data parallelism. Each has caches of its own on device and host, which are emptied besides."""
+    server = launch({"host": {"capacity_bytes": "32MiB"}}, socket=tmp_path / "private" / "s", detached=True)
+    cache = {"server": {"socket": str(server.socket)}}
+    try:
+        with started(tiny_llama, cache=cache, dp_size=2, environ=ON_A_CORE_EACH) as replicas:
+            for number, hits in ((0, 0), (1, WARM_HITS[0])):
+                assert replicas.ask_in_turn(PROMPTS[:1], routed_dp_rank=number) == reference[:1]
+                assert replicas.hits == [hits]
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_two_stages_each_with_its_layers(tiny_llama: str, reference: list[Answer]) -> None:
+    """Pipeline parallelism, at the private server that the first stage starts."""
+    with started(tiny_llama, cache={"host": {"capacity": "32MiB"}}, pp_size=2, environ=ON_A_CORE_EACH) as stages:
+        assert stages.ask_in_turn(PROMPTS) == reference
+        assert stages.hits == COLD_HITS
+        assert stages.ask_in_turn(PROMPTS) == reference
+        assert stages.hits == WARM_HITS
