@@ -41,7 +41,7 @@ PEER = Path(__file__).parents[1] / ".venvs/lmcache/bin/python"
 ROUNDS = 3
 PROMPT_TOKENS, CHUNK_TOKENS = 131_072, 256
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
-BATCH, REPEATS = 8, 9
+BATCH, REPEATS, DISK_REPEATS = 8, 31, 9
 FULL_CHUNKS = 10_000
 
 
@@ -98,15 +98,15 @@ class Ours:
             traffic.make_headers(writes)
             traffic.store(tier, writes)
 
-        batches = iter([traffic.prepare() for _ in range(REPEATS + 2)])
-        return self._closed(traffic, tier, median_s(once, REPEATS))
+        batches = iter([traffic.prepare() for _ in range(DISK_REPEATS + 2)])
+        return self._closed(traffic, tier, median_s(once, DISK_REPEATS))
 
     def load(self) -> float:
         traffic, tier = self._disk(4 * MIB, 64 * BATCH)
-        for _ in range(REPEATS + 2):
+        for _ in range(DISK_REPEATS + 2):
             traffic.store(tier, traffic.prepare())
         batches = iter(traffic.stored)
-        seconds = median_s(lambda: traffic.check(traffic.load(tier, next(batches))), REPEATS)
+        seconds = median_s(lambda: traffic.check(traffic.load(tier, next(batches))), DISK_REPEATS)
         return self._closed(traffic, tier, seconds)
 
     def full(self) -> float:
@@ -114,7 +114,7 @@ class Ours:
         for _ in range(FULL_CHUNKS // 100 + 1):
             traffic.store(tier, traffic.prepare())
         batches = iter([[write] for write in traffic.prepare()])
-        return self._closed(traffic, tier, median_s(lambda: tier.store(next(batches)), REPEATS))
+        return self._closed(traffic, tier, median_s(lambda: tier.store(next(batches)), DISK_REPEATS))
 
     def _disk(self, chunk_nbytes: int, slots: int, batch: int = BATCH) -> tuple[Traffic, DiskTier]:
         traffic = Traffic(chunk_nbytes, batch)
