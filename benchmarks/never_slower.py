@@ -82,6 +82,7 @@ def main() -> int:
         return 0
     asked = parser(__doc__.split("\n\n")[0])
     asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    asked.add_argument("--rounds", type=int, default=ROUNDS, help="how often the working set is asked for (default: 4)")
     chosen = asked.parse_args()
     from kv_cuda.tiny import TinyLlama
 
@@ -94,7 +95,7 @@ def main() -> int:
         model = str(shape.write(Path(scratch) / "model"))
         host = {"capacity": str(pool_chunks * chunk_nbytes), "policy": "lru"}
         disk = {"type": "disk", "path": f"{scratch}/kv", "capacity_bytes": "512MiB"}
-        turns = list(range(working_set)) * ROUNDS
+        turns = list(range(working_set)) * chosen.rounds
         unique = list(range(100, 100 + len(turns)))
         runs: list[tuple[str, str, dict[str, Any], list[int]]] = [
             ("unique", "", {"host": host}, unique),
