@@ -12,12 +12,13 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks._report import median_s
 
 if __name__ == "__main__":
     os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_USE_EXPERIMENTAL": "true"}
@@ -51,12 +52,12 @@ class Peer:
     def keys(self) -> float:
         """As its server makes them: BLAKE3."""
         hasher = TokenHasher(CHUNK_TOKENS)
-        return median_s(lambda: hasher.compute_chunk_hashes(self._prompt))
+        return median_s(lambda: hasher.compute_chunk_hashes(self._prompt), REPEATS)
 
     def short_keys(self) -> float:
         """Its default in process: Python's own hash, of 64 bits."""
         database = self.engine("short_keys", max_local_cpu_size=0.1).token_database
-        return median_s(lambda: list(database.process_tokens(tokens=self._prompt)))
+        return median_s(lambda: list(database.process_tokens(tokens=self._prompt)), REPEATS)
 
     def lookup(self) -> float:
         """Of 512 resident chunks from their tokens on, pinned and given back."""
@@ -70,7 +71,7 @@ class Peer:
             assert engine.lookup(tokens=self._prompt, lookup_id=number, pin=True) == PROMPT_TOKENS
             engine.lookup_unpin(number)
 
-        return median_s(once)
+        return median_s(once, REPEATS)
 
     def allocate(self) -> float:
         """A chunk of 4 MiB allocated and freed."""
@@ -82,7 +83,7 @@ class Peer:
             for _ in range(1000):
                 backend.allocate(shape, torch.bfloat16).ref_count_down()
 
-        return median_s(many) / 1000
+        return median_s(many, REPEATS) / 1000
 
     def store(self) -> float:
         """Eight chunks of 4 MiB, until they are durable."""
@@ -149,16 +150,6 @@ class Peer:
 def _fields(key: Any, number: int) -> dict[str, object]:
     names = ("model_name", "world_size", "worker_id", "dtype")
     return {name: getattr(key, name) for name in names} | {"chunk_hash": number}
-
-
-def median_s(run: Callable[[], object], repeats: int = REPEATS) -> float:
-    run(), run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_tiers import HostPool
 from kv_tiers.server.launch import launch
+from one_engine import OneEngine
 
 POOL = f"sglang-linker-{os.getpid()}"
 
@@ -29,31 +30,8 @@ def engine(tiny_llama: str, reference: list[Answer], tmp_path_factory: pytest.Te
         HostPool.unlink(POOL)
 
 
-class TestLinker:
-    """What one engine can show; in this order, as each test leaves pages for the next."""
-
-    def test_cold_then_warm_answers_are_equal_and_hits_are_whole_pages(
-        self, engine: Engine, reference: list[Answer]
-    ) -> None:
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == COLD_HITS
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == WARM_HITS
-
-    def test_all_prompts_at_once(self, engine: Engine, reference: list[Answer]) -> None:
-        engine.flush()
-        assert engine.ask(PROMPTS) == reference
-        assert sum(engine.hits) > 0
-
-    def test_the_control_that_halves_what_is_kept_changes_the_answers(
-        self, engine: Engine, reference: list[Answer]
-    ) -> None:
-        """Without this the comparisons above could not fail."""
-        corrupt(POOL, 32 << 20)
-        answers = engine.ask_in_turn(PROMPTS)
-        assert engine.hits == WARM_HITS
-        for number in (0, 1, 2, 3, 5):
-            assert answers[number] != reference[number]
+class TestLinker(OneEngine):
+    pool = POOL
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_tiers import HostPool
 from kv_tiers.server.launch import launch
+from one_engine import OneEngine
 
 POOL = f"sglang-test-{os.getpid()}"
 ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -38,31 +39,8 @@ def engine(tiny_llama: str, reference: list[Answer], directory: Path) -> Iterato
         HostPool.unlink(POOL)
 
 
-class TestOneEngine:
-    """What one engine can show; in this order, as each test leaves pages for the next."""
-
-    def test_cold_then_warm_answers_are_equal_and_hits_are_whole_pages(
-        self, engine: Engine, reference: list[Answer]
-    ) -> None:
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == COLD_HITS
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == WARM_HITS
-
-    def test_all_prompts_at_once(self, engine: Engine, reference: list[Answer]) -> None:
-        engine.flush()
-        assert engine.ask(PROMPTS) == reference
-        assert sum(engine.hits) > 0
-
-    def test_the_control_that_halves_what_is_kept_changes_the_answers(
-        self, engine: Engine, reference: list[Answer]
-    ) -> None:
-        """Without this the comparisons above could not fail."""
-        corrupt(POOL, 32 << 20)
-        answers = engine.ask_in_turn(PROMPTS)
-        assert engine.hits == WARM_HITS
-        for number in (0, 1, 2, 3, 5):
-            assert answers[number] != reference[number]
+class TestOneEngine(OneEngine):
+    pool = POOL
 
 
 class TestAfterARestart:

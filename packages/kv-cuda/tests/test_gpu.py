@@ -6,8 +6,7 @@ import os
 import re
 import resource
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,19 +215,9 @@ print(json.dumps(made))
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def compiled(compile_kernels: Callable[..., dict[str, str]]) -> dict[str, str]:
     """PTX of the kernel, ahead of time and without a GPU."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(RUNS)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
-    )
-    assert done.returncode == 0, done.stderr
-    told: dict[str, str] = json.loads(done.stdout)
-    return told
+    return compile_kernels(COMPILE, json.dumps(RUNS))
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])

@@ -1,10 +1,7 @@
 """The device's checksum is the one that the host takes, for every length and wherever chunks lie."""
 
-import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -106,19 +103,9 @@ print(json.dumps(made))
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def compiled(compile_kernels: Callable[..., dict[str, str]]) -> dict[str, str]:
     """PTX of both kernels, ahead of time and without a GPU."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
-    )
-    assert done.returncode == 0, done.stderr
-    told: dict[str, str] = json.loads(done.stdout)
-    return told
+    return compile_kernels(COMPILE)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
