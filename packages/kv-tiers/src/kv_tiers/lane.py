@@ -235,7 +235,10 @@ class Lane:
         if any(thread.is_alive() for thread in self._threads):
             _log.warning("tier %s does not come back from a call; it is left as it is", self.name)
             return False
-        self.tier.close()
+        try:
+            self.tier.close()
+        except Exception as error:  # noqa: BLE001  # it is over either way, and its memory is lent no longer
+            _log.warning("tier %s: closing it failed: %s: %s", self.name, type(error).__name__, error)
         return True
 
     def step(self) -> bool:
@@ -323,9 +326,11 @@ class Lane:
             answer = self._do(job)
         except TierDown as down:
             answer = self._down(job, str(down))
+            _release_frames(down)
         except Exception as error:  # noqa: BLE001  # a tier may be a third party's, and its bugs cost its chunks only
             self._log_bug()
             answer = self._down(job, f"{type(error).__name__}: {error}")
+            _release_frames(error)
         with self._changed:
             self._end(job)
         answer()
@@ -466,6 +471,26 @@ class Lane:
 
 def _leading(held: Sequence[bool]) -> int:
     return next((n for n, here in enumerate(held) if not here), len(held))
+
+
+def _release_frames(error: BaseException) -> None:
+    """Clear the local variables of the calls that the error came through, and of the errors behind it.
+
+    They hold the memory that the tier was lent. An error that is part of a cycle (a frame in its own traceback holds
+    it, which a helper that raises its argument is enough for) would keep that memory lent until the garbage collector
+    comes by, and a pool cannot be unmapped while it is.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            pending += one.exceptions
 
 
 def _nothing() -> None:

@@ -289,7 +289,8 @@ class DiskTier:
                 try:
                     located[place.slot] = self._extent(place.slot, None)
                 except OSError as error:
-                    _raise_unless_full(error)
+                    if error.errno not in NO_ROOM:
+                        raise
         if short := [place for place in taken if place.slot not in located]:
             self._withhold(short)
         given = [place if place is not None and place.slot in located else None for place in places]
@@ -435,13 +436,15 @@ class DiskTier:
                 placed.append((*self._place(place.slot), (write, place)))
             except OSError as error:
                 short.append(place)
-                _raise_unless_full(error)
+                if error.errno not in NO_ROOM:
+                    raise
         for file, offset, run in self._runs(placed):
             try:
                 self._write_run(file, offset, [write for write, _ in run])
             except OSError as error:
                 short += [place for _, place in run]
-                _raise_unless_full(error)
+                if error.errno not in NO_ROOM:
+                    raise
                 continue
             kept.update(place.slot for _, place in run)
             files.add(file)
@@ -633,8 +636,3 @@ class DiskTier:
 
     def _down(self, error: OSError) -> TierDown:
         return TierDown(f"disk tier {self.name} at {', '.join(self._config.paths)}: {error.strerror or error}")
-
-
-def _raise_unless_full(error: OSError) -> None:
-    if error.errno not in NO_ROOM:
-        raise error

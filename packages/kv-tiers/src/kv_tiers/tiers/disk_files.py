@@ -25,6 +25,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -276,12 +277,13 @@ class DiskDirectory:
         return [self.index, *self._slabs.values()]
 
     def close(self) -> None:
-        """Closing again does nothing."""
-        for file in self._open_files:
-            file.close()
-        opened, self._fd = self._fd, -1
-        if opened >= 0:
-            os.close(opened)
+        """Closing again does nothing. Whatever the system says of one file, the others are closed, the lock too."""
+        with ExitStack() as closing:
+            opened, self._fd = self._fd, -1
+            if opened >= 0:
+                closing.callback(os.close, opened)
+            for file in self._open_files:
+                closing.callback(file.close)
 
     def _open(self, name: str, *, direct: bool = False) -> File:
         file = File(self._fd, self.path / name, direct=direct)
