@@ -119,3 +119,15 @@ def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_tiers.observe.log"):
         say_text(logging.WARNING, "100% of it", {})
     assert caplog.messages == ["100% of it"]
+
+
+def test_a_tier_that_does_nothing_but_fail_and_come_back_is_told_once_a_minute() -> None:
+    lines = Lines()
+    down, up = events.TierHealth("disk", "UP", "RESTING", "no disk"), events.TierHealth("disk", "RESTING", "UP", "")
+    said = [text for _ in range(500) for event in (down, up) for text in lines.tell(event)]
+    assert len(said) == 10
+    assert lines.tell(events.TierHealth("redis", "UP", "RESTING", "x"))  # another tier's is another matter
+    lines.clock.advance(60)
+    (text,) = lines.tell(down)
+    assert text == "cache c: tier disk is resting: no disk (990 changes were left out before)"
+    lines.bus.close()

@@ -1,7 +1,6 @@
 """Which copier an engine's tensors get."""
 
 import importlib.util
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -10,6 +9,7 @@ import torch
 from kv_core.connect.device import DeviceCopier
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
 from kv_core.transfer import TransferPlan
 
 from kv_cuda.copier import CpuCopier
@@ -21,7 +21,7 @@ from kv_cuda.streams import Event
 if TYPE_CHECKING:
     from kv_cuda.gpu import GpuCopier
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _Table = TypeVar("_Table")
 

@@ -13,7 +13,6 @@ it does not bring whole, the staged road is asked for; if that one can, the dire
 copier, and the log says so once. What neither can bring is damaged.
 """
 
-import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from kv_core.checksum import checksum_of
 from kv_core.errors import InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
@@ -36,7 +36,7 @@ from kv_cuda.layout import PagedLayout
 from kv_cuda.roads import Direction, FileRoads, file_roads_file, read_file_roads
 from kv_cuda.streams import DoneEvent, Event, make_queue
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _HALF_NBYTES: Final = 32 << 20
 _MOST_CHUNKS_IN_HALF: Final = 16

@@ -9,7 +9,6 @@ has none.
 cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 """
 
-import logging
 import os
 import resource
 import threading
@@ -18,10 +17,11 @@ from typing import Final, Protocol
 
 import torch
 from kv_core.errors import ConfigError, MisuseError
+from kv_core.log import limited_logger
 
 from kv_cuda import numa
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 SLICE_NBYTES: Final = 64 << 20
 """The first use of a slice waits until its pages are there and locked, some tens of milliseconds."""

@@ -10,7 +10,6 @@ have a key space of their own: the names are the same hashes, so a page of one p
 """
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any, Final
 import msgspec
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
+from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
 from kv_tiers import LocalCache
 from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space
@@ -32,7 +32,7 @@ from kv_sglang import TESTED
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
 """What is for SGLang in the extra config that we are handed."""

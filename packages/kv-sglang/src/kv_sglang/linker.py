@@ -12,7 +12,6 @@ question from then on is a miss.
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
@@ -20,6 +19,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
@@ -32,7 +32,7 @@ from kv_sglang.device import describe_device
 from kv_sglang.lanes import Loads, Stores
 from kv_sglang.pools import Wanted
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _CALLS: Final = {
     "lookup": ["rid", "transfers"],

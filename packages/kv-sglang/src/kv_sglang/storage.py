@@ -7,7 +7,6 @@ right is an error that says what to do.
 
 import functools
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -31,7 +31,7 @@ from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, read_sett
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, Wanted, describe, first_slots
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _CALLS: Final = {
     "batch_exists": ["keys", "extra_info"],

@@ -1,11 +1,11 @@
 """Everything below the host tier, as one thing: the lanes in their order, the way up and the way down."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 
 from kv_tiers.config import ColdConfig
 from kv_tiers.host import HostTier
@@ -14,7 +14,7 @@ from kv_tiers.promote import PromoteCounts, Promotions
 from kv_tiers.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.tier import KeepsFiles, TierUsage
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Final
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
 from kv_core.keys import TENANT_AT, ChunkKey
+from kv_core.log import limited_logger
 from kv_core.service import Holder
 
 from kv_tiers.directory import MAX_KEY_NBYTES, NO_PARENT, least_worth_first
@@ -25,7 +26,7 @@ from kv_tiers.observe.bus import UNWATCHED, Source
 from kv_tiers.pool import HostPool
 from kv_tiers.residency import Residency
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 TIER = "host"
 AT_ONCE: Final = 256

@@ -24,6 +24,7 @@ from enum import Enum
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
@@ -33,7 +34,7 @@ from kv_tiers.observe import events
 from kv_tiers.observe.bus import UNWATCHED
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 class Health(Enum):

@@ -11,7 +11,6 @@ system: other processes map it by the descriptor they are handed, and it ends wi
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -23,11 +22,12 @@ from typing import Final
 
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.extent import HostExtent
+from kv_core.log import limited_logger
 
 from kv_tiers.directory import Directory, nbytes_for
 from kv_tiers.machine import memory_limit_bytes, spelled
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 PAGE_NBYTES: Final = 4096
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")

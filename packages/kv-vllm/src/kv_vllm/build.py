@@ -6,7 +6,6 @@ one `LocalCache`, found by vLLM's engine id; where they are apart each worker re
 scheduler reads there what it must know.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from kv_core.connect.scheduler import ConnectShape, SchedulerHalf
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
 from kv_cuda import Copier, make_copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.identity import key_space
@@ -30,7 +30,7 @@ from kv_vllm.canary import LayerGroup, Refusal, prove
 from kv_vllm.layouts import read_groups
 from kv_vllm.translate import served_model
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ opaque bytes, if it is shown that an update touches no byte outside its own bloc
 wherever they lie. What the blocks held before is put back.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from typing import Literal
 import torch
 from kv_core.errors import InputError
 from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
 from kv_cuda import PagedLayout, pages_of, probe_rows, read_rows, write_rows
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 Wanted = Literal["auto", "canonical", "blocks", "int8", "fp8"]
 EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]

@@ -8,7 +8,6 @@ No exception leaves a hook: a bug of ours turns the cache off with a traceback i
 """
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan, StepReport
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 from kv_tiers.attach import settings
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,7 +35,7 @@ from kv_vllm.translate import request_tokens
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _IDLE_STEP_S = 0.0005
 _MOST_FAILURES = 32

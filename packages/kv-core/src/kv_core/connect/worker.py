@@ -5,7 +5,6 @@ completed for any reason ends the same way: the keys are forgotten first, so tha
 and not the same failure again, and then the request is reported.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +13,11 @@ from kv_core.connect.scheduler import ConnectShape
 from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import KVError
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, Ticket, WriteLease
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 @dataclass(slots=True)

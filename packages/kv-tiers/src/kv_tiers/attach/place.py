@@ -5,7 +5,6 @@ life hangs on its own, and everyone meets at a socket named after the engine. A 
 instead, and shared with every engine that names it.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
+from kv_core.log import limited_logger
 
 from kv_tiers.attach.settings import Settings
 from kv_tiers.build import build_local_cache
@@ -29,7 +29,7 @@ from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.report import Registration
 from kv_tiers.tenants import read_tenants
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _WAIT_FOR_RANK_0_S = 60.0
 

@@ -7,7 +7,6 @@ edge; everything below gets values.
 """
 
 import difflib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
+from kv_core.log import limited_logger
 
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe.build import check as check_observe
@@ -23,7 +23,7 @@ from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
 from kv_tiers.tenants import read_tenants
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

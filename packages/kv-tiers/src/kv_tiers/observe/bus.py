@@ -9,7 +9,6 @@ Every subscriber is told everything, in the order of publishing, on that one thr
 it is logged the first time, counted every time, and told the next event all the same.
 """
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,10 +18,11 @@ from typing import Final
 
 import msgspec
 from kv_core.clock import Clock
+from kv_core.log import limited_logger
 
 from kv_tiers.observe.events import Event
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 MAX_QUEUED: Final = 1 << 14
 INTERVAL_S: Final = 0.05

@@ -1,7 +1,8 @@
 """One line for what an operator must know: a tier that fails or is back, damage, stores that find no room for long.
 
 Of each kind, tier and cache there is one line in `every_s` at most; what was kept back meanwhile is said with the next
-one, or at the end. A tier's failing and coming back are always said.
+one, or at the end. A tier's failing and coming back are said at once; of a tier that does nothing else the first few,
+then one in `every_s`.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+
+from kv_core.log import RateLimit
 
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
 from kv_tiers.observe.events import Damaged, LeaseExpired, StoreBegun, TierHealth
@@ -44,13 +47,19 @@ class LogLines(Subscriber):
         self._every_s, self._refused_for_s = every_s, refused_for_s
         self._limits: dict[tuple[str, str, str], _Limit] = {}
         self._refused_since: dict[str, float] = {}
+        self._health = RateLimit(every_s=every_s)
 
     def take(self, occurred: Occurred) -> None:
         cache = occurred.source.name
         match occurred.event:
             case TierHealth(tier, was, now, why):
+                left_out = self._health.admit((cache, tier), occurred.at_s)
+                if left_out is None:
+                    return
                 is_up = now == "UP"
                 text = f"tier {tier} is back" if is_up else f"tier {tier} is {now.lower()}: {why}"
+                if left_out:
+                    text += f" ({left_out} changes were left out before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
                 self._tell(
                     occurred, level, text, {"event": "tier_health", "tier": tier, "was": was, "now": now, "why": why}

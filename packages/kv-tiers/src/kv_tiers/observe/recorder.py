@@ -8,7 +8,6 @@ were left out: half of a trace is a trace, and one without its beginning is not.
 """
 
 import json
-import logging
 import os
 import stat
 from collections import OrderedDict
@@ -18,12 +17,13 @@ from typing import Final
 import xxhash
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.service import Holder
 
 from kv_tiers.observe.bus import EventBus, Occurred, Source, Subscriber
 from kv_tiers.observe.events import HolderEnded, LookedUp
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _MAX_HOLDERS: Final = 1 << 16
 _ID_BITS: Final = 52

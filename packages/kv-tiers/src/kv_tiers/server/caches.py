@@ -3,7 +3,6 @@
 Opening takes as long as the tiers below take, so it happens on a thread of its own while other clients are served.
 """
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 
 from kv_tiers import codec
 from kv_tiers.build import build_local_cache
@@ -19,7 +19,7 @@ from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 Format = tuple[int, str]
 """A chunk's size in bytes and what its bytes mean."""

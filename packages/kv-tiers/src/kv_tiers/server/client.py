@@ -11,7 +11,6 @@ one are void here before a new one is given, and the old mapping lasts as long a
 is under way harms nobody. What was forgotten meanwhile is told to whoever answers, before the first lookup.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -21,6 +20,7 @@ from typing import Final, TypeVar
 from kv_core.clock import Clock
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import (
     CacheCounts,
@@ -41,7 +41,7 @@ from kv_tiers.server.connection import Opening
 from kv_tiers.server.link import Link
 from kv_tiers.server.mapped import MappedPool
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 MAX_REPLAY: Final = 1024
 """More keys than this forgotten while the server is away, and the whole cache is cleared when it is back. What is said

@@ -5,7 +5,6 @@ and one that does not read its answers is dropped. Only processes of our own use
 the other end.
 """
 
-import logging
 import os
 import selectors
 import socket
@@ -17,12 +16,13 @@ from functools import partial
 from typing import Final
 
 from kv_core.errors import InputError, MisuseError
+from kv_core.log import limited_logger
 
 from kv_tiers.server import wire
 from kv_tiers.server.orphans import open_pidfd
 from kv_tiers.server.session import Session
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 MAX_QUEUED_FRAMES: Final = 64
 """Answers that a client has not read; one that follows the protocol has at most two."""

@@ -5,18 +5,18 @@ more seldom, and each time without waiting for more than a local socket's connec
 calls, when it has come.
 """
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, MisuseError, TierDown
+from kv_core.log import limited_logger
 
 from kv_tiers.server import wire
 from kv_tiers.server.connection import Connection, Opening
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 FIRST_BACK_OFF_S: Final = 0.02
 MAX_BACK_OFF_S: Final = 2.0

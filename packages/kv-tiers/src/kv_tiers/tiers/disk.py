@@ -19,7 +19,6 @@ by a probe.
 
 import errno
 import itertools
-import logging
 import mmap
 import threading
 from collections import deque
@@ -34,6 +33,7 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
@@ -48,7 +48,7 @@ from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, Fil
 from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 _MOST_SLOTS_AHEAD: Final = 16
 """Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""

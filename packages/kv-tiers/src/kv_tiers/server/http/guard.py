@@ -1,15 +1,15 @@
 """What every request meets first and every answer gets last: the host's name, a bound of time, safe headers."""
 
 import asyncio
-import logging
 from typing import Final
 
+from kv_core.log import limited_logger
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_tiers.server.http.problem import Problem, problem_response
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 REQUEST_S: Final = 60.0
 """How long answering may take, with a client that reads slowly."""

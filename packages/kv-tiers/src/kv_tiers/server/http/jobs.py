@@ -1,6 +1,5 @@
 """What takes longer than a request may: done on a thread each, and asked about by its number."""
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,10 +7,11 @@ from typing import Final, Literal
 
 import msgspec
 from kv_core.errors import InputError, MisuseError
+from kv_core.log import limited_logger
 
 from kv_tiers.server.http.problem import Problem
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 MAX_RUNNING: Final = 4
 _REMEMBERED: Final = 256

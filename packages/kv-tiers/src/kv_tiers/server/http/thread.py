@@ -1,7 +1,6 @@
 """The thread that serves HTTP beside the relay: its socket, its connections' bounds, its end."""
 
 import asyncio
-import logging
 import os
 import socket
 import threading
@@ -11,6 +10,7 @@ from typing import Any, Final
 
 import uvicorn
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,7 +22,7 @@ from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
 
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 MAX_CONNECTIONS: Final = 64
 """At once; more are closed unheard."""

@@ -1,0 +1,102 @@
+"""Loggers whose lines cannot repeat without bound: what happens again and again is logged a few times, then once a
+minute with the number of lines left out.
+
+Every module of ours takes its logger here. A kind of line is its text before the arguments are put in, so a line a
+client, chunk or request is one kind. The time is the record's own, which `logging` has taken already.
+"""
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+BURST: Final = 10
+"""Lines of one kind that are said as they come."""
+EVERY_S: Final = 60.0
+"""After those, one line in so much time; a kind that was silent for so long has its burst again."""
+_LIMITED: Final = (logging.INFO, logging.CRITICAL)
+"""Levels that are limited, both included. Who switches DEBUG on wants everything."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of line. said: lines since it was silent last. left_out: lines since the last that was said."""
+
+    last_s: float
+    next_s: float = 0.0
+    said: int = 0
+    left_out: int = 0
+
+
+class RateLimit:
+    """Which lines are said. Called from several threads at once it may miscount by a few, and never says many."""
+
+    def __init__(self, *, burst: int = BURST, every_s: float = EVERY_S) -> None:
+        self._burst, self._every_s = burst, every_s
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def admit(self, kind: Hashable, now_s: float) -> int | None:
+        """How many lines of this kind were left out before this one; None: this one is left out too."""
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = _Kind(now_s)
+        if now_s < known.last_s:  # the machine's clock was set back
+            known.next_s = now_s
+        if known.said >= self._burst and now_s - known.last_s >= self._every_s:
+            known.said = 0
+        known.last_s = now_s
+        if known.said >= self._burst and now_s < known.next_s:
+            known.left_out += 1
+            return None
+        left_out, known.left_out = known.left_out, 0
+        known.said += 1
+        known.next_s = now_s + self._every_s
+        return left_out
+
+    def is_last_of_burst(self, kind: Hashable) -> bool:
+        """Whether the line admitted last is the one after which lines of this kind are left out."""
+        return self._kinds[kind].said == self._burst
+
+    def left_out(self) -> int:
+        """Lines of all kinds that no later line has told of."""
+        return sum(kind.left_out for kind in list(self._kinds.values()))
+
+    def reset(self) -> None:
+        self._kinds.clear()
+
+
+class LimitFilter(logging.Filter):
+    """Puts a `RateLimit` before a logger, and the number of lines left out behind the next one's text."""
+
+    def __init__(self, limit: RateLimit) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not _LIMITED[0] <= record.levelno <= _LIMITED[1]:
+            return True
+        kind = (record.name, record.msg)
+        left_out = self._limit.admit(kind, record.created)
+        if left_out is None:
+            return False
+        note = ""
+        if left_out:
+            note = f" ({left_out} more like this were left out before)"
+        elif self._limit.is_last_of_burst(kind):
+            note = f" (from here on one line like this in {EVERY_S:g} s)"
+        if note:
+            # The arguments go in first: they may hold a per cent sign.
+            record.msg, record.args = record.getMessage() + note, None
+        return True
+
+
+LIMIT: Final = RateLimit()
+"""Of this process. Tests reset it."""
+
+
+def limited_logger(name: str) -> logging.Logger:
+    """The logger of this name, limited. name: the module's `__name__`."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(known, LimitFilter) for known in logger.filters):
+        logger.addFilter(LimitFilter(LIMIT))
+    return logger
