@@ -1,7 +1,7 @@
 """The halves of a connector against a toy engine whose every context token is checked before it is used."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +59,7 @@ plans = st.builds(
     ).map(tuple),
     st.lists(st.builds(StoreStep, st.text(), digests, tags, tables), max_size=3).map(tuple),
     st.lists(st.text(), max_size=3).map(tuple),
+    st.binary(min_size=16, max_size=16),
 )
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2) | st.binary(max_size=33),
@@ -81,7 +82,7 @@ def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
     assert StepPlan.from_plain(plain) == plan
 
 
-@given(st.sampled_from(["version", "generation", "loads", "stores", "refused"]), junk)
+@given(st.sampled_from(["version", "generation", "loads", "stores", "refused", "space_id"]), junk)
 def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
     good = StepPlan(1, (LoadStep("a", 1, 0, (b"x" * 32,), b"t" * 7, ((1,),), 0, 4),)).to_plain()
     try:
@@ -92,7 +93,7 @@ def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None
 
 
 def test_what_is_no_step_plan_at_all_is_refused() -> None:
-    for wrong in (None, [], {}, {"version": 2}, {"version": 1}):
+    for wrong in (None, [], {}, {"version": 3}, {"version": 2}, {"version": 1}):
         with pytest.raises(InputError):
             StepPlan.from_plain(wrong)
 
@@ -261,6 +262,7 @@ class Live:
     prompt: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # for each token, those that its KV must be of
     loading: bool = False
     waiting: bool = True
     finished: bool = False
@@ -269,8 +271,8 @@ class Live:
 class ToyEngine(RuleBasedStateMachine):
     """Requests arrive, match, load, compute in pieces, are preempted, aborted and finished, in any order.
 
-    The KV of a token is the tuple of all tokens up to it. Before anything is computed, all that it would attend to is
-    compared; at the end nobody holds anything.
+    The KV of a token is the tuple of all tokens up to it, and of the weights that computed it, which change too. Before
+    anything is computed, all that it would attend to is compared; at the end nobody holds anything.
     """
 
     def __init__(self) -> None:
@@ -279,6 +281,7 @@ class ToyEngine(RuleBasedStateMachine):
         self.live: dict[str, Live] = {}
         self.numbers = itertools.count()
         self.free = list(range(1, 40))
+        self.weights = 0
 
     def tokens_of(self, name: str) -> RequestTokens:
         return RequestTokens(name, self.live[name].tokens, keep_tokens=self.live[name].prompt)
@@ -319,6 +322,7 @@ class ToyEngine(RuleBasedStateMachine):
                 self.copier.slots[slot] = "garbage"
         self.scheduler.allocated(name, external, (live.blocks,))
         live.computed, live.loading, live.waiting = external, external > 0, False
+        live.weights = [self.weights] * external
 
     @rule(data=st.data(), tokens=st.integers(1, 6), fault=st.sampled_from(["", "", "gone", "copy", "expire", "room"]))
     def step(self, data: st.DataObject, tokens: int, fault: str) -> None:
@@ -332,8 +336,10 @@ class ToyEngine(RuleBasedStateMachine):
             for at in range(end):
                 slot = live.blocks[at // BLOCK] * BLOCK + at % BLOCK
                 if at >= live.computed:
-                    self.copier.slots[slot] = ("kv", *live.tokens[: at + 1])
-                assert self.copier.slots[slot] == ("kv", *live.tokens[: at + 1]), f"{name} attends to wrong bytes"
+                    live.weights[at:] = [self.weights]
+                    self.copier.slots[slot] = (self.weights, *live.tokens[: at + 1])
+                right = (live.weights[at], *live.tokens[: at + 1])
+                assert self.copier.slots[slot] == right, f"{name} attends to wrong bytes"
             scheduled.append(Scheduled(self.tokens_of(name), end, (live.blocks,)))
             live.computed = end
         self.service.fail_loads = fault == "gone"
@@ -385,6 +391,21 @@ class ToyEngine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.scheduler.reset()
+
+    @precondition(lambda self: not any(live.loading for live in self.live.values()))
+    @rule(known=st.booleans(), back=st.booleans())
+    def change_weights(self, known: bool, back: bool) -> None:
+        """Those that run go on: their blocks are of both, and of no worth to anyone else."""
+        self.weights = self.weights - 1 if back and self.weights else self.weights + 1
+        self.scheduler.weights_changed(self.space() if known else None)
+
+    @precondition(lambda self: self.scheduler.space is None)
+    @rule()
+    def know_weights(self) -> None:
+        self.scheduler.name_weights(self.space())
+
+    def space(self) -> KeySpace:
+        return replace(SPACE, revision=f"r{self.weights}")
 
     def give_back(self, live: Live) -> None:
         self.free += live.blocks

@@ -37,6 +37,8 @@ TENANT_NBYTES: Final = 7
 TENANT_AT: Final = slice(17, 17 + TENANT_NBYTES)
 """For loops in which `ChunkKey.tenant` would cost too much."""
 
+SPACE_ID_NBYTES: Final = 16
+
 NO_TENANT: Final = bytes(TENANT_NBYTES)
 """The tag of chunks that anyone may share: those of prompts without a salt."""
 
@@ -225,18 +227,7 @@ class KeySpace:
         for shard in chosen:
             if not 0 <= shard < self.world:
                 raise InputError(f"shard {shard} of a key space with {self.world} shards (they count from 0)")
-        if not isinstance(tenant, bytes) or len(tenant) != TENANT_NBYTES:
-            raise InputError(f"a tenant's tag has {TENANT_NBYTES} bytes, see `tenant_tag`")
-        head = bytes([KEY_VERSION]) + self.fingerprint + tenant
-        prefixes = []
-        for group in _chosen(groups):
-            if not 0 <= group < ALL_LAYERS:
-                raise InputError(f"group {group}; there can be groups 0 to {ALL_LAYERS - 1}")
-            prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in chosen]
-        listed = list(digests)
-        if wrong := {len(digest) for digest in listed} - {16, 32}:
-            raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
-        return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+        return keys_in(self.fingerprint, digests, groups=groups, shards=chosen, tenant=tenant)
 
     def spell(self, key: ChunkKey) -> str:
         """`model@world@shard@digest@dtype` and `@tag%value` for all else: the whole space and key as text.
@@ -283,6 +274,36 @@ class KeySpace:
         if space.spell(key) != text:
             raise InputError(f"not the one way to spell this key: {_shortened(text)}")
         return space, key
+
+
+def keys_in(
+    space_id: bytes,
+    digests: Iterable[bytes],
+    *,
+    groups: int | Iterable[int] = 1,
+    shards: Iterable[int] = (0,),
+    tenant: bytes = NO_TENANT,
+) -> list[ChunkKey]:
+    """`KeySpace.keys` for whoever knows of the key space only its fingerprint.
+
+    Raises:
+        InputError: a group that cannot be, a digest of another length than 16 or 32, no tag, or no fingerprint.
+    """
+    if not isinstance(space_id, bytes) or len(space_id) != SPACE_ID_NBYTES:
+        raise InputError(f"a key space's fingerprint has {SPACE_ID_NBYTES} bytes")
+    if not isinstance(tenant, bytes) or len(tenant) != TENANT_NBYTES:
+        raise InputError(f"a tenant's tag has {TENANT_NBYTES} bytes, see `tenant_tag`")
+    head = bytes([KEY_VERSION]) + space_id + tenant
+    prefixes = []
+    shares = list(shards)
+    for group in _chosen(groups):
+        if not 0 <= group < ALL_LAYERS:
+            raise InputError(f"group {group}; there can be groups 0 to {ALL_LAYERS - 1}")
+        prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in shares]
+    listed = list(digests)
+    if wrong := {len(digest) for digest in listed} - {16, 32}:
+        raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
+    return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
 
 
 def tenant_tag(salt: str | None) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.request import HOLDING, Event, Phase, advance
-from kv_core.connect.step import LoadStep, StepPlan, StoreStep
+from kv_core.connect.step import NO_SPACE, LoadStep, StepPlan, StoreStep
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
@@ -22,12 +22,14 @@ from kv_core.service import CacheService, Holder
 class ConnectShape:
     """What both halves must agree on.
 
+    space: the key space that the scheduler begins with; None while which weights the engine serves is not known. The
+        workers take it from each plan.
     block_tokens: for each group of layers, the engine's block in tokens.
     shards: how many ranks hold a share of every chunk.
     """
 
     scheme: ChainScheme
-    space: KeySpace
+    space: KeySpace | None
     block_tokens: tuple[int, ...]
     shards: int = 1
 
@@ -98,6 +100,7 @@ class _Tracked:
     attempt: int = 0
     stored_chunks: int = 0
     patient: bool = True  # until slower tiers have had their chance
+    mixed: bool = False  # its blocks may hold KV of other weights than the key space's: never stored
 
 
 class SchedulerHalf:
@@ -107,6 +110,8 @@ class SchedulerHalf:
         """name: tells this engine's holders apart from other engines' on the same cache."""
         self._service = service
         self._shape = shape
+        self._space = shape.space
+        self._engine_has_old_blocks = False
         self._name = name
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadStep] = []
@@ -128,9 +133,17 @@ class SchedulerHalf:
         tracked = self._track(request)
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
+        if tracked.phase is Phase.RUNNING:
+            tracked.mixed = False  # preempted: what it had in blocks is gone
+        if computed_tokens and self._engine_has_old_blocks:
+            tracked.mixed = True
         chunk_tokens = self._shape.chunk_tokens
         usable = len(request.tokens) - 1
         offered = 0
+        if self._space is None:
+            # Nothing is held of it, and nothing promised: there are no names to hold it by.
+            self._move(request.request_id, tracked, Event.MISS)
+            return 0
         if usable > computed_tokens and not any(computed_tokens % block for block in self._shape.block_tokens):
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
@@ -206,12 +219,15 @@ class SchedulerHalf:
     def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
         """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
         tracked = self._tracked.get(request.request_id)
+        if self._space is None or (tracked is not None and tracked.mixed):
+            return False
         return self._storable_chunks(request, computed_tokens) > (0 if tracked is None else tracked.stored_chunks)
 
     def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
         """Everything for this step: the loads that were allocated, and the chunks that it completes."""
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
-        plan = StepPlan(self._generation, tuple(self._loads), tuple(stores), tuple(self._refused))
+        space_id = NO_SPACE if self._space is None else self._space.fingerprint
+        plan = StepPlan(self._generation, tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
         self._loads, self._refused = [], []
         if self._blocks:
             given, self._blocks = self._blocks, {}
@@ -239,8 +255,44 @@ class SchedulerHalf:
         if tracked is not None and tracked.phase is not Phase.DRAINING:
             self._move(request_id, tracked, Event.FINISH)
 
-    def reset(self) -> None:
-        """Forget everything held. Promises made before are void; what is loading now will be reported as failed."""
+    @property
+    def space(self) -> KeySpace | None:
+        """The key space in use."""
+        return self._space
+
+    def name_weights(self, space: KeySpace) -> None:
+        """Which weights the engine serves is known now. Nothing was loaded or stored before."""
+        assert self._space is None
+        self._space = space
+        for tracked in self._tracked.values():
+            self._rename(tracked)
+
+    def weights_changed(self, space: KeySpace | None) -> None:
+        """The engine's weights may be other ones from now on, whose KV belongs into `space`; None: not known yet.
+
+        What is held stays, under the names it has: it is right for whoever serves those weights. What the engine has
+        in its own blocks is of the weights before, and no name of ours may be given to it.
+        """
+        self._space = space
+        self._engine_has_old_blocks = True
+        self._refused += [load.request_id for load in self._loads]
+        self._loads = []
+        for request_id, tracked in self._tracked.items():
+            tracked.stored_chunks = tracked.offered_tokens = 0
+            # One that waits has blocks all the same, if a load has filled some.
+            fresh = tracked.phase is Phase.WAITING and not tracked.attempt
+            tracked.mixed = not (fresh or tracked.phase in (Phase.PENDING, Phase.PROMISED))
+            self._rename(tracked)
+            if tracked.phase in (Phase.PENDING, Phase.PROMISED):
+                self._service.end(self._holder(request_id))  # the next question finds no promise to renew
+
+    def reset(self, *, engine_is_empty: bool = False) -> None:
+        """Forget everything held. Promises made before are void; what is loading now will be reported as failed.
+
+        engine_is_empty: the engine has forgotten what is in its own blocks, too.
+        """
+        if engine_is_empty:
+            self._engine_has_old_blocks = False
         self._generation += 1
         self._service.clear()
         for request_id, tracked in self._tracked.items():
@@ -281,11 +333,15 @@ class SchedulerHalf:
         """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
         known = tracked.keys.tokens
         if tokens > known:
-            new = tracked.keys.append(request.tokens[known:tokens])
-            shape = self._shape
-            tracked.chunk_keys += shape.space.keys(
-                new, groups=len(shape.block_tokens), shards=shape.shards, tenant=tracked.tenant
-            )
+            tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[known:tokens]))
+
+    def _keys(self, tracked: _Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
+        assert self._space is not None
+        shape = self._shape
+        return self._space.keys(digests, groups=len(shape.block_tokens), shards=shape.shards, tenant=tracked.tenant)
+
+    def _rename(self, tracked: _Tracked) -> None:
+        tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: _Tracked) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
@@ -305,7 +361,7 @@ class SchedulerHalf:
         request = entry.request
         tracked = self._track(request)
         chunks = self._storable_chunks(request, entry.computed_tokens)
-        if chunks <= tracked.stored_chunks:
+        if chunks <= tracked.stored_chunks or self._space is None or tracked.mixed:
             return None
         self._hash_up_to(request, tracked, chunks * self._shape.chunk_tokens)
         tracked.stored_chunks = chunks

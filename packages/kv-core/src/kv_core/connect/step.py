@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kv_core.errors import InputError
-from kv_core.keys import TENANT_NBYTES
+from kv_core.keys import SPACE_ID_NBYTES, TENANT_NBYTES
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 1
+STEP_VERSION = 2
+NO_SPACE = bytes(SPACE_ID_NBYTES)
+"""Of a plan with nothing in it, made before the scheduler knew its key space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,15 @@ class StepPlan:
 
     generation: grows when the cache is reset; a load planned before a reset must not deliver old bytes after it.
     refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
+    space_id: the fingerprint of the key space that the loads and stores are in. It is the scheduler's to say, since
+        other weights in a running engine are another key space, from one step to the next.
     """
 
     generation: int
     loads: tuple[LoadStep, ...] = ()
     stores: tuple[StoreStep, ...] = ()
     refused: tuple[str, ...] = ()
+    space_id: bytes = NO_SPACE
 
     @property
     def empty(self) -> bool:
@@ -86,6 +91,7 @@ class StepPlan:
                 for store in self.stores
             ],
             "refused": list(self.refused),
+            "space_id": self.space_id,
         }
 
     @classmethod
@@ -103,6 +109,7 @@ class StepPlan:
                 loads=tuple(_load(entry) for entry in _sequence(plain["loads"])),
                 stores=tuple(_store(entry) for entry in _sequence(plain["stores"])),
                 refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),
+                space_id=_space_id(plain["space_id"]),
             )
         except KeyError as missing:
             raise InputError(f"the step plan lacks {missing}") from None
@@ -158,6 +165,12 @@ def _text(entry: Plain) -> str:
 def _count(entry: Plain) -> int:
     if type(entry) is not int or entry < 0:
         raise InputError(f"the step plan has {entry!r} where a whole number of at least 0 belongs")
+    return entry
+
+
+def _space_id(entry: Plain) -> bytes:
+    if not isinstance(entry, bytes) or len(entry) != SPACE_ID_NBYTES:
+        raise InputError("the step plan has something else where a key space's fingerprint belongs")
     return entry
 
 

@@ -12,7 +12,7 @@ from kv_core.connect.device import CopyEvent, DeviceCopier
 from kv_core.connect.scheduler import ConnectShape
 from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import KVError
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, Ticket, WriteLease
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
@@ -78,7 +78,7 @@ class WorkerHalf:
             load = _Load(step, {}, [])
             self._loading[step.request_id] = load
             for group in range(len(self._copiers)):
-                ticket = self._service.begin_load(self._keys(step, group), self._holder)
+                ticket = self._service.begin_load(self._keys(plan.space_id, step, group), self._holder)
                 load.waiting[ticket] = group
                 self._by_ticket[ticket] = load
         self._advance_loads()
@@ -87,7 +87,7 @@ class WorkerHalf:
         """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
         for step in plan.stores:
             for group in range(len(self._copiers)):
-                self._start_store(step, group)
+                self._start_store(plan.space_id, step, group)
 
     def finish_stores(self) -> None:
         """Wait for the gathers and publish them. After this the engine may give the blocks to anyone."""
@@ -121,8 +121,8 @@ class WorkerHalf:
         self._storing.clear()
         self._service.end(self._holder)
 
-    def _keys(self, step: LoadStep | StoreStep, group: int) -> list[ChunkKey]:
-        return self._shape.space.keys(step.digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
+    def _keys(self, space_id: bytes, step: LoadStep | StoreStep, group: int) -> list[ChunkKey]:
+        return keys_in(space_id, step.digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
 
     def _plan(self, step: LoadStep, lease: ReadLease, group: int) -> TransferPlan:
         return plan_transfer(
@@ -191,8 +191,8 @@ class WorkerHalf:
         else:
             self.counts.loads_finished += 1
 
-    def _start_store(self, step: StoreStep, group: int) -> None:
-        keys = self._keys(step, group)
+    def _start_store(self, space_id: bytes, step: StoreStep, group: int) -> None:
+        keys = self._keys(space_id, step, group)
         lease = self._service.begin_store(keys, self._holder)
         if not lease.keys:
             self._service.release(lease)
