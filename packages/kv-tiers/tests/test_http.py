@@ -29,10 +29,10 @@ from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http import connections as connections_module
 from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http import operation as operation_module
 from kv_tiers.server.http import relay as relay_module
-from kv_tiers.server.http import thread as thread_module
 from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.config import HttpConfig, read_listen
 from kv_tiers.server.http.jobs import Jobs
@@ -608,7 +608,7 @@ def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_who_sends_no_whole_head_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_module, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections_module, "HEAD_S", 0.2)
     with socket.create_connection(("127.0.0.1", served.port()), 10) as silent:
         assert hung_up(silent)
     with socket.create_connection(("127.0.0.1", served.port()), 10) as dribbling:
@@ -623,7 +623,7 @@ def test_who_sends_no_whole_head_is_hung_up_on(served: Served, monkeypatch: pyte
 
 
 def test_there_are_so_many_connections_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_module, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 4)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(("127.0.0.1", served.port()), 10)) for _ in range(5)]
         assert hung_up(held[-1])
@@ -647,7 +647,7 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 def test_garbage_ends_its_own_connection_only(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_module, "HEAD_S", 0.5)
+    monkeypatch.setattr(connections_module, "HEAD_S", 0.5)
     for garbage in (
         b"\x00" * 1000,
         b"GET / HTTP\r\n\r\n",

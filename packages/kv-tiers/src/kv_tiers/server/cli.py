@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
 
 from kv_tiers.build import check_settings
+from kv_tiers.server.accepting import allow_descriptors
 from kv_tiers.server.config import ServerConfig, default_socket, read_config_text
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.server import CacheServer
+
+_log = limited_logger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -72,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(arguments)
         check_settings(config.host, config.tiers)
+        _allow_descriptors(config)
         http = open_http(config.http, config.tenants)
         server = CacheServer(config)
     except ConfigError as error:
@@ -90,6 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if http is not None:
         http.stop()
     return 0
+
+
+def _allow_descriptors(config: ServerConfig) -> None:
+    wanted = config.descriptors()
+    allowed = allow_descriptors(wanted)
+    if allowed < wanted:
+        _log.warning(
+            "this process may open %d descriptors, and %d clients (max_sessions) may need %d: some may be refused. "
+            "Raise the limit (ulimit -n %d, or LimitNOFILE=%d in its unit), or write a smaller max_sessions",
+            allowed, config.max_sessions, wanted, wanted, wanted,
+        )  # fmt: skip
 
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:

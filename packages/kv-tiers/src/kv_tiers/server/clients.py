@@ -11,6 +11,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -27,7 +28,6 @@ _log = limited_logger(__name__)
 MAX_QUEUED_FRAMES: Final = 64
 """Answers that a client has not read; one that follows the protocol has at most two."""
 FRAMES_A_TURN: Final = 16
-ACCEPTED_A_TURN: Final = 16
 _READ_NBYTES: Final = 1 << 18
 _PEER: Final = struct.Struct("3i")
 
@@ -86,17 +86,6 @@ class Clients:
         for client in list(self._eager.values()):
             self.work(client)
 
-    def accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTED_A_TURN):
-            try:
-                accepted, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                _log.warning("a client could not be accepted: %s", error)
-                return
-            self._greet(accepted)
-
     def work(self, client: Client) -> None:
         """Answer what has arrived, up to a turn's worth."""
         self._eager.pop(client.number, None)
@@ -148,8 +137,8 @@ class Clients:
         client.socket.close()
         self._gone(client)
 
-    def _greet(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
+    def greet(self, accepted: socket.socket) -> None:
+        """Take over a connection that was accepted; it does not block."""
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         self._last_number += 1
         client = self._clients[self._last_number] = Client(self._last_number, accepted, pid)
@@ -226,3 +215,10 @@ class Clients:
             self.drop(client)
         else:
             self._watch(client)
+
+
+def turn_away(accepted: socket.socket) -> None:
+    """Tell a newcomer that this process has no descriptors for it. It is closed by the caller."""
+    text = "this server may open no more descriptors; raise its limit (ulimit -n), or let it serve fewer (max_sessions)"
+    with suppress(OSError):
+        accepted.send(wire.frame(wire.Failed("refused", text)))

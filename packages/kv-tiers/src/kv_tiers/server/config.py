@@ -18,6 +18,8 @@ from kv_tiers.tenants import Tenant, read_tenants
 
 _MAX_PATH_NBYTES: Final = 107
 """What the kernel takes for a socket's path."""
+_HTTP_DESCRIPTORS: Final = 96
+_OTHER_DESCRIPTORS: Final = 128
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,6 +42,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How many formats are served at once. The machine must be able to hold so many pools."""
     max_sessions: int = 128
     """How many clients are served at once."""
+
+    def descriptors(self) -> int:
+        """How many it may have open with all its clients: a socket and a pidfd each, HTTP's, and some for the tiers."""
+        return 2 * self.max_sessions + (_HTTP_DESCRIPTORS if self.http.listen else 0) + _OTHER_DESCRIPTORS
 
     def socket_path(self) -> Path:
         return Path(self.socket) if self.socket else default_socket(self.name)

@@ -8,6 +8,7 @@ the exception (`kv_tiers.server.orphans`).
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,10 +25,11 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.local import LocalCache, TenantUse
 from kv_tiers.observe.build import build_bus
 from kv_tiers.server import wire
+from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
 from kv_tiers.server.calls import Calls
-from kv_tiers.server.clients import Client, Clients
+from kv_tiers.server.clients import Client, Clients, turn_away
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.explain import explain_prompt
@@ -67,8 +69,9 @@ class CacheServer:
         self._calls = Calls(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s)
         self._clients = Clients(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
-        accept = partial(self._clients.accept, self._address.listener)
-        self._selector.register(self._address.listener, selectors.EVENT_READ, accept)
+        self._acceptor = Acceptor(self._address.listener, greet=self._clients.greet, turn_away=turn_away)
+        self._accepts_from_s: float | None = None
+        self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self._is_stopping = False
 
@@ -105,13 +108,33 @@ class CacheServer:
         """Answer until `stop`; then accept nobody, have stored below what is to be stored there, and close."""
         try:
             while not self._is_stopping:
-                patience_s = 0 if self._clients.are_eager() else self._orphans.patience_s()
-                for key, _ in self._selector.select(patience_s):
+                for key, _ in self._selector.select(self._patience_s()):
                     key.data()
                 self._clients.take_turns()
                 self._orphans.expire()
+                self._accept_again()
         finally:
             self._close()
+
+    def _patience_s(self) -> float | None:
+        """How long there may be nothing to do. None: until somebody asks."""
+        if self._clients.are_eager():
+            return 0
+        soonest = [self._orphans.patience_s()]
+        if self._accepts_from_s is not None:
+            soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
+        return min((seconds for seconds in soonest if seconds is not None), default=None)
+
+    def _accept(self) -> None:
+        rest_s = self._acceptor.accept()
+        if rest_s:
+            self._selector.unregister(self._address.listener)
+            self._accepts_from_s = time.monotonic() + rest_s
+
+    def _accept_again(self) -> None:
+        if self._accepts_from_s is not None and self._accepts_from_s <= time.monotonic():
+            self._accepts_from_s = None
+            self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
 
     def _answer(self, client: Client, request: wire.Request) -> None:
         """
@@ -298,6 +321,7 @@ class CacheServer:
 
     def _close(self) -> None:
         self._address.stop_listening()
+        self._acceptor.close()
         self._calls.close()
         for client in self._clients.all():
             self._clients.drop(client)

@@ -7,6 +7,7 @@ from kv_core.log import limited_logger
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kv_tiers.server.http.connections import IS_HEALTH_ONLY, IS_LAST
 from kv_tiers.server.http.problem import Problem, problem_response
 
 _log = limited_logger(__name__)
@@ -14,6 +15,7 @@ _log = limited_logger(__name__)
 REQUEST_S: Final = 60.0
 """How long answering may take, with a client that reads slowly."""
 
+_HEALTH: Final = {"/healthz", "/readyz"}
 _HEADERS: Final = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -36,6 +38,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"nothing is served over {scope['type']}")
+        connection = scope.get("state", {})
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -46,11 +49,15 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers[name] = value
                 headers.setdefault("content-security-policy", _NOTHING_LOADS)
+                if connection.get(IS_LAST):
+                    headers["connection"] = "close"
             await send(message)
 
         try:
             async with asyncio.timeout(REQUEST_S):
                 self._check_host(Headers(scope=scope))
+                if connection.get(IS_HEALTH_ONLY) and scope["path"] not in _HEALTH:
+                    raise Problem(503, "there are as many connections as may be; ask again", {"retry-after": "1"})
                 await self._app(scope, receive, send_with_headers)
         except Problem as problem:
             await problem_response(problem)(scope, receive, send_with_headers)

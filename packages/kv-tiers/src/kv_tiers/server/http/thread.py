@@ -5,17 +5,19 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.config import HttpConfig, Listen, read_listen
+from kv_tiers.server.http.connections import IDLE_S, BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
@@ -24,13 +26,12 @@ from kv_tiers.tenants import Tenant
 
 _log = limited_logger(__name__)
 
-MAX_CONNECTIONS: Final = 64
-"""At once; more are closed unheard."""
-HEAD_S: Final = 10.0
-"""How long a request's line and headers may take to arrive."""
-_IDLE_S: Final = 15
+_BACKLOG: Final = 64
 _HEAD_NBYTES: Final = 16 << 10
 _END_S: Final = 2
+_NO_ROOM: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
 
 
 class HttpThread:
@@ -51,6 +52,7 @@ class HttpThread:
         self._listener = _bound(listen)
         self.url = listen.url(self._listener.getsockname()[1])
         self._server: uvicorn.Server | None = None
+        self._accepting: _HttpListener | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
         self._app: ASGIApp | None = None
         self._relay: Relay | None = None
@@ -73,7 +75,7 @@ class HttpThread:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_IDLE_S,
+                timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=_END_S,
                 h11_max_incomplete_event_size=_HEAD_NBYTES,
             )
@@ -85,6 +87,8 @@ class HttpThread:
         if self._server is None or self._relay is None:
             self._listener.close()
             return
+        if self._accepting is not None:
+            self._accepting.close()
         self._server.should_exit = True
         self._thread.join(2 * _END_S + 1)
         self._relay.close()
@@ -92,9 +96,86 @@ class HttpThread:
     def _serve(self) -> None:
         assert self._server is not None
         try:
-            asyncio.run(self._server.serve(sockets=[self._listener]))
+            asyncio.run(self._run())
         except Exception:  # noqa: BLE001  # the relay goes on
             _log.exception("HTTP has ended by a bug; engines are served as before")
+
+    async def _run(self) -> None:
+        assert self._server is not None
+        # We accept by ourselves: uvicorn takes all that come, and asyncio without descriptors logs and spins.
+        accepting = self._accepting = _HttpListener(self._listener, self._server)
+        try:
+            await self._server.serve(sockets=[])
+        finally:
+            accepting.close_now()
+
+
+class _HttpListener:
+    """Takes connections from the listener, closes it at the end, and makes a protocol for each that is admitted."""
+
+    def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._config = server.config
+        self._state = server.server_state
+        self._room = Room()
+        self._entering: set[asyncio.Task[object]] = set()
+        self._acceptor = Acceptor(listener, greet=self._greet, turn_away=_turn_away)
+        self._is_closed = False
+        listener.setblocking(False)
+        self._watch()
+
+    def close(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop has ended, by a bug
+            self._loop.call_soon_threadsafe(self.close_now)
+
+    def close_now(self) -> None:
+        """On the loop's thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._listener)
+            self._acceptor.close()
+            self._listener.close()
+
+    def _watch(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        rest_s = self._acceptor.accept()
+        if rest_s:
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(rest_s, self._watch)
+
+    def _greet(self, accepted: socket.socket) -> None:
+        try:
+            peer = peer_of(accepted.getpeername())
+        except OSError:  # gone already
+            accepted.close()
+            return
+        is_health_only = self._room.admit(peer)
+        if is_health_only is None:
+            accepted.close()
+            return
+        protocol = BoundedProtocol(
+            config=self._config,
+            server_state=self._state,
+            app_state={},
+            _loop=self._loop,
+            room=self._room,
+            peer=peer,
+            is_health_only=is_health_only,
+        )
+        self._room.enter(protocol)
+        entering = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, accepted))
+        self._entering.add(entering)
+        entering.add_done_callback(self._entering.discard)
+
+
+def _turn_away(accepted: socket.socket) -> None:
+    with suppress(OSError):
+        accepted.send(_NO_ROOM)
 
 
 def _checked_directory(archive_dir: str) -> str:
@@ -107,42 +188,8 @@ def _bound(listen: Listen) -> socket.socket:
     try:
         found = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"http: nobody can listen at {listen.host} port {listen.port}: {error.strerror or error}"
         ) from None
-
-
-class BoundedProtocol(H11Protocol):
-    """uvicorn's, which waits for ever for a request's head and for any number of clients."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self._await_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget_head()
-        elif self._head_timer is None and not self.transport.is_closing():
-            self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
-        super().connection_lost(exc)
-
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
-
-    def _forget_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None

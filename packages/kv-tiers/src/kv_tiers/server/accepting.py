@@ -1,0 +1,108 @@
+"""Taking connections from a listening socket, also when this process may open no more descriptors.
+
+A listener whose queue cannot be taken from stays readable, so a loop that only tries again spins. One descriptor is
+kept open for that moment: it is closed, the newcomer is accepted in its stead, told why it is not served, and closed.
+"""
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
+ACCEPTED_A_TURN: Final = 8
+REST_S: Final = 0.5
+"""How long to leave a listener alone whose queue cannot be taken from at all."""
+_SHORTAGES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+def allow_descriptors(wanted: int) -> int:
+    """Have this process be allowed so many descriptors, as far as its hard limit goes; how many it may open then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
+
+
+class Acceptor:
+    """For one thread. `close` closes what it keeps open, and not the listener."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        greet: Callable[[socket.socket], None],
+        turn_away: Callable[[socket.socket], None],
+    ) -> None:
+        """listener: not blocking.
+
+        greet: takes each connection over. turn_away: tells one, without waiting, that there are no descriptors for it;
+        it is closed here.
+        """
+        self._listener = listener
+        self._greet = greet
+        self._turn_away = turn_away
+        self._spare = _spare()
+
+    def accept(self) -> float:
+        """Take those that wait, a turn's worth; how many seconds to leave the listener alone then: 0 or `REST_S`."""
+        for _ in range(ACCEPTED_A_TURN):
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return 0.0
+            except (ConnectionAbortedError, InterruptedError):
+                continue
+            except OSError as error:
+                if error.errno in _SHORTAGES and self._let_one_in():
+                    continue
+                _log.warning("connections cannot be accepted, and wait for %g s: %s", REST_S, error.strerror or error)
+                return REST_S
+            accepted.setblocking(False)
+            self._greet(accepted)
+        return 0.0
+
+    def close(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _let_one_in(self) -> bool:
+        """For long enough to say why it is not served. False: it could not be taken at all."""
+        if self._spare < 0:
+            self._spare = _spare()
+            return self._spare >= 0
+        self.close()
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            self._spare = _spare()
+            return True  # the next attempt finds nobody
+        except OSError:
+            self._spare = _spare()
+            return False
+        with accepted:
+            accepted.setblocking(False)
+            self._turn_away(accepted)
+        self._spare = _spare()
+        _log.warning(
+            "a connection is turned away: this process may open no more descriptors; raise its limit (ulimit -n, or "
+            "LimitNOFILE= of its unit)"
+        )
+        return True
+
+
+def _spare() -> int:
+    """-1: not even that."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -1,0 +1,190 @@
+"""The connections of HTTP: how many there may be, how long each, and who makes room for a newcomer.
+
+When there is room for no more, a newcomer takes the place of a connection whose client has the next move (it is to send
+a request or its body, or to read an answer) and has not made it for a while: of the address that has the most
+connections, the one that has been waited for longest. A connection for which the server works is never given up. If
+none can be given up, the newcomer has a place in a reserve, from which health alone is served, soon and once. So health
+is answered whatever clients hold, and however long.
+"""
+
+import asyncio
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS: Final = 64
+MAX_OF_A_PEER: Final = 32
+"""Of those, from one address. Behind a proxy all come from one."""
+HEALTH_CONNECTIONS: Final = 16
+"""Beside those, for health alone."""
+PATIENCE_S: Final = 1.0
+"""A client that has had the next move for so long may lose its place to a newcomer."""
+HEALTH_S: Final = 2.0
+"""How long one of the reserve may take in all."""
+HEAD_S: Final = 10.0
+"""How long a request's line and headers may take to arrive."""
+UNREAD_S: Final = 10.0
+"""How long a client may read nothing of an answer that its socket does not hold."""
+IDLE_S: Final = 15
+"""How long a connection may ask for nothing."""
+CONNECTION_S: Final = 60.0
+"""The answer after so long is a connection's last."""
+LAST_ANSWER_S: Final = 90.0
+"""How much longer that one may take."""
+
+IS_LAST: Final = "kv_is_last"
+IS_HEALTH_ONLY: Final = "kv_is_health_only"
+"""What a request's scope says in `state` of its connection: its answer ends it; it may ask for health only."""
+
+
+class Room:
+    """Who is connected. For HTTP's loop only."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.now_s = now_s
+        self._connections: set[BoundedProtocol] = set()
+
+    def admit(self, peer: str) -> bool | None:
+        """Whether a newcomer from this address may ask for health only; None: there is no place for it at all."""
+        served = [one for one in self._connections if not one.is_health_only]
+        crowds = Counter(one.peer for one in served)
+        if len(served) < MAX_CONNECTIONS and crowds[peer] < MAX_OF_A_PEER:
+            return False
+        if crowds[peer] >= MAX_OF_A_PEER:
+            candidates = [one for one in served if one.peer == peer]
+        else:
+            candidates = [one for one in served if one.peer == peer or crowds[one.peer] > crowds[peer]]
+        if self._give_up_one(candidates, crowds, PATIENCE_S):
+            return False
+        reserve = [one for one in self._connections if one.is_health_only]
+        if len(reserve) < HEALTH_CONNECTIONS:
+            return True
+        return True if self._give_up_one(reserve, Counter(one.peer for one in reserve), 0.0) else None
+
+    def enter(self, connection: "BoundedProtocol") -> None:
+        self._connections.add(connection)
+
+    def leave(self, connection: "BoundedProtocol") -> None:
+        self._connections.discard(connection)
+
+    def _give_up_one(self, candidates: Iterable["BoundedProtocol"], crowds: Counter[str], patience_s: float) -> bool:
+        now_s = self.now_s()
+        waiting = [
+            (crowds[one.peer], now_s - one.awaited_since_s, number, one)
+            for number, one in enumerate(candidates)
+            if one.awaited_since_s is not None and now_s - one.awaited_since_s >= patience_s
+        ]
+        if not waiting:
+            return False
+        *_, chosen = max(waiting)
+        self.leave(chosen)  # now: the loop tells it that it is lost only when we are done here
+        chosen.transport.abort()
+        return True
+
+
+def peer_of(address: Any) -> str:
+    """The address that connections are counted by: of an IPv6 network its /64, which is one customer's."""
+    try:
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    except (ValueError, IndexError, TypeError):
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's, which waits for ever for a request's head, for its answer to be read, and for a connection to end."""
+
+    def __init__(self, *arguments: Any, room: Room, peer: str, is_health_only: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.app_state = {IS_LAST: is_health_only, IS_HEALTH_ONLY: is_health_only}
+        self.peer = peer
+        self.is_health_only = is_health_only
+        self.awaited_since_s: float | None = None
+        """Since when the client has the next move; None: the server has it."""
+        self._room = room
+        self._has_begun = True  # to ask: of a new connection we expect it at once
+        self._phase: tuple[str, int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ends: list[asyncio.TimerHandle] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._room.enter(self)
+        if self.is_health_only:
+            self._ends = [self.loop.call_later(HEALTH_S, transport.abort)]
+        else:
+            self._ends = [
+                self.loop.call_later(CONNECTION_S, self._tell_the_end),
+                self.loop.call_later(CONNECTION_S + LAST_ANSWER_S, transport.abort),
+            ]
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = True
+        super().data_received(data)
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        self._has_begun = False
+        super().on_response_complete()
+        self._look()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._look()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.leave(self)
+        for timer in (*self._ends, self._timer):
+            if timer is not None:
+                timer.cancel()
+        self._ends, self._timer = [], None
+        super().connection_lost(exc)
+
+    def _tell_the_end(self) -> None:
+        self.app_state[IS_LAST] = True
+
+    def _look(self) -> None:
+        """What the connection waits for now, since when, and how long that may be."""
+        cycle = self.cycle
+        if self.transport.is_closing():
+            waits_for, most_s = "end", UNREAD_S  # until what is unsent has been read
+        elif self.flow.write_paused:
+            waits_for, most_s = "reader", UNREAD_S
+        elif cycle is None or cycle.response_complete:
+            # Those that have asked for nothing since are ended by uvicorn's own timer.
+            waits_for, most_s = ("head", HEAD_S) if self._has_begun else ("idle", 0.0)
+        elif cycle.more_body:
+            waits_for, most_s = "body", 0.0  # `operation` has a bound of its own, and says so
+        else:
+            waits_for, most_s = "", 0.0
+        phase = (waits_for, id(cycle))
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if most_s:
+            self._timer = self.loop.call_later(most_s, self.transport.abort)
+        self.awaited_since_s = self._room.now_s() if waits_for else None
