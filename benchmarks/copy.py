@@ -24,7 +24,7 @@ import torch
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, Kind
 from kv_core.transfer import TransferPlan, plan_transfer
-from kv_cuda import PagedLayout, make_copier, split_parts, transposed_keys
+from kv_cuda import PagedLayout, make_copier, split_parts, tiled_keys_and_values, transposed_keys
 
 from benchmarks._report import Row, paired_medians_s, parser, report
 
@@ -76,12 +76,18 @@ def _cases() -> list[tuple[str, PagedLayout, Kind, float]]:
         given = sizes(128, dtype)
         return transposed_keys("cpu", block=2 * 128 * int(given["heads"]) * DIM, **given)
 
+    def amx(dtype: str) -> PagedLayout:
+        given = sizes(128, dtype)
+        block = 2 * 128 * int(given["heads"]) * DIM
+        return tiled_keys_and_values("amx", block=block, keys=(16, 2), values=(2, 16), **given)
+
     return [
         ("NHD, K and V apart, 16-token blocks, bfloat16", strided(16, "apart"), "canonical", 0.9),
         ("vLLM NHD, K‖V in a head, 16-token blocks, bfloat16", strided(16, "nhd"), "canonical", 0.5),
         ("vLLM HND, K‖V in a head, 16-token blocks, bfloat16", strided(16, "hnd"), "canonical", 0.5),
         ("vLLM CPU, K transposed, 128-token blocks, float32", cpu("float32"), "canonical", 0.5),
         ("vLLM CPU, K transposed, 128-token blocks, bfloat16", cpu("bfloat16"), "canonical", 0.5),
+        ("vLLM CPU with AMX, 128-token blocks, bfloat16", amx("bfloat16"), "canonical", 0.4),
         ("opaque blocks, 16-token blocks, bfloat16", strided(16, "apart"), "blocks", 0.9),
         ("opaque blocks, 128-token blocks, bfloat16", cpu("bfloat16"), "blocks", 0.9),
         # On a CPU the arithmetic costs far more than the copy; what is gained is room. The targets say so.

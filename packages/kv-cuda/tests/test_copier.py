@@ -19,7 +19,7 @@ from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
 from kv_cuda.gpu import GpuCopier
 from kv_cuda.roads import Road, Roads
-from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
+from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, place_of, small_caches
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
@@ -52,7 +52,8 @@ class Hands:
         return GpuCopier(layout, tensors, described, roads=Roads(load=only, store=only))
 
     def cannot(self, layout: PagedLayout, kind: str) -> bool:
-        return self.road is not None and kind == "canonical" and any(part.dim != 1 for part in layout.parts)
+        in_order = all(part.dim == 1 and not part.is_tiled for part in layout.parts)
+        return self.road is not None and kind == "canonical" and not in_order
 
 
 every_hand = pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def places(layout: PagedLayout, kind: str, copy: Copy) -> Iterator[tuple[int, in
                 tensor = number * layout.layers + layer if layout.own_tensors else layer
                 for head in range(layout.heads):
                     for dim in range(layout.head_dim):
-                        at = part.offset + block * part.block + offset * part.token + head * part.head + dim * part.dim
+                        at = place_of(part, block, offset, head, dim)
                         ours = ((number * layout.layers + layer) * CHUNK + in_chunk) * layout.heads + head
                         yield tensor, at * size, (ours * layout.head_dim + dim) * size, size
     assert described.nbytes

@@ -9,7 +9,7 @@ from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import PartLayout, pages_of, read_rows, split_parts, transposed_keys, write_rows
 from kv_cuda.plan import WholeBlocks, check_and_cut
-from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, small_caches
+from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches
 
 CACHES = small_caches()
 RUNS = {name: cache for name, cache in CACHES.items() if cache.layout.blocks_are_runs}
@@ -107,7 +107,7 @@ def test_rows_are_where_the_strides_say(cache: SmallCache) -> None:
             block, offset = divmod(slot, layout.block_tokens)
             for head in range(layout.heads):
                 for dim in range(layout.head_dim):
-                    at = part.offset + block * part.block + offset * part.token + head * part.head + dim * part.dim
+                    at = place_of(part, block, offset, head, dim)
                     assert storage[tensor.storage_offset() + at] == rows[part.name][number, head, dim]
     read = read_rows(layout, tensors, 1, slots)
     assert all(torch.equal(read[name], rows[name]) for name in rows)

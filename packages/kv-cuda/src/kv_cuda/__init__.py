@@ -5,21 +5,22 @@
 
 from kv_cuda.choose import Copier, make_copier
 from kv_cuda.copier import CpuCopier
-from kv_cuda.layout import PagedLayout, PartLayout, latent, split_parts, transposed_keys
-from kv_cuda.rows import pages_of, part_view, probe_rows, read_rows, write_rows
+from kv_cuda.layout import PagedLayout, PartLayout, Tile, latent, split_parts, tiled_keys_and_values, transposed_keys
+from kv_cuda.rows import pages_of, probe_rows, read_rows, write_rows
 
 __all__ = [
     "Copier",
     "CpuCopier",
     "PagedLayout",
     "PartLayout",
+    "Tile",
     "latent",
     "make_copier",
     "pages_of",
-    "part_view",
     "probe_rows",
     "read_rows",
     "split_parts",
+    "tiled_keys_and_values",
     "transposed_keys",
     "write_rows",
 ]

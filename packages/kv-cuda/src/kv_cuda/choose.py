@@ -62,7 +62,7 @@ def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_form
 
 def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> "CpuCopier | GpuCopier":
     device = tensors[0].device
-    rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 for part in layout.parts)
+    rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 and not part.is_tiled for part in layout.parts)
     if device.type == "cuda" and rows_are_runs:
         if importlib.util.find_spec("triton") is not None:
             from kv_cuda.gpu import GpuCopier

@@ -19,8 +19,23 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """An axis split in two, as matrix units want it: [index // size][index % size], and each has a stride.
+
+    size: indices in a tile, which lie at the axis's own stride. stride: from one tile to the next, in elements.
+    """
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Where K, V or MLA's latent lies: element (block, token, head, dim) is at offset + Σ index × stride."""
+    """Where K, V or MLA's latent lies: element (block, token, head, dim) is at offset + Σ index × stride.
+
+    token_tile, dim_tile: None where one stride says all of that axis. Otherwise index i of it adds
+    (i // size) × tile stride + (i % size) × stride.
+    """
 
     name: str
     offset: int
@@ -28,6 +43,28 @@ class PartLayout:
     token: int
     head: int
     dim: int
+    token_tile: Tile | None = None
+    dim_tile: Tile | None = None
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.token_tile is not None or self.dim_tile is not None
+
+    def is_in_words(self, elements: int) -> bool:
+        """Whether the tiles along dim are words of `elements` neighbours, and all else is counted in whole words."""
+        dims, tokens = self.dim_tile, self.token_tile
+        if self.dim != 1 or dims is None or dims.size != elements:
+            return False
+        strides = (self.offset, self.block, self.token, self.head, dims.stride, tokens.stride if tokens else 0)
+        return not any(stride % elements for stride in strides)
+
+    def in_words(self, elements: int) -> "PartLayout":
+        """The same places, counted in such words."""
+        assert self.is_in_words(elements) and self.dim_tile is not None
+        offset, block, token, head = (stride // elements for stride in (self.offset, self.block, self.token, self.head))
+        tokens = self.token_tile
+        token_tile = Tile(tokens.size, tokens.stride // elements) if tokens else None
+        return PartLayout(self.name, offset, block, token, head, self.dim_tile.stride // elements, token_tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +97,16 @@ class PagedLayout:
             for axis in ("offset", "block", "token", "head", "dim"):
                 if getattr(part, axis) < 0:
                     raise InputError(f"layout {self.name}: part {part.name} has a negative {axis}")
+            self._check_tile(part, "token_tile", part.token_tile, self.block_tokens)
+            self._check_tile(part, "dim_tile", part.dim_tile, self.head_dim)
         self._refuse_overlaps()
+
+    def _check_tile(self, part: PartLayout, name: str, tile: Tile | None, length: int) -> None:
+        if tile is not None and (tile.size < 1 or tile.stride < 0 or length % tile.size):
+            raise InputError(
+                f"layout {self.name}: part {part.name} has {name} {tile.size} at {tile.stride}; "
+                f"tiles must divide the axis's {length} and lie at no negative stride"
+            )
 
     @property
     def page_elements(self) -> int:
@@ -137,7 +183,13 @@ class PagedLayout:
     def _places(self) -> npt.NDArray[np.int64]:
         """[parts, block_tokens × heads × head_dim]: where the elements of block 0 are."""
         token, head, dim = np.ogrid[: self.block_tokens, : self.heads, : self.head_dim]
-        places = [part.offset + token * part.token + head * part.head + dim * part.dim for part in self.parts]
+        places = [
+            part.offset
+            + _along(token, part.token, part.token_tile)
+            + head * part.head
+            + _along(dim, part.dim, part.dim_tile)
+            for part in self.parts
+        ]
         return np.stack([place.reshape(-1) for place in places]).astype(np.int64)
 
     def _refuse_overlaps(self) -> None:
@@ -155,6 +207,10 @@ class PagedLayout:
             meet = _meet(page.reshape(-1), part.block, self.blocks) if alike else part.block <= page.max()
             if self.blocks > 1 and meet:
                 raise InputError(f"layout {self.name}: the blocks of part {part.name} lie on each other")
+
+
+def _along(index: npt.NDArray[np.int64], stride: int, tile: Tile | None) -> npt.NDArray[np.int64]:
+    return index * stride if tile is None else index // tile.size * tile.stride + index % tile.size * stride
 
 
 def _meet(places: npt.NDArray[np.int64], distance: int, blocks: int) -> bool:
@@ -187,6 +243,44 @@ def transposed_keys(name: str, *, block: int, **sizes: int | str) -> PagedLayout
     parts = (
         PartLayout("k", 0, block, token=1, head=head, dim=tokens),
         PartLayout("v", tokens * dims, block, token=dims, head=head, dim=1),
+    )
+    return PagedLayout(name=name, parts=parts, **sizes)  # type: ignore[arg-type]
+
+
+def tiled_keys_and_values(
+    name: str, *, block: int, keys: tuple[int, int], values: tuple[int, int], **sizes: int | str
+) -> PagedLayout:
+    """CPU backends with matrix units: in each head of a block K and then V, both cut into tiles.
+
+    keys: (tokens, dims) of a tile of K, which lies as [token // tokens][dim // dims][token % tokens][dim % dims].
+    values: (tokens, dims) of a tile of V: [dim // dims][token // tokens][dim % dims][token % tokens].
+
+    Raises:
+        InputError: the tiles do not divide the block or the head.
+    """
+    tokens, dims = int(sizes["block_tokens"]), int(sizes["head_dim"])
+    head = 2 * tokens * dims
+    parts = (
+        PartLayout(
+            "k",
+            0,
+            block,
+            token=keys[1],
+            head=head,
+            dim=1,
+            token_tile=Tile(keys[0], keys[0] * dims),
+            dim_tile=Tile(keys[1], keys[0] * keys[1]),
+        ),
+        PartLayout(
+            "v",
+            tokens * dims,
+            block,
+            token=1,
+            head=head,
+            dim=values[0],
+            token_tile=Tile(values[0], values[0] * values[1]),
+            dim_tile=Tile(values[1], values[1] * tokens),
+        ),
     )
     return PagedLayout(name=name, parts=parts, **sizes)  # type: ignore[arg-type]
 

@@ -1,15 +1,26 @@
-"""Single tokens' rows in and out of a paged cache: slow, plain, and what a canary and the tests compare against."""
+"""Single tokens' rows in and out of a paged cache: slow, plain, and what a canary and the tests compare against.
+
+All six axes of a part are in every view: an axis that is not tiled is one tile, [1, length].
+"""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from kv_core.errors import InputError
 
-from kv_cuda.layout import PagedLayout, PartLayout
+from kv_cuda.layout import PagedLayout, PartLayout, Tile
 
 
-def part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> torch.Tensor:
-    """[blocks, block_tokens, heads, head_dim] over one layer's memory, in the layout's dtype.
+def view_shape(part: PartLayout, block_tokens: int, heads: int, head_dim: int) -> tuple[list[int], list[int]]:
+    """Size and stride, in elements, of [token // tile, token % tile, heads, dim // tile, dim % tile] in one block."""
+    tokens = part.token_tile or Tile(block_tokens, 0)
+    dims = part.dim_tile or Tile(head_dim, 0)
+    size = [block_tokens // tokens.size, tokens.size, heads, head_dim // dims.size, dims.size]
+    return size, [tokens.stride, part.token, part.head, dims.stride, part.dim]
+
+
+def _part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> torch.Tensor:
+    """[blocks, token // tile, token % tile, heads, dim // tile, dim % tile] over one layer, in the layout's dtype.
 
     Raises:
         InputError: the layout is not one of this tensor.
@@ -19,9 +30,9 @@ def part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> to
     if rest:
         raise InputError(f"a tensor of layout {layout.name} starts inside an element of {layout.dtype}")
     base = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
-    size = (layout.blocks, layout.block_tokens, layout.heads, layout.head_dim)
+    size, stride = view_shape(part, layout.block_tokens, layout.heads, layout.head_dim)
     try:
-        return base.as_strided(size, (part.block, part.token, part.head, part.dim), first + part.offset)
+        return base.as_strided((layout.blocks, *size), (part.block, *stride), first + part.offset)
     except RuntimeError:
         raise InputError(f"layout {layout.name} reaches beyond the tensor's storage") from None
 
@@ -64,10 +75,12 @@ def read_rows(
         InputError: a slot that does not exist.
     """
     blocks, offsets = _split(layout, slots)
-    return {
-        part.name: part_view(layout, part, layout.of_part(tensors, number)[layer])[blocks, offsets]
-        for number, part in enumerate(layout.parts)
-    }
+    rows = {}
+    for number, part in enumerate(layout.parts):
+        view = _part_view(layout, part, layout.of_part(tensors, number)[layer])
+        tile = view.shape[2]
+        rows[part.name] = view[blocks, offsets // tile, offsets % tile].flatten(2)
+    return rows
 
 
 def write_rows(
@@ -80,7 +93,9 @@ def write_rows(
     """The inverse of `read_rows`."""
     blocks, offsets = _split(layout, slots)
     for number, part in enumerate(layout.parts):
-        part_view(layout, part, layout.of_part(tensors, number)[layer])[blocks, offsets] = rows[part.name]
+        view = _part_view(layout, part, layout.of_part(tensors, number)[layer])
+        tile, dims = view.shape[2], view.shape[4:]
+        view[blocks, offsets // tile, offsets % tile] = rows[part.name].unflatten(-1, dims)  # type: ignore[no-untyped-call]
 
 
 def _split(layout: PagedLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

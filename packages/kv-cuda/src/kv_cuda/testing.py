@@ -5,9 +5,19 @@ from typing import Any, Protocol
 
 import torch
 
-from kv_cuda.layout import PagedLayout, latent, split_parts, transposed_keys
+from kv_cuda.layout import PagedLayout, PartLayout, Tile, latent, split_parts, tiled_keys_and_values, transposed_keys
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
+
+
+def place_of(part: PartLayout, block: int, token: int, head: int, dim: int) -> int:
+    """Where one element lies, in elements from the start of its tensor: the definition, in whole numbers."""
+
+    def along(index: int, stride: int, tile: Tile | None) -> int:
+        return index * stride if tile is None else index // tile.size * tile.stride + index % tile.size * stride
+
+    tokens, dims = along(token, part.token, part.token_tile), along(dim, part.dim, part.dim_tile)
+    return part.offset + block * part.block + tokens + head * part.head + dims
 
 
 class Make(Protocol):
@@ -64,6 +74,7 @@ def small_caches() -> dict[str, SmallCache]:
         "K transposed, bfloat16, a storage a layer": SmallCache(
             transposed_keys("CPU", block=page, **_sizes("bfloat16")), _separate(shape, torch.bfloat16)
         ),
+        **_tiled(page, shape),
         "MLA": SmallCache(
             latent("MLA", block=TOKENS * DIM, token=DIM, **_sizes("float32", heads=1)), _together((TOKENS, DIM))
         ),
@@ -94,6 +105,22 @@ def _in_bytes() -> dict[str, SmallCache]:
         "MLA, packed fp8": SmallCache(
             latent("MLA", block=TOKENS * latent_nbytes, token=latent_nbytes, **_sizes("uint8", 1, latent_nbytes)),
             _together((TOKENS, latent_nbytes), torch.uint8),
+        )
+    }
+
+
+def _tiled(page: int, shape: tuple[int, ...]) -> dict[str, SmallCache]:
+    """vLLM's blocks on CPUs with matrix units, in smaller tiles: AMX's and, with other tiles, NEON's."""
+    amx, neon = ((2, 2), (2, 4)), ((2, 4), (4, 2))
+    return {
+        f"tiles, {name}, {dtype}": SmallCache(
+            tiled_keys_and_values(name, block=page, keys=keys, values=values, **_sizes(dtype)),
+            _separate(shape, getattr(torch, dtype)),
+        )
+        for name, (keys, values), dtype in (
+            ("AMX", amx, "bfloat16"),
+            ("AMX", amx, "float8_e5m2"),
+            ("NEON", neon, "bfloat16"),
         )
     }
 

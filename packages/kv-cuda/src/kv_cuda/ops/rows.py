@@ -147,7 +147,7 @@ def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Te
         InputError: a part whose innermost axis is not `dim`: such rows are no runs of bytes, see `CpuCopier`.
     """
     parts, heads, dims, itemsize = shape.parts, shape.heads, shape.head_dim, shape.itemsize
-    if any(part.dim != 1 and dims > 1 for part in parts):
+    if any(part.is_tiled or (part.dim != 1 and dims > 1) for part in parts):
         raise InputError(f"layout {layout.name}: the elements of a head do not lie side by side")
     _check_reach(layout, shape, tensors)
     row_nbytes = heads * dims * itemsize
