@@ -19,7 +19,7 @@ from kv_core.checksum import checksum_of
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.outcome import Absent, Damaged, Loaded
+from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import make_copier
 from kv_cuda.cufile import CuFiles, NoCuFile, find_cufile, what_is_missing
@@ -325,7 +325,7 @@ def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(slab: Sla
 
 
 @pytest.mark.parametrize("road", ["direct", "staged"])
-def test_a_file_that_ends_early_or_is_gone_is_damage(slab: Slab, hands: Hands, road: str) -> None:
+def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(slab: Slab, hands: Hands, road: str) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
     copier = hands(empty, Broken() if road == "direct" else MISSING)
@@ -333,7 +333,7 @@ def test_a_file_that_ends_early_or_is_gone_is_damage(slab: Slab, hands: Hands, r
     assert [type(outcome) for outcome in load(copier, extents).outcomes] == [Loaded, Loaded, Damaged]
     slab.path.unlink()
     carried = load(copier, extents)
-    assert [type(outcome) for outcome in carried.outcomes] == [Damaged] * 3
+    assert [type(outcome) for outcome in carried.outcomes] == [ReadFailed] * 3
     assert "No such file" in str(carried.outcomes[0])
     assert store(copier, slab) == [None] * 3
 
@@ -355,7 +355,7 @@ def test_a_link_is_not_followed(slab: Slab, hands: Hands) -> None:
     slab.path.rename(slab.path.with_name("other"))
     slab.path.symlink_to("other")
     carried = load(hands(CACHE.make(), MISSING), extents)
-    assert [type(outcome) for outcome in carried.outcomes] == [Damaged] * 3
+    assert [type(outcome) for outcome in carried.outcomes] == [ReadFailed] * 3
 
 
 def test_what_is_not_aligned_is_staged_and_the_road_stays(slab: Slab, hands: Hands, files: Broken) -> None:

@@ -9,7 +9,8 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ class TestSharedFs(PersistentTierContract):
         self.mine = make_shared_fs_tier(self.options, context)
         assert isinstance(self.mine, SharedFsTier)
         return self.mine
+
+    @contextmanager
+    def unreadable_medium(self) -> Iterator[None]:
+        def preadv(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", preadv)
+            yield
 
     def with_options(self, **more: object) -> SharedFsTier:
         self.options |= more

@@ -17,7 +17,14 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """Bytes were found but were wrong. They have been discarded already."""
+    """Bytes were found and proved wrong (length, header or checksum). They have been discarded already."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """The device gave an error. Nothing is known of the bytes, and nothing was discarded: they may be read later."""
 
     reason: str
 
@@ -34,5 +41,5 @@ class Refused:
     reason: str
 
 
-LoadOutcome = Loaded | Absent | Damaged
+LoadOutcome = Loaded | Absent | Damaged | ReadFailed
 StoreOutcome = Stored | Refused

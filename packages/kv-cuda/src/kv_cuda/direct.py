@@ -10,7 +10,8 @@ at any time (docs/adr/0014).
 
 The direct road is taken where cuFile is, and where it was measured to be the faster one (`kv bench copy --file`). What
 it does not bring whole, the staged road is asked for; if that one can, the direct road is not taken again by this
-copier, and the log says so once. What neither can bring is damaged.
+copier, and the log says so once. What neither can bring is damaged if it
+was read and is not what it was; a read that fails says nothing of the bytes.
 """
 
 import os
@@ -26,7 +27,7 @@ from kv_core.errors import InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 from kv_cuda.choose import RingCopier, make_copier, measured
@@ -59,8 +60,8 @@ def make_direct_copier(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """outcomes: of each chunk; `Damaged` ones should be discarded. event: when the blocks of the loaded ones hold their
-    bytes. The files may be given back at once."""
+    """outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept. event: when the blocks
+    of the loaded ones hold their bytes. The files may be given back at once."""
 
     outcomes: list[LoadOutcome]
     event: Event
@@ -75,7 +76,8 @@ class _Chunk:
     copies: tuple[Copy, ...]
 
 
-_Way = Callable[["_Ring", Sequence[_Chunk], dict[int, str]], None]
+_Failures = dict[int, Damaged | ReadFailed]
+_Way = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
 """Load or store chunks by a ring; why some were not, by their `at`, goes into the last."""
 
 
@@ -134,8 +136,7 @@ class DirectCopier:
         failed = self._carry(chunks, "load", lambda ring, asked, failed: events.extend(ring.load(asked, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
-            why = failed.get(chunk.at)
-            outcomes[chunk.at] = Loaded(chunk.file.nbytes) if why is None else Damaged(why)
+            outcomes[chunk.at] = failed.get(chunk.at, Loaded(chunk.file.nbytes))
         # All of them were put into one queue.
         return Carried(outcomes, events[-1])
 
@@ -156,8 +157,8 @@ class DirectCopier:
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         written: list[bytes | None] = [None] * len(files)
         failed = self._carry(chunks, "store", lambda ring, asked, failed: ring.store(asked, written, failed))
-        for at, why in failed.items():
-            _log.warning("a chunk could not be written: %s", why)
+        for at, failure in failed.items():
+            _log.warning("a chunk could not be written: %s", failure.reason)
             written[at] = None
         return written
 
@@ -226,9 +227,9 @@ class DirectCopier:
             chunks.append(_Chunk(at, file, plan.copies))
         return chunks
 
-    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, way: _Way) -> dict[int, str]:
+    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, way: _Way) -> _Failures:
         """By the direct road what may go there, by the staged one the rest and what did not arrive. Why some failed."""
-        failed_direct: dict[int, str] = {}
+        failed_direct: _Failures = {}
         direct = self._direct
         left = list(chunks)
         if direct is not None:
@@ -236,9 +237,9 @@ class DirectCopier:
             way(direct, asked, failed_direct)
             arrived = {chunk.at for chunk in asked} - failed_direct.keys()
             left = [chunk for chunk in chunks if chunk.at not in arrived]
-        failed: dict[int, str] = {}
+        failed: _Failures = {}
         way(self._staged, left, failed)
-        to_blame = [why for at, why in failed_direct.items() if at not in failed]
+        to_blame = [failure.reason for at, failure in failed_direct.items() if at not in failed]
         if direct is not None and to_blame:
             _log.warning("files are staged through host memory from now on, as the direct road failed: %s", to_blame[0])
             self._direct = None
@@ -287,7 +288,7 @@ class _Ring:
         """Have the checksum's kernels made now, which takes a second, and not by the first chunk."""
         self._sums(self._rows[:1])
 
-    def load(self, chunks: Sequence[_Chunk], failed: dict[int, str]) -> list[Event]:
+    def load(self, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
         """The events of what was scattered, in order."""
         events = []
         halves = self._halves(chunks)
@@ -301,7 +302,7 @@ class _Ring:
                 events += self._scatter(*halves[-1], failed)
         return events
 
-    def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: dict[int, str]) -> None:
+    def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
         """written: where checksums go, by the chunks' `at`; also of those that fail."""
         halves = self._halves(chunks)
         with self._finishing():
@@ -354,7 +355,7 @@ class _Ring:
                 transfer = _NeverBegun(error)
             self._begun[half].append(transfer)
 
-    def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: dict[int, str]) -> list[tuple[int, _Chunk]]:
+    def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
         """Those whose bytes were all moved, with their rows."""
         arrived = []
         for row, (chunk, transfer) in enumerate(zip(chunks, self._begun[half], strict=True), half * self._half_chunks):
@@ -362,16 +363,16 @@ class _Ring:
             try:
                 moved = transfer.wait()
             except OSError as error:
-                failed[chunk.at] = f"{path}: {error.strerror or error}"
+                failed[chunk.at] = ReadFailed(f"{path}: {error.strerror or error}")
                 continue
             if moved < nbytes:
-                failed[chunk.at] = f"{path}: {moved} of {nbytes} bytes were moved"
+                failed[chunk.at] = Damaged(f"{path}: {moved} of {nbytes} bytes were moved")
             else:
                 arrived.append((row, chunk))
         self._begun[half].clear()
         return arrived
 
-    def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: dict[int, str]) -> list[Event]:
+    def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
         arrived = self._arrived(half, chunks, failed)
         if not arrived:
             return []
@@ -382,7 +383,9 @@ class _Ring:
             if checksums[row - first] == chunk.file.checksum:
                 right.append((row, chunk))
             else:
-                failed[chunk.at] = f"{chunk.file.path}: the checksum of the bytes at {chunk.file.offset} is wrong"
+                failed[chunk.at] = Damaged(
+                    f"{chunk.file.path}: the checksum of the bytes at {chunk.file.offset} is wrong"
+                )
         if not right:
             return []
         self._free[half] = self._copier.load(self._plan(right))

@@ -9,7 +9,8 @@ from kv_core.log import limited_logger
 
 from kv_tiers.config import ColdConfig
 from kv_tiers.host import HostTier
-from kv_tiers.lane import Health, Lane, LaneCounts
+from kv_tiers.lane import Lane, LaneCounts
+from kv_tiers.lane_health import Health
 from kv_tiers.promote import PromoteCounts, Promotions
 from kv_tiers.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.tier import KeepsFiles, TierUsage
@@ -97,7 +98,7 @@ class Below:
         return {
             lane.name: lane.tier
             for lane in self._lanes
-            if isinstance(lane.tier, KeepsFiles) and lane.health()[0] is Health.UP
+            if isinstance(lane.tier, KeepsFiles) and lane.health()[0].serves
         }
 
     def states(self) -> list[TierState]:

@@ -19,30 +19,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.lane_health import Health, HealthTracker, release_frames
 from kv_tiers.lane_jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
 from kv_tiers.observe import events
 from kv_tiers.observe.bus import UNWATCHED
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
 _log = limited_logger(__name__)
-
-
-class Health(Enum):
-    UP = "it answers"
-    RESTING = "it failed, and is probed now and then"
-    STUCK = "a call to it has not come back"
-    FROZEN = "somebody asked that it be left alone"
-    CLOSED = "it is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +45,7 @@ class LaneCounts:
     loaded: int
     absent: int
     damaged: int
+    read_failed: int
     stored: int
     refused: int
     discarded: int
@@ -70,6 +63,7 @@ class _Totals:
     loaded: int = 0
     absent: int = 0
     damaged: int = 0
+    read_failed: int = 0
     stored: int = 0
     refused: int = 0
     discarded: int = 0
@@ -108,15 +102,10 @@ class Lane:
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, most_stores=max(1, threads - 1)
         )
-        self._rest_s, self._max_rest_s, self._stuck_s = rest_s, max_rest_s, stuck_s
         self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}  # job → when it began
-        self._frozen = self._closed = False
-        self._rests_until: float | None = None
-        self._rests_next = rest_s
-        self._probing = False
-        self._why_down = ""
         self._totals = _Totals()
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
@@ -128,7 +117,7 @@ class Lane:
     def leading(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading `keys` the tier holds. Only for one that answers from memory."""
         with self._changed:
-            if self._health() is not Health.UP or self._jobs.is_clearing:
+            if not self._health().serves or self._jobs.is_clearing:
                 return 0
             keys = keys[: self._jobs.first_hidden(keys)]
         return _leading(self._holds(keys))
@@ -136,7 +125,7 @@ class Lane:
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these a load would find. Only for a tier that answers from memory."""
         with self._changed:
-            if self._health() is not Health.UP or self._jobs.is_clearing:
+            if not self._health().serves or self._jobs.is_clearing:
                 return [False] * len(keys)
             hidden = set(filter(self._jobs.is_hidden, keys))
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
@@ -177,19 +166,20 @@ class Lane:
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
         with self._changed:
-            return self._jobs.room_for_stores if self._health() is Health.UP else 0
+            return self._jobs.room_for_stores if self._health().serves else 0
 
     def freeze(self, frozen: bool) -> None:
         """Leave the tier alone, or go on with it. What is queued waits; what is submitted meanwhile is refused."""
         with self._changed:
-            self._frozen = frozen
+            self._tracker.is_frozen = frozen
             self._health()
             self._changed.notify_all()
 
     def health(self) -> tuple[Health, str]:
-        """How the tier is doing, and why."""
+        """How the tier is doing, and why; of one that is up, why it was not the last time, if ever."""
         with self._changed:
-            return self._health(), self._why_down
+            health = self._health()
+            return health, self._tracker.full if health is Health.FULL else self._tracker.last_failure
 
     def counts(self) -> LaneCounts:
         with self._changed:
@@ -199,6 +189,7 @@ class Lane:
                 loaded=totals.loaded,
                 absent=totals.absent,
                 damaged=totals.damaged,
+                read_failed=totals.read_failed,
                 stored=totals.stored,
                 refused=totals.refused,
                 discarded=totals.discarded,
@@ -216,7 +207,7 @@ class Lane:
         with self._changed:
             while self._jobs.has_any() or self._running:
                 left = until - time.monotonic()
-                if left <= 0 or self._health() is not Health.UP:
+                if left <= 0 or not self._health().serves:
                     return not self._running and not self._jobs.has_submitted()
                 self._changed.wait(min(left, 0.05))
         return True
@@ -225,7 +216,7 @@ class Lane:
         """Refuse what is queued, wait for what is running, close the tier. False: a call to it never came back, so it
         stays open and the memory it was lent stays lent."""
         with self._changed:
-            self._closed = True
+            self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
             self._changed.notify_all()
         for job in waiting:
@@ -255,54 +246,39 @@ class Lane:
     # Under `_changed`.
 
     def _health(self) -> Health:
-        now = self._health_now()
+        now = self._tracker.now(self._running.values())
         if now is not self._noticed:  # a call that hangs is noticed by whoever asks next, as nothing else happens then
             if self.events.on:
-                self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, self._why(now)))
+                why = self._tracker.why(now)
+                self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, why))
             self._noticed = now
         return now
 
-    def _why(self, health: Health) -> str:
-        return self._why_down if health is Health.RESTING else health.value
-
-    def _health_now(self) -> Health:
-        if self._closed:
-            return Health.CLOSED
-        if self._frozen:
-            return Health.FROZEN
-        if self._rests_until is not None:
-            return Health.RESTING
-        if self._running and self._clock.now_s() - min(self._running.values()) > self._stuck_s:
-            return Health.STUCK
-        return Health.UP
-
     def _submit(self, job: Submitted) -> bool:
         with self._changed:
-            if self._health() is not Health.UP or not self._jobs.submit(job):
+            if not self._health().serves or not self._jobs.submit(job):
                 return False
             self._changed.notify()
             return True
 
     def _next(self) -> Job | _Probe | None:
-        if self._frozen or self._closed:
+        if self._tracker.is_frozen or self._tracker.is_closed:
             return None
-        if self._rests_until is not None:
-            if self._probing or self._clock.now_s() < self._rests_until:
-                return None
-            return _Probe()
+        if self._tracker.rests_until_s is not None:
+            return _Probe() if self._tracker.may_probe() else None
         return self._jobs.next()
 
     def _begin(self, job: Job | _Probe) -> None:
         self._running[id(job)] = self._clock.now_s()
         if isinstance(job, _Probe):
-            self._probing = True
+            self._tracker.is_probing = True
         else:
             self._jobs.begin(job)
 
     def _end(self, job: Job | _Probe) -> None:
         del self._running[id(job)]
         if isinstance(job, _Probe):
-            self._probing = False
+            self._tracker.is_probing = False
         else:
             self._jobs.end(job)
         self._changed.notify_all()
@@ -313,10 +289,9 @@ class Lane:
         while True:
             with self._changed:
                 while (job := self._next()) is None:
-                    if self._closed:
+                    if self._tracker.is_closed:
                         return
-                    rests = self._rests_until is not None and not self._probing and not self._frozen
-                    self._changed.wait(max(0.0, (self._rests_until or 0.0) - self._clock.now_s()) if rests else None)
+                    self._changed.wait(self._tracker.rest_left_s())
                 self._begin(job)
             self._run(job)
             del job  # or its memory stays lent while this thread waits for the next
@@ -327,11 +302,11 @@ class Lane:
             answer = self._do(job)
         except TierDown as down:
             answer = self._down(job, str(down))
-            _release_frames(down)
+            release_frames(down)
         except Exception as error:  # noqa: BLE001  # a tier may be a third party's, and its bugs cost its chunks only
             self._log_bug()
             answer = self._down(job, f"{type(error).__name__}: {error}")
-            _release_frames(error)
+            release_frames(error)
         with self._changed:
             self._end(job)
         answer()
@@ -340,10 +315,18 @@ class Lane:
         began = self._clock.now_s()
         match job:
             case Load():
-                arrivals = self._load(job.reads)
+                arrivals, failures = self._load(job.reads)
                 with self._changed:
                     self._totals.seconds_loading += self._clock.now_s() - began
-                return lambda: job.done(arrivals)
+                    if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
+                        self._tracker.loaded()
+                refuse = self._rest("; ".join(failures)) if failures else _nothing
+
+                def answer() -> None:
+                    job.done(arrivals)
+                    refuse()
+
+                return answer
             case Ask():
                 with self._changed:
                     keys = job.keys[: self._jobs.first_hidden(job.keys)]
@@ -353,6 +336,7 @@ class Lane:
                 outcomes = self._store(job)
                 with self._changed:
                     self._totals.seconds_storing += self._clock.now_s() - began
+                self._see_whether_full()
                 return lambda: job.done(outcomes)
             case Clear():
                 self.tier.clear()
@@ -366,15 +350,18 @@ class Lane:
             case _Probe():
                 self.tier.probe()
                 with self._changed:
-                    self._rests_until, self._rests_next = None, self._rest_s
+                    self._tracker.probed()
                     self._health()
+                self._see_whether_full()
                 if not self.events.is_logged:
                     _log.info("tier %s is back", self.name)
         return _nothing
 
-    def _load(self, reads: list[Read]) -> list[Arrival]:
+    def _load(self, reads: list[Read]) -> tuple[list[Arrival], list[str]]:
+        """What became of each; and why some could not be read, which is a fault of the device and none of theirs."""
         arrivals = []
         wrong = []
+        failures = []
         for read, told in zip(reads, self.tier.load(reads), strict=True):
             outcome, checksum = told, b""
             if isinstance(told, Loaded):
@@ -387,17 +374,20 @@ class Lane:
                 level = logging.DEBUG if self.events.is_logged else logging.WARNING
                 _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
                 wrong.append(read.key)
+            elif isinstance(outcome, ReadFailed):
+                failures.append(outcome.reason)
             arrivals.append(Arrival(read.key, outcome, checksum))
         with self._changed:
             self._totals.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._totals.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
             self._totals.damaged += len(wrong)
+            self._totals.read_failed += len(failures)
         if wrong:
             if self.events.on:
                 reasons = {arrival.outcome.reason for arrival in arrivals if isinstance(arrival.outcome, Damaged)}
                 self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
             self.discard(wrong)
-        return arrivals
+        return arrivals, list(dict.fromkeys(failures))
 
     def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:
@@ -420,27 +410,39 @@ class Lane:
             self._totals.refused += len(outcomes) - stored
         return outcomes
 
-    def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
+    def _see_whether_full(self) -> None:
+        full = self.tier.usage().full
         with self._changed:
-            first = self._rests_until is None
-            self._rests_until = self._clock.now_s() + self._rests_next
-            self._rests_next = min(2 * self._rests_next, self._max_rest_s)
-            self._why_down = why
-            self._totals.downs += first
+            if full and not self._tracker.full and not self.events.is_logged:
+                _log.warning("tier %s takes no more chunks: %s", self.name, full)
+            self._tracker.full = full
             self._health()
-            if not isinstance(job, _Probe):
-                self._jobs.say_again(job)
+
+    def _rest(self, why: str, down: Job | None = None) -> Callable[[], None]:
+        """Leave the tier alone for a while. What must be called then, without the lock: it refuses what waits.
+
+        down: the job that it did not do.
+        """
+        with self._changed:
+            is_first = self._tracker.failed(why)
+            self._totals.downs += is_first
+            self._health()
+            if down is not None:
+                self._jobs.say_again(down)
             waiting = self._jobs.take_submitted()
-        if first and not self.events.is_logged:
+        if is_first and not self.events.is_logged:
             _log.warning("tier %s is down and rests: %s", self.name, why)
 
-        def answer() -> None:
-            for refused in (job, *waiting):
+        def refuse() -> None:
+            for refused in waiting if down is None else (down, *waiting):
                 self._refuse(refused, f"tier {self.name} is down: {why}")
 
-        return answer
+        return refuse
 
-    def _refuse(self, job: Job | _Probe, why: str) -> None:
+    def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
+        return self._rest(why, None if isinstance(job, _Probe) else job)
+
+    def _refuse(self, job: Job, why: str) -> None:
         match job:
             case Load():
                 job.done([Arrival(read.key, Absent()) for read in job.reads])
@@ -472,26 +474,6 @@ class Lane:
 
 def _leading(held: Sequence[bool]) -> int:
     return next((n for n, here in enumerate(held) if not here), len(held))
-
-
-def _release_frames(error: BaseException) -> None:
-    """Clear the local variables of the calls that the error came through, and of the errors behind it.
-
-    They hold the memory that the tier was lent. An error that is part of a cycle (a frame in its own traceback holds
-    it, which a helper that raises its argument is enough for) would keep that memory lent until the garbage collector
-    comes by, and a pool cannot be unmapped while it is.
-    """
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        pending += (one.__cause__, one.__context__)
-        if isinstance(one, BaseExceptionGroup):
-            pending += one.exceptions
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from kv_core.outcome import Stored, StoreOutcome
 
 from kv_tiers.eviction.shares import Share
 from kv_tiers.host import HostTier
-from kv_tiers.lane import Health, Lane
+from kv_tiers.lane import Lane
 from kv_tiers.lane_jobs import Outgoing
 from kv_tiers.observe import events
 
@@ -161,7 +161,7 @@ class Spills:
         """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
         until = time.monotonic() + timeout_s
         for below in self._below:
-            while below.lane.health()[0] is Health.UP:
+            while below.lane.health()[0].serves:
                 with self._host.lock:
                     while self._hand_over(below):
                         pass
@@ -251,7 +251,7 @@ class Spills:
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        down = stored < len(outcomes) and batch.below.lane.health()[0] is not Health.UP
+        down = stored < len(outcomes) and not batch.below.lane.health()[0].serves
         with self._host.lock:
             self._settle(batch)
             counts = batch.below.counts

@@ -10,6 +10,11 @@ It keeps a header with every chunk, as opaque to it as the chunk. The lane makes
 What became of a chunk is a value. What is wrong with the medium as a whole (unreachable, full of errors, gone) is
 raised as `TierDown`: the lane then rests the tier for a while. Anything else that is raised is a bug, and treated as
 `TierDown` with a traceback in the log.
+
+A read that fails is a fault of the device and says nothing of the bytes: `ReadFailed` where others of the same call may
+have come, else `TierDown`. Neither discards anything, and both rest the tier. Only bytes that were read and proved
+wrong are `Damaged`. A medium that is full, or may only be read, is no fault: chunks are `Refused`, and `usage` says
+why.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,11 +68,16 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Present values. None: the medium does not say."""
+    """Present values. None: the medium does not say.
+
+    full: why the medium takes no more chunks (it has no room, or may only be read), as far as the last store or probe
+        told; "" where it does. A tier that evicts for what comes is not full for that.
+    """
 
     chunks: int | None = None
     used_bytes: int | None = None
     capacity_bytes: int | None = None
+    full: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class Tier(Protocol):
         """Which of these a load would find. It may be wrong by the time of the load, which is then `Absent`."""
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Bring chunks. A fault of one chunk's own is `Damaged` and does not spoil its neighbours."""
+        """Bring chunks. What is wrong with one (`Damaged`, `ReadFailed`) does not spoil its neighbours."""
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         """Keep chunks. `Stored` is an acknowledgement: as durable as this tier ever makes anything.

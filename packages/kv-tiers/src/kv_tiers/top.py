@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kv_tiers.host import TIER
-from kv_tiers.lane import Health
+from kv_tiers.lane_health import Health
 from kv_tiers.server.report import CacheReport, Report, TierReport
 
 

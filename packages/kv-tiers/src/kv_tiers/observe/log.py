@@ -57,7 +57,8 @@ class LogLines(Subscriber):
                 if left_out is None:
                     return
                 is_up = now == "UP"
-                text = f"tier {tier} is back" if is_up else f"tier {tier} is {now.lower()}: {why}"
+                back = "takes chunks again" if was == "FULL" else "is back"
+                text = f"tier {tier} {back}" if is_up else f"tier {tier} is {now.lower()}: {why}"
                 if left_out:
                     text += f" ({left_out} changes were left out before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING

@@ -20,7 +20,7 @@ from kv_core.service import CacheCounts
 
 from kv_tiers.below import TierState
 from kv_tiers.host import TIER
-from kv_tiers.lane import Health
+from kv_tiers.lane_health import Health
 from kv_tiers.local import LocalCache, TenantUse
 from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
 from kv_tiers.observe.events import Committed, Damaged, Evicted, LoadEnded, LookedUp, Promoted, Spilled
@@ -217,6 +217,7 @@ _TOTALS: Final = {
 def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     labels = ("cache", "tier")
     healthy = GaugeMetricFamily("kv_tier_healthy", "1 while the tier answers, else 0.", labels=labels)
+    full = GaugeMetricFamily("kv_tier_full", "1 while the tier takes no more chunks, else 0.", labels=labels)
     chunks = GaugeMetricFamily("kv_tier_chunks", "Chunks that the tier holds, if it says.", labels=labels)
     used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
     capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
@@ -225,9 +226,11 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     busy: dict[_Labels, float] = {}
     downs: dict[_Labels, float] = {}
     lost: dict[_Labels, float] = {}
+    unread: dict[_Labels, float] = {}
     for cache, state in tiers:
         place = (cache, state.name)
-        healthy.add_metric(place, float(state.health is Health.UP))
+        healthy.add_metric(place, float(state.health.serves))
+        full.add_metric(place, float(state.health is Health.FULL))
         for family, value in (
             (chunks, state.usage.chunks),
             (used, state.usage.used_bytes),
@@ -239,9 +242,11 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         waiting.add_metric(place, state.spill.waiting)
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
         downs[place], lost[place] = state.lane.downs, state.spill.lost
-    yield from (healthy, chunks, used, capacity, queued, waiting)
+        unread[place] = state.lane.read_failed
+    yield from (healthy, full, chunks, used, capacity, queued, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
+    yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")
     yield _counter("tier_lost_chunks", "Chunks evicted before they were stored there", lost, "tier")
 
 

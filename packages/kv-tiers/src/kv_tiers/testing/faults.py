@@ -3,21 +3,21 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, StoreOutcome
+from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
 
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
 
-Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug"]
+Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "down", "bug"]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
-wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. bug: it
-raises what no tier should. delay: calls take `DELAY_S`."""
+wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. unreadable:
+reads fail. bug: it raises what no tier should. delay: calls take `DELAY_S`."""
 DELAY_S: Final = 0.02
 
-FAULTS: tuple[Fault, ...] = ("", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "down", "bug")
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class FaultyTier:
@@ -48,6 +48,8 @@ class FaultyTier:
         self._fail("load")
         if self.fault == "refuse":
             return [Absent() for _ in reads]
+        if self.fault == "unreadable":
+            return [ReadFailed("told to be unreadable") for _ in reads]
         outcomes = self._tier.load(reads)
         loaded = [read for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Loaded)]
         for read in loaded:

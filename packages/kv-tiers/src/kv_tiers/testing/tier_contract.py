@@ -6,9 +6,11 @@ Plain assertions on purpose: what is tested here is read by whoever writes the n
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 
+from kv_core.errors import TierDown
 from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
-from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored
+from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
 
 from kv_tiers import codec
@@ -27,6 +29,13 @@ class TierContract:
 
     def make(self, context: TierContext, chunks: int) -> Tier:
         raise NotImplementedError
+
+    def unreadable_medium(self) -> AbstractContextManager[object] | None:
+        """While it is entered the medium of `self.tier` fails every read. None: there is nothing that could."""
+        return None
+
+    def wait_until_tried_again(self) -> None:
+        """Until the tier reads what it could not read before, where it remembers that: by its clock."""
 
     def setup_method(self) -> None:
         self.context = TierContext(CHUNK_NBYTES, slot_bytes_for(CHUNK_NBYTES), FINGERPRINT)
@@ -186,6 +195,25 @@ class TierContract:
             assert (before.chunks, after.chunks) == (0, 3)
         if after.used_bytes is not None:
             assert after.used_bytes >= 3 * self.context.chunk_nbytes
+
+    def test_a_medium_that_cannot_be_read_damages_nothing(self) -> None:
+        keys = key_chain(4)
+        self.store(keys)
+        broken = self.unreadable_medium()
+        if broken is None:
+            return
+        with broken:
+            try:
+                outcomes = self.load(keys)
+            except TierDown:
+                outcomes = []
+            assert all(isinstance(outcome, ReadFailed | Absent) for outcome in outcomes)
+            with suppress(TierDown):
+                self.tier.probe()
+        assert self.tier.usage().chunks in (4, None)
+        self.wait_until_tried_again()
+        self.tier.probe()
+        assert self.loaded(keys) == [True] * 4
 
     def test_threads_meet_without_harm(self) -> None:
         failures: list[BaseException] = []

@@ -11,7 +11,8 @@ from kv_core.testing import key_chain
 from kv_tiers import codec
 from kv_tiers.config import ColdConfig
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Health, Lane
+from kv_tiers.lane import Lane
+from kv_tiers.lane_health import Health
 from kv_tiers.local import LocalCache
 from kv_tiers.observe.bus import Source
 from kv_tiers.pool import HostPool

@@ -20,6 +20,7 @@ by a probe.
 import errno
 import itertools
 import mmap
+import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers import codec
 from kv_tiers.clock import MonotonicClock
@@ -54,6 +55,13 @@ _MOST_SLOTS_AHEAD: Final = 16
 """Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
 _MOST_IN_A_RUN: Final = 256
 _FULL_DISK_REST_S: Final = 60.0
+_UNREADABLE_REST_S: Final = 60.0
+"""A chunk that could not be read is passed over for so long, lest a bad sector rests the whole tier at each request."""
+_READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
+"""What devices and file systems say of bytes that cannot be read, where others perhaps can."""
+_MOST_FAILURES: Final = 3
+"""Chunks of one call that failed by themselves before the rest is not tried: each may take the device's time-out."""
+_PROBED_CHUNKS: Final = 8
 
 _Item = TypeVar("_Item")
 
@@ -167,17 +175,23 @@ class DiskTier:
         self._leases: dict[int, list[int | None]] = {}
         self._rooms: dict[int, list[tuple[Place | None, ChunkKey | None]]] = {}
         self._full_until_s: float | None = None
+        self._full = ""
         self._told_full = False
+        self._unreadable: dict[ChunkKey, float] = {}  # until when it is passed over
+        self._reads_failed = False
         self._closed = False
         self._directories: list[DiskDirectory] = []
         self._devices: list[int] = []
         self._open_directories()
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._index.holds(keys)
+        held = self._index.holds(keys)
+        if self._unreadable:
+            held = [here and not self._is_passed_over(key) for here, key in zip(held, keys, strict=True)]
+        return held
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        slots = self._index.begin_load([read.key for read in reads])
+        slots = self._readable([read.key for read in reads])
         outcomes: list[LoadOutcome] = [Absent()] * len(reads)
         try:
             there = [(*self._place(slot), at) for at, slot in enumerate(slots) if slot is not None]
@@ -188,9 +202,12 @@ class DiskTier:
         finally:
             self._index.end_load(slots)
         damaged = [read.key for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Damaged)]
-        if damaged:
+        failed = [read.key for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, ReadFailed)]
+        if damaged or failed:
             with self._lock:
                 self._discard(damaged)
+                self._reads_failed = self._reads_failed or bool(failed)
+                self._unreadable.update(dict.fromkeys(failed, self._clock.now_s() + _UNREADABLE_REST_S))
         return outcomes
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
@@ -235,7 +252,10 @@ class DiskTier:
         self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
 
     def probe(self) -> None:
-        """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped."""
+        """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped.
+
+        After a read that failed some chunk must be readable.
+        """
         with self._lock:
             if any(directory.has_vanished() for directory in self._directories):
                 self._start_over()
@@ -245,10 +265,13 @@ class DiskTier:
                 raise self._down(error) from error
             self._full_until_s = None
             self._index.resume()
+        if self._reads_failed:
+            self._try_to_read()
+            self._reads_failed = False
 
     def usage(self) -> TierUsage:
         chunk = bytes_for(self._context, 1, 0)
-        return TierUsage(self._index.chunks, self._index.chunks * chunk, self._index.slots * chunk)
+        return TierUsage(self._index.chunks, self._index.chunks * chunk, self._index.slots * chunk, self._full)
 
     def close(self) -> None:
         with self._lock:
@@ -259,7 +282,7 @@ class DiskTier:
     # Bytes that others carry (`kv_tiers.tier.KeepsFiles`).
 
     def lend(self, keys: Sequence[ChunkKey]) -> FileLease:
-        slots = self._index.begin_load(keys)
+        slots = self._readable(keys)
         try:
             found = [None if slot is None else self._lent(key, slot) for key, slot in zip(keys, slots, strict=True)]
         except BaseException as error:
@@ -283,6 +306,7 @@ class DiskTier:
         places = self._reserve(keys, parent)
         taken = [place for place in places if place is not None]
         located: dict[int, FileExtent] = {}
+        why = ""
         with self._aborting(taken):
             self._make_ready(taken)
             for place in taken:
@@ -291,8 +315,9 @@ class DiskTier:
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
+                    why = error.strerror or ""
         if short := [place for place in taken if place.slot not in located]:
-            self._withhold(short)
+            self._withhold(short, why)
         given = [place if place is not None and place.slot in located else None for place in places]
         room = FileRoom(next(self._ids), tuple(None if place is None else located[place.slot] for place in given))
         with self._lock:
@@ -372,6 +397,8 @@ class DiskTier:
             if self._full_until_s is not None and self._clock.now_s() >= self._full_until_s:
                 self._full_until_s = None
                 self._index.resume()
+            if self._unreadable and (unreadable := [key for key in keys if key in self._unreadable]):
+                self._discard(unreadable)  # here are its bytes again, and new ones may be readable
             places = self._index.reserve(keys, parent)
             taken = [place for place in places if place is not None]
             self._arriving.update((place.slot, place.key) for place in taken)
@@ -398,6 +425,9 @@ class DiskTier:
             parent = kept[0][0].parent if kept else None
             self._write_records([(place.slot, write.header) for write, place in kept], parent)
         self._make_findable(places, [write.parent for write, _ in kept])
+        with self._lock:
+            if self._full_until_s is None:
+                self._full = ""  # what was withheld is given again, and was taken
         return kept
 
     @contextmanager
@@ -430,6 +460,7 @@ class DiskTier:
         placed: list[tuple[File, int, tuple[Write, Place]]] = []
         kept: set[int] = set()
         short: list[Place] = []
+        why = ""
         files = set()
         for write, place in taken:
             try:
@@ -438,6 +469,7 @@ class DiskTier:
                 short.append(place)
                 if error.errno not in NO_ROOM:
                     raise
+                why = error.strerror or ""
         for file, offset, run in self._runs(placed):
             try:
                 self._write_run(file, offset, [write for write, _ in run])
@@ -445,6 +477,7 @@ class DiskTier:
                 short += [place for _, place in run]
                 if error.errno not in NO_ROOM:
                     raise
+                why = error.strerror or ""
                 continue
             kept.update(place.slot for _, place in run)
             files.add(file)
@@ -452,7 +485,7 @@ class DiskTier:
         for file, offset, _ in placed:
             self._drop_cached(file, offset, 1)
         if short:
-            self._withhold(short)
+            self._withhold(short, why)
         return [each for each in taken if each[1].slot in kept]
 
     def _write_run(self, file: File, offset: int, writes: Sequence[Write]) -> None:
@@ -479,12 +512,13 @@ class DiskTier:
             gone = self._index.commit(places, parents)
             self._wipe_if_possible([place.slot for place in gone])
 
-    def _withhold(self, short: Sequence[Place]) -> None:
+    def _withhold(self, short: Sequence[Place], why: str) -> None:
         with self._lock:
             for place in short:
                 self._arriving.pop(place.slot, None)
             self._index.withhold(short)
             self._full_until_s = self._clock.now_s() + _FULL_DISK_REST_S
+            self._full = f"{self._directory(short[0].slot).path}: {why}; it goes on in the room that it has"
             if not self._told_full:
                 self._told_full = True
                 _log.warning(
@@ -504,12 +538,11 @@ class DiskTier:
             for page, read in zip(pages, reads, strict=True):
                 read.header[:] = page[: codec.HEADER_NBYTES]
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in _READ_FAULTS:
                 raise self._down(error) from error
-            if len(reads) > 1:  # each by itself, as only one of them may be to blame
-                return [self._read_run(file, offset + at * self._stride, [read])[0] for at, read in enumerate(reads)]
-            _log.warning("disk tier %s: a chunk in %s cannot be read: %s", self.name, file.path, error.strerror)
-            return [Damaged(f"reading it failed: {error.strerror}")]
+            if len(reads) > 1:
+                return self._read_one_by_one(file, offset, reads)
+            return [ReadFailed(f"{file.path}: {error.strerror}")]
         finally:
             self._pages.extend(pages)
         self._drop_cached(file, offset, len(reads))
@@ -519,10 +552,67 @@ class DiskTier:
             for at, read in enumerate(reads)
         ]
 
+    def _read_one_by_one(self, file: File, offset: int, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """As only one of them may be to blame."""
+        outcomes: list[LoadOutcome] = []
+        for at, read in enumerate(reads):
+            failed = [outcome for outcome in outcomes if isinstance(outcome, ReadFailed)]
+            if len(failed) >= _MOST_FAILURES and len(failed) == at:
+                return [*outcomes, *failed[:1] * (len(reads) - at)]
+            outcomes += self._read_run(file, offset + at * self._stride, [read])
+        return outcomes
+
+    def _readable(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """As `begin_load` of the index, without the chunks that are passed over."""
+        if not self._unreadable:
+            return self._index.begin_load(keys)
+        asked = [key for key in keys if not self._is_passed_over(key)]
+        slot_of = dict(zip(asked, self._index.begin_load(list(dict.fromkeys(asked))), strict=False))
+        return [slot_of.get(key) for key in keys]
+
+    def _is_passed_over(self, key: ChunkKey) -> bool:
+        until_s = self._unreadable.get(key)
+        if until_s is not None and self._clock.now_s() >= until_s:
+            self._unreadable.pop(key, None)
+            return False
+        return until_s is not None
+
+    def _try_to_read(self) -> None:
+        """A few chunks' headers, of those that were not unreadable before if there are such: one will do.
+
+        Raises:
+            TierDown: none could be read.
+        """
+        keys = self._index.all_keys()
+        keys = [key for key in keys if key not in self._unreadable] or keys
+        some = random.sample(keys, min(_PROBED_CHUNKS, len(keys)))  # no secret depends on which
+        slots = self._index.begin_load(some, touch=False)
+        page = self._page()
+        failure: OSError | None = None
+        try:
+            for slot in slots:
+                if slot is None:
+                    continue
+                file, offset = self._place(slot)
+                try:
+                    self._drop_cached(file, offset, 1)
+                    file.read([page], offset)
+                    return
+                except OSError as error:
+                    failure = error
+            if failure is not None:
+                raise self._down(failure)
+        finally:
+            self._pages.append(page)
+            self._index.end_load(slots)
+            failure = None  # which has this frame in its traceback
+
     # Under the lock.
 
     def _discard(self, keys: Sequence[ChunkKey]) -> bool:
         slots = self._index.discard(keys)
+        for key in keys if self._unreadable else ():
+            self._unreadable.pop(key, None)
         asked = set(keys)
         arriving = [slot for slot, key in self._arriving.items() if key in asked]
         for slot in arriving:
@@ -587,6 +677,7 @@ class DiskTier:
 
     def _start_over(self) -> None:
         self._index.discard(self._index.all_keys())
+        self._unreadable.clear()
         if not self._index.is_idle():
             raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
         self._close_directories()

@@ -61,14 +61,14 @@ class SlotIndex:
             self._free = [slot for slot in range(self._untouched_from) if slot not in taken]
             self._withheld = None
 
-    def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
-        """The slots of those that are here, each leased until `end_load`."""
+    def begin_load(self, keys: Sequence[ChunkKey], *, touch: bool = True) -> list[int | None]:
+        """The slots of those that are here, each leased until `end_load`. touch: this counts as a use of them."""
         with self._lock:
             slots = [self._residency.find(key) for key in keys]
             here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
             self._residency.lease([slot for _, slot in here])
             self._reading += len(here)
-            if here:
+            if here and touch:
                 self._residency.touch(*self._prompt([key for key, _ in here], [slot for _, slot in here]))
             return slots
 

@@ -113,6 +113,7 @@ class ObjectsTier:
         self._store = _open(obstore, config, name)
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._object_nbytes = HEADER_NBYTES + context.chunk_nbytes
+        self._full = ""
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -122,7 +123,10 @@ class ObjectsTier:
         return self._each(reads, self._load)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        return self._each(writes, self._keep)
+        outcomes = self._each(writes, self._keep)
+        if outcomes:
+            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+        return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         self._delete([self._path(key) for key in keys])
@@ -146,7 +150,7 @@ class ObjectsTier:
                 raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
 
     def usage(self) -> TierUsage:
-        return TierUsage()
+        return TierUsage(full=self._full)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -187,8 +191,8 @@ class ObjectsTier:
             if len(part):  # without the interpreter's lock, which assigning a memoryview would hold
                 np.copyto(np.frombuffer(read.chunk, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
-        if at != self._object_nbytes:
-            raise _WrongLengthError(f"an object of {at} bytes instead of {self._object_nbytes}")
+        if at != self._object_nbytes:  # the object is as long as it should be, so it is the reply that is not
+            raise TierDown(f"a reply ended after {at} bytes of {self._object_nbytes}")
         return Loaded(read.nbytes)
 
     def _keep(self, write: Write) -> StoreOutcome:

@@ -79,6 +79,7 @@ class RedisTier:
         self._refresh = self._expiry if config.refresh_ttl else ()
         self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_NBYTES // min(config.piece_bytes, context.chunk_nbytes)))
         self._servers = Servers(config, name)
+        self._full = ""
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -107,7 +108,10 @@ class RedisTier:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[StoreOutcome | ErrorReply]:
             return self._keep(connection, [writes[number] for number in mine], asking)
 
-        return self._spread([write.key for write in writes], work)
+        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], work)
+        if outcomes:
+            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+        return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[int | ErrorReply]:
@@ -133,7 +137,7 @@ class RedisTier:
                 raise TierDown(f"{address}: {refusal.text}")
 
     def usage(self) -> TierUsage:
-        return TierUsage()
+        return TierUsage(full=self._full)
 
     def close(self) -> None:
         with self._lock:

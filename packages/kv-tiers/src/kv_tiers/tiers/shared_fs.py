@@ -26,7 +26,7 @@ from typing import Final, Literal
 import msgspec
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers.codec import HEADER_NBYTES
 from kv_tiers.options import read_options
@@ -45,6 +45,9 @@ _SWEPT_AT_ONCE: Final = 64
 
 _REST_S: Final = 60.0
 """At least, from the beginning of one sweep to that of the next."""
+
+_MOST_FAILURES: Final = 3
+"""Files of one call that could not be read before the rest is not tried."""
 
 _TEMPORARY: Final = ".tmp"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -99,6 +102,7 @@ class SharedFsTier:
         self._directory = f"{self._root}/{context.namespace}"
         self._file_nbytes = _PAGE_NBYTES + context.chunk_nbytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
+        self._full = ""
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
         self._sweeping = threading.Lock()
@@ -119,7 +123,14 @@ class SharedFsTier:
         return held
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        outcomes = [self._load(read) for read in reads]
+        outcomes: list[LoadOutcome] = []
+        failed: list[ReadFailed] = []
+        for read in reads:
+            # Each that fails may take the file system's time-out.
+            outcomes.append(failed[0] if len(failed) >= _MOST_FAILURES else self._load(read))
+            failed += [outcome for outcome in outcomes[-1:] if isinstance(outcome, ReadFailed)]
+        if failed and not any(isinstance(outcome, Loaded) for outcome in outcomes):
+            raise TierDown(failed[0].reason)
         if outcomes and all(isinstance(outcome, Absent) for outcome in outcomes):
             self._check_root()
         return outcomes
@@ -130,6 +141,8 @@ class SharedFsTier:
             refusal = outcomes[-1] if outcomes else None
             # What comes later in the prompt is worth less than what there is no room for.
             outcomes.append(refusal if isinstance(refusal, Refused) else self._keep(write))
+        if outcomes:
+            self._full = outcomes[-1].reason if isinstance(outcomes[-1], Refused) else ""
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
@@ -159,7 +172,7 @@ class SharedFsTier:
                 raise self._down(error) from error
 
     def usage(self) -> TierUsage:
-        return TierUsage()
+        return TierUsage(full=self._full)
 
     def close(self) -> None:
         with self._starting:
@@ -194,6 +207,8 @@ class SharedFsTier:
             try:
                 return self._receive(path, read)
             except OSError as error:
+                if error.errno == errno.EIO:
+                    return ReadFailed(f"{path}: {error.strerror}")
                 if error.errno not in _GONE:
                     raise self._down(error) from error
                 # Replaced by another host between two looks at it, perhaps.
