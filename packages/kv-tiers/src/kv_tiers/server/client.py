@@ -12,6 +12,7 @@ is under way harms nobody. What was forgotten meanwhile is told to whoever answe
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,7 @@ from kv_tiers.server import wire
 from kv_tiers.server.connection import Opening
 from kv_tiers.server.link import Link
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.returning import Returning
 
 _log = limited_logger(__name__)
 
@@ -47,6 +49,7 @@ MAX_REPLAY: Final = 1024
 """More keys than this forgotten while the server is away, and the whole cache is cleared when it is back. What is said
 at a reconnect must fit what a socket takes without its reader."""
 _GENERATION: Final = 1 << 40
+_LOOK_S: Final = 0.005
 _NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
 
 A = TypeVar("A", bound=wire.Answer)
@@ -88,6 +91,7 @@ class RemoteCache:
         self._fingerprint = fingerprint
         self._about = (engine, shards, dict(facts or {}))
         self._on_new_pool = on_new_pool
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._token = b""
         self._writes: dict[LeaseId, Holder] = {}
@@ -102,6 +106,8 @@ class RemoteCache:
         self._counts = _NOTHING
         self._is_watched = False
         self._closed = False
+        self._has_stored = False  # on this connection, or it was writing when that began
+        self._returning: Returning | None = None
         self.generation = -1
         self.pool: MappedPool
         self._link = Link(
@@ -111,7 +117,7 @@ class RemoteCache:
             register=self._register,
             met=self._meet,
             back=self._catch_up,
-            lost=self._fail_loads,
+            lost=self._lose,
         )
         self._link.open(connect_timeout_s)
 
@@ -161,6 +167,7 @@ class RemoteCache:
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder)
         with self._lock:
+            self._has_stored = True
             leased = self._ask(request, wire.Leased)
             if leased is None or not leased.lease:
                 lease = LeaseId(self._own_number())
@@ -259,6 +266,9 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
+            if self._returning is not None:
+                self._returning.stop()
+                self._come_back(time.monotonic() + self._timeout_s)
             if self._link.connection is not None:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
@@ -275,12 +285,40 @@ class RemoteCache:
         self._check_open()
         return self._link.ask(request, answer)
 
-    def _fail_loads(self) -> None:
-        """Those that were under way on a connection that is lost."""
+    def _lose(self) -> None:
+        """The connection is lost, and what was under way on it has failed."""
+        if self._has_stored and not self._closed and (self._returning is None or not self._returning.is_alive()):
+            self._returning = Returning(self._try_to_return)
         for holder, tickets in self._tickets.items():
             failed = [LoadFailed(ticket, keys, "the cache server is away") for ticket, keys in tickets.items()]
             self._failed.setdefault(holder, []).extend(failed)
         self._tickets.clear()
+
+    def _try_to_return(self) -> bool:
+        """On a thread of its own. True: there is no need to try again."""
+        with self._lock:
+            return self._closed or self._come_back()
+
+    def _come_back(self, until_s: float = 0.0) -> bool:
+        """To the server that may still have write leases of ours. Another one is not met here: its pool would take the
+        old one's place while the engine copies. True: we are back, or the old server is no more.
+
+        until_s: try until then, by the monotonic clock.
+        """
+        is_another = False
+
+        def is_the_same(answer: wire.Pool) -> bool:
+            nonlocal is_another
+            is_another = answer.name != self.pool.name
+            return not is_another
+
+        while not self._link.is_up(may_meet=is_the_same):
+            if is_another or self._link.nobody_listens:
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _register(self) -> wire.Register:
         engine, shards, facts = self._about
@@ -321,6 +359,7 @@ class RemoteCache:
         self._surplus = resumed - ours
         self._said, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
+        self._has_stored = bool(ours)
 
     def _catch_up(self) -> None:
         """Tell the server what was given up and forgotten after it was written to."""

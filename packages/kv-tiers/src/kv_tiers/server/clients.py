@@ -9,6 +9,7 @@ import os
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,10 @@ _log = limited_logger(__name__)
 MAX_QUEUED_FRAMES: Final = 64
 """Answers that a client has not read; one that follows the protocol has at most two."""
 FRAMES_A_TURN: Final = 16
+GREETING_S: Final = 5.0
+"""How long a client may take to say hello; and one that was refused, to read why."""
+UNREGISTERED_S: Final = 60.0
+"""How long a client that has registered no cache may ask for nothing."""
 _READ_NBYTES: Final = 1 << 18
 _PEER: Final = struct.Struct("3i")
 
@@ -53,6 +58,15 @@ class Client:
     """Frames, each with the descriptor that goes with it or -1."""
     events: int = 0
     """What the selector watches its socket for."""
+    heard_s: float = 0.0
+    """When it connected, made its last whole request or was refused, by the monotonic clock."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When its patience with us is over; None: it has a cache, or waits for one."""
+        if self.is_ending or not self.is_greeted:
+            return self.heard_s + GREETING_S
+        return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
 
 
 class Clients:
@@ -73,6 +87,7 @@ class Clients:
         self._gone = gone
         self._clients: dict[int, Client] = {}
         self._eager: dict[int, Client] = {}  # more of their requests are here than their turn allowed
+        self._unsettled: dict[int, Client] = {}  # those that may have to be dropped for want of words
         self._last_number = 0
 
     def all(self) -> list[Client]:
@@ -81,6 +96,26 @@ class Clients:
     def are_eager(self) -> bool:
         """Somebody's next turn has come already."""
         return bool(self._eager)
+
+    def patience_s(self) -> float | None:
+        """How soon `expire` should be called."""
+        due = [due_s for client in self._unsettled.values() if (due_s := client.due_s) is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def expire(self) -> None:
+        """End those that have had their time to say what they want."""
+        now_s = time.monotonic()
+        for client in list(self._unsettled.values()):
+            due_s = client.due_s
+            if due_s is None:
+                del self._unsettled[client.number]
+            elif due_s <= now_s:
+                if client.is_ending:
+                    self.drop(client)
+                elif not client.is_greeted:
+                    self.refuse(client, f"no hello came within {GREETING_S:g} s of the connection")
+                else:
+                    self.refuse(client, f"nothing was asked for {UNREGISTERED_S:g} s, and no cache is registered")
 
     def take_turns(self) -> None:
         for client in list(self._eager.values()):
@@ -124,6 +159,8 @@ class Clients:
         """Say why, and end the session."""
         _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
         client.is_ending = True
+        client.heard_s = time.monotonic()
+        self._unsettled[client.number] = client
         self.send(client, wire.Failed(kind, text))
 
     def drop(self, client: Client) -> None:
@@ -131,6 +168,7 @@ class Clients:
         if self._clients.pop(client.number, None) is None:
             return
         self._eager.pop(client.number, None)
+        self._unsettled.pop(client.number, None)
         if client.events:
             self._selector.unregister(client.socket)
             client.events = 0
@@ -141,7 +179,8 @@ class Clients:
         """Take over a connection that was accepted; it does not block."""
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         self._last_number += 1
-        client = self._clients[self._last_number] = Client(self._last_number, accepted, pid)
+        client = self._clients[self._last_number] = Client(self._last_number, accepted, pid, heard_s=time.monotonic())
+        self._unsettled[client.number] = client
         if uid != os.geteuid():
             self.refuse(client, f"this server is user {os.geteuid()}'s, and you are user {uid}")
         elif len(self._clients) > self._max_clients:
@@ -192,6 +231,9 @@ class Clients:
         if body is None:
             return False
         self._answer(client, wire.read_request(body))
+        client.heard_s = time.monotonic()
+        if client.session is None and client.number in self._clients:
+            self._unsettled[client.number] = client
         return True
 
     def _flush(self, client: Client) -> None:

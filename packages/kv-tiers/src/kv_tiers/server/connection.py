@@ -20,6 +20,10 @@ _PEER: Final = struct.Struct("3i")
 PACKAGE: Final = version("kv-tiers")
 
 
+class NobodyListens(TierDown):
+    """There is no server at that socket: its process has ended, or it has stopped listening in order to."""
+
+
 class Connection:
     """Not safe to use from several threads at once."""
 
@@ -29,7 +33,7 @@ class Connection:
         timeout_s: how long anything may take; 0 waits for nothing.
 
         Raises:
-            TierDown: nobody listens there.
+            TierDown: no server answers there; `NobodyListens`: because there is none.
             ConfigError: whoever listens is another user.
         """
         self.timeout_s = timeout_s
@@ -40,6 +44,8 @@ class Connection:
             self._socket.setblocking(False)
             try:
                 self._socket.connect(os.fspath(path))
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise NobodyListens(f"no server answers at {path}: {error.strerror}") from None
             except OSError as error:
                 raise TierDown(f"no server answers at {path}: {error.strerror}") from None
             _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

@@ -14,7 +14,7 @@ from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.log import limited_logger
 
 from kv_tiers.server import wire
-from kv_tiers.server.connection import Connection, Opening
+from kv_tiers.server.connection import Connection, NobodyListens, Opening
 
 _log = limited_logger(__name__)
 
@@ -52,6 +52,8 @@ class Link:
         self._back = back
         self._lost = lost
         self.connection: Connection | None = None
+        self.nobody_listens = False
+        """The last attempt found no server at the socket."""
         self._opening: Opening | None = None
         self._opened_s = self._retry_s = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
@@ -73,8 +75,11 @@ class Link:
         finally:
             self._give_up_opening()
 
-    def is_up(self) -> bool:
-        """The server can be asked. If it was away, this is what tries again."""
+    def is_up(self, *, may_meet: Callable[[wire.Pool], bool] | None = None) -> bool:
+        """The server can be asked. If it was away, this is what tries again.
+
+        may_meet: whether the server that gave this answer may be met now; a call that says nothing meets any.
+        """
         if self.connection is not None:
             return True
         now_s = self._clock.now_s()
@@ -89,8 +94,12 @@ class Link:
                 if now_s - self._opened_s > self._timeout_s:
                     raise TierDown("it takes connections, and does not answer")
                 return False
+            if may_meet is not None and not may_meet(answer):
+                self._give_up_opening()
+                return False
             self._meet(self._opening, answer)
         except (TierDown, ConfigError) as why:
+            self.nobody_listens = isinstance(why, NobodyListens)
             _log.debug("the cache server at %s is still away: %s", self._path, why)
             self._give_up_opening()
             self.rest(self._back_off_s)

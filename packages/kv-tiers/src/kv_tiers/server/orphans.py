@@ -3,24 +3,33 @@
 A process that is gone cannot write, so a killed client's slots are free as soon as the kernel says that it is: its
 pidfd becomes readable once its memory and its devices are let go of. A connection that closed under a living process
 proves nothing, as its owner may be in the middle of a copy. Those slots wait until it comes back and says what it still
-has, or ends. Where the kernel has no pidfd for it, they wait for as long as a lease lives.
+has (which a client of ours does by itself), until it has the pool in its memory no more, or until it ends. Where the
+kernel has no pidfd for it, they wait for as long as a lease lives. One that does none of this is named in the log.
 """
 
 import os
 import select
 import selectors
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.log import limited_logger
 from kv_core.service import LeaseId, WriteLease
 
 from kv_tiers.local import LocalCache
+from kv_tiers.server.mappings import maps_file
 from kv_tiers.server.session import OpenWrite
 
+_log = limited_logger(__name__)
+
 _LOOK_S: Final = 1.0
-"""How often the clock is looked at for those without a pidfd."""
+"""How often the clock is looked at for those without a pidfd, and first what the others have in their memory."""
+_MOST_LOOK_S: Final = 60.0
+"""Each of these looks is twice as long after the one before, up to this: a large process has thousands of mappings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +42,18 @@ class Orphan:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Process:
     """One that lives, however many of its sessions have ended: each open descriptor is one less for a client."""
 
     pidfd: int
     tokens: set[bytes]
+    lost_s: float = field(default_factory=time.monotonic)
+    look_s: float = field(default_factory=lambda: time.monotonic() + _LOOK_S)
+    """When to look next at what it has in its memory."""
+    wait_s: float = _LOOK_S
+    is_looked_at: bool = False
+    is_named: bool = False
 
 
 class Orphans:
@@ -47,8 +62,19 @@ class Orphans:
     Each has slots of a pool, so there are never more of them than slots.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, clock: Clock, keep_s: float) -> None:
-        """keep_s: how long those are kept of whose process the kernel tells us nothing."""
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        clock: Clock,
+        keep_s: float,
+        *,
+        on_server: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """keep_s: how long those are kept of whose process the kernel tells us nothing.
+
+        on_server: called on another thread, to have something done on the server's.
+        """
+        self._on_server = on_server
         self._selector = selector
         self._clock = clock
         self._keep_s = keep_s
@@ -87,10 +113,26 @@ class Orphans:
 
     def patience_s(self) -> float | None:
         """How soon `expire` should be called. None: the selector will tell."""
-        return _LOOK_S if any(not orphan.pid for orphan in self._orphans.values()) else None
+        soonest = [
+            process.look_s - time.monotonic() for process in self._processes.values() if not process.is_looked_at
+        ]
+        if any(not orphan.pid for orphan in self._orphans.values()):
+            soonest.append(_LOOK_S)
+        return max(0.0, min(soonest)) if soonest else None
 
     def expire(self) -> None:
-        """End those of which the kernel tells us nothing, when their time is over."""
+        """End those of which the kernel tells us nothing, when their time is over; have the others looked at."""
+        if not self._orphans:
+            return
+        at_s = time.monotonic()
+        for pid, process in self._processes.items():
+            if not process.is_looked_at and process.look_s <= at_s:
+                process.is_looked_at = True
+                pools = {token: self._orphans[token].cache.pool.descriptor for token in process.tokens}
+                # Not here: the kernel may have us wait for a process that is changing its memory.
+                threading.Thread(
+                    target=self._look, args=(pid, process.pidfd, pools), name="kv-mappings", daemon=True
+                ).start()
         now_s = self._clock.now_s()
         for token in [key for key, orphan in self._orphans.items() if not orphan.pid and orphan.deadline_s <= now_s]:
             self._end(token)
@@ -110,6 +152,33 @@ class Orphans:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._end_process(pid))
         process = self._processes[pid] = _Process(pidfd, set())
         return process
+
+    def _look(self, pid: int, pidfd: int, pools: Mapping[bytes, int]) -> None:
+        """On a thread of its own. A descriptor that was closed meanwhile tells nothing, or of another file."""
+        try:
+            unmapped = [token for token, descriptor in pools.items() if maps_file(pid, descriptor) is False]
+        except OSError:
+            unmapped = []
+        self._on_server(lambda: self._looked(pid, pidfd, unmapped))
+
+    def _looked(self, pid: int, pidfd: int, unmapped: Sequence[bytes]) -> None:
+        process = self._processes.get(pid)
+        if process is None or process.pidfd != pidfd:
+            return
+        if not is_gone(pidfd):  # else the number may have been another process's by then; its own end is told elsewhere
+            for token in unmapped:
+                self._end(token)
+        process.is_looked_at = False
+        process.wait_s = min(2 * process.wait_s, _MOST_LOOK_S)
+        process.look_s = time.monotonic() + process.wait_s
+        if process.tokens and not process.is_named and time.monotonic() - process.lost_s > self._keep_s:
+            process.is_named = True
+            slots = sum(write.slots for token in process.tokens for write in self._orphans[token].writes.values())
+            _log.warning(
+                "process %d lost its connection %.0f s ago while it was writing %d chunks, and has not come back: "
+                "their room stays reserved until it does or ends, as it may be writing still",
+                pid, time.monotonic() - process.lost_s, slots,
+            )  # fmt: skip
 
     def _end_process(self, pid: int) -> None:
         process = self._processes.get(pid)

@@ -67,7 +67,7 @@ class CacheServer:
         self._selector = selectors.DefaultSelector()  # of callables
         self._caches = Caches(config, self._clock, self.bus, self._wake)
         self._calls = Calls(self._wake)
-        self._orphans = Orphans(self._selector, self._clock, self._lease_s)
+        self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._calls.ask)
         self._clients = Clients(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
         self._acceptor = Acceptor(self._address.listener, greet=self._clients.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
@@ -112,6 +112,7 @@ class CacheServer:
                     key.data()
                 self._clients.take_turns()
                 self._orphans.expire()
+                self._clients.expire()
                 self._accept_again()
         finally:
             self._close()
@@ -120,7 +121,7 @@ class CacheServer:
         """How long there may be nothing to do. None: until somebody asks."""
         if self._clients.are_eager():
             return 0
-        soonest = [self._orphans.patience_s()]
+        soonest = [self._orphans.patience_s(), self._clients.patience_s()]
         if self._accepts_from_s is not None:
             soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
         return min((seconds for seconds in soonest if seconds is not None), default=None)

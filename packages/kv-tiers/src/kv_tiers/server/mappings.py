@@ -1,0 +1,20 @@
+"""Whether a process has a file in its memory, from what the kernel tells of it: who has not writes nothing there."""
+
+import os
+from pathlib import Path
+
+
+def maps_file(pid: int, descriptor: int) -> bool | None:
+    """Whether process `pid` maps the file behind our `descriptor`; None: the kernel does not say."""
+    found = os.fstat(descriptor)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    try:
+        with Path(f"/proc/{pid}/maps").open("rb") as maps:
+            for line in maps:  # range, permissions, offset, device, inode, path
+                fields = line.split(None, 5)
+                if int(fields[4]) == found.st_ino and fields[3].decode() == device:
+                    return True
+            # A process that is another user's, or ends, has an empty list.
+            return False if maps.tell() else None
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,45 @@
+"""A client that comes back by itself, so that what it was writing is not reserved for as long as its process lives.
+
+The server cannot know whether a client that lost its connection is in the middle of a copy, so it keeps those slots
+until the client says which leases it still has. A client whose engine has nothing to do for an hour makes no call that
+would say so; this does, on a thread that exists only while a connection is lost on which chunks were stored.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
+_FIRST_S: Final = 0.2
+_MOST_S: Final = 2.0
+
+
+class Returning(threading.Thread):
+    """Tries until one attempt says that there is no need for more, its owner is gone, or `stop`."""
+
+    def __init__(self, attempt: Callable[[], bool]) -> None:
+        """attempt: a bound method, whose object is not kept alive here. True: no need for more."""
+        super().__init__(name="kv-return", daemon=True)
+        self._attempt = weakref.WeakMethod(attempt)
+        self._stopped = threading.Event()
+        self.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        wait_s = _FIRST_S
+        while not self._stopped.wait(wait_s):
+            attempt = self._attempt()
+            try:
+                if attempt is None or attempt():
+                    return
+            except Exception:  # noqa: BLE001  # whatever it is, the engine's own calls try as well
+                _log.exception("coming back to the cache server met a bug")
+                return
+            del attempt
+            wait_s = min(2 * wait_s, _MOST_S)
