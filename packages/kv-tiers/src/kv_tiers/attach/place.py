@@ -21,6 +21,7 @@ from kv_tiers.local import LocalCache
 from kv_tiers.observe.build import build_bus
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.server import wire
+from kv_tiers.server.address import PRIVATE_PREFIX
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
@@ -44,7 +45,7 @@ class Format:
 
 def socket_of(settings: Settings, engine_id: str) -> Path:
     """Where the engine's processes find its server."""
-    return Path(settings.server.socket) if settings.server.socket else default_socket(f"engine-{engine_id}")
+    return Path(settings.server.socket) if settings.server.socket else default_socket(f"{PRIVATE_PREFIX}{engine_id}")
 
 
 def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
@@ -79,12 +80,13 @@ def open_there(
     rank: int | None,
     facts: Mapping[str, str],
     on_new_pool: Callable[[MappedPool], None] | None = None,
-    detached: bool = False,
+    detached: bool = True,
 ) -> tuple[RemoteCache, ServerProcess | None]:
     """The cache at the engine's server, and the server if this is rank 0 and it is a private one.
 
     rank: None for the scheduler. facts: what the engine's other processes should know of this one (`workers_of`).
-    detached: the engine ends by killing its processes and their descendants, and a private server shall outlast that.
+    detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
+        what waits. It ends by itself when this process does.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.

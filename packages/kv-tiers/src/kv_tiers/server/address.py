@@ -1,16 +1,30 @@
 """The place where a server listens: one owner each, in a directory that is closed to other users.
 
 A lock file beside the socket says who owns it, for as long as the owner lives: the kernel takes the lock back however
-it dies. So a socket whose lock can be had is a dead server's, and is replaced.
+it dies. So a socket whose lock can be had is a dead server's, and is replaced. The owner removes both when it ends. A
+lock counts only while its file is the one that is there: who opened it before it was removed has a lock on nothing.
 """
 
 import fcntl
 import os
 import socket
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from kv_core.errors import ConfigError
+
+PRIVATE_PREFIX: Final = "engine-"
+"""How the names of engines' private servers begin in a user's own directory. What killed ones left is removed there."""
+_ATTEMPTS: Final = 5
+_RETRY_S: Final = 0.02
+
+
+def user_directory(parent: Path) -> Path:
+    """The directory for this user's sockets."""
+    return parent / f"kv-tiers-{os.geteuid()}"
 
 
 class Address:
@@ -23,38 +37,97 @@ class Address:
         """
         self.path = path
         _make_private(path.parent)
-        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if path.parent.name == user_directory(path.parent.parent).name:
+            for left in path.parent.glob(f"{PRIVATE_PREFIX}*.sock.lock"):
+                if left.name != _lock_path(path).name:
+                    remove_stale(left.with_suffix(""))
+        self._lock = _own(path)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another server listens at {path}; join that one, end it, or give this one another name"
-                ) from None
             path.unlink(missing_ok=True)
             self.listener.bind(os.fspath(path))
             path.chmod(0o600)
             self.listener.setblocking(False)
             self.listener.listen(128)
         except OSError as error:
-            self._let_go()
-            raise ConfigError(f"no server can listen at {path}: {error.strerror}") from None
-        except ConfigError:
-            self._let_go()
-            raise
+            self.close()
+            raise _cannot_listen(path, error) from None
 
     def stop_listening(self) -> None:
         self.path.unlink(missing_ok=True)
         self.listener.close()
 
     def close(self) -> None:
-        """From here another server may have the place. The lock file stays: removing it would let two have it."""
-        self._let_go()
-
-    def _let_go(self) -> None:
+        """From here another server may have the place."""
         self.listener.close()
-        os.close(self._lock)
+        _release(self.path, self._lock)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove the socket and the lock that a killed server left. One that lives keeps its own."""
+    with suppress(OSError):
+        lock = _try_lock(path, os.O_RDWR)
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            _release(path, lock)
+
+
+def _own(path: Path) -> int:
+    """
+    Raises:
+        ConfigError: somebody else does, or nobody can.
+    """
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_RETRY_S)  # whoever tidies up has it for a moment
+        try:
+            lock = _try_lock(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _cannot_listen(path, error) from None
+        if lock is not None:
+            return lock
+    raise ConfigError(f"another server listens at {path}; join that one, end it, or give this one another name")
+
+
+def _try_lock(path: Path, flags: int) -> int | None:
+    """The lock's descriptor; None: somebody else has it."""
+    while True:
+        lock = os.open(_lock_path(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_there(path, lock):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # removed by whoever had it, since we opened it
+
+
+def _is_there(path: Path, lock: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), os.lstat(_lock_path(path)))
+    except FileNotFoundError:
+        return False
+
+
+def _release(path: Path, lock: int) -> None:
+    with suppress(OSError):
+        os.unlink(_lock_path(path))  # while it is ours
+    os.close(lock)
+
+
+def _lock_path(path: Path) -> Path:
+    return Path(f"{path}.lock")
+
+
+def _cannot_listen(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"no server can listen at {path}: {error.strerror}; write another socket (--socket), in a directory of this "
+        "user's that can be written to"
+    )
 
 
 def _make_private(directory: Path) -> None:
@@ -62,7 +135,9 @@ def _make_private(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be made for a server's socket: {error.strerror}") from None
+        raise ConfigError(
+            f"{directory} cannot be made for a server's socket: {error.strerror}; write another socket (--socket)"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"{directory} is not a directory of this user closed to others (0700), so who listens there cannot be "

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: server.stop())
     if arguments.lifeline is not None:
         server.watch(arguments.lifeline)
+    if arguments.owner is not None:
+        _end_with(arguments.owner, server)
     if arguments.parent is not None:
         _die_with(arguments.parent)
     if http is not None:
@@ -94,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     server.serve()
     if http is not None:
         http.stop()
+    if arguments.own_directory:
+        with suppress(OSError):
+            server.socket_path.parent.rmdir()
     return 0
 
 
@@ -146,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", metavar="PATH", help="where to listen, instead of the place that the name gives")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
+    parser.add_argument("--owner", type=int, metavar="PID", help="stop when this process ends")
+    parser.add_argument("--own-directory", action="store_true", help="remove the socket's directory at the end")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, ends")
     parser.add_argument("--detach", action="store_true", help="go on as nobody's child, in a session of its own")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
@@ -158,6 +166,16 @@ def _detach() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+
+
+def _end_with(owner: int, server: CacheServer) -> None:
+    """Have the server stop when this process ends. Its children may outlive it, and they inherit the lifeline."""
+    try:
+        server.watch(os.pidfd_open(owner))
+    except ProcessLookupError:
+        server.stop()
+    except (AttributeError, OSError):
+        _log.debug("the kernel tells nothing of process %d; the lifeline alone does", owner)
 
 
 def _die_with(parent: int) -> None:

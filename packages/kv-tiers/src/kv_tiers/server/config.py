@@ -13,6 +13,7 @@ from kv_core.errors import ConfigError
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import read_options
+from kv_tiers.server.address import user_directory
 from kv_tiers.server.http.config import HttpConfig
 from kv_tiers.tenants import Tenant, read_tenants
 
@@ -55,7 +56,7 @@ def default_socket(name: str = "default") -> Path:
     """Where a server of this name is looked for if nothing else is said."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     parent = Path(runtime) if Path(runtime).is_dir() else Path(tempfile.gettempdir())
-    return parent / f"kv-tiers-{os.geteuid()}" / f"{name}.sock"
+    return user_directory(parent) / f"{name}.sock"
 
 
 def read_config(options: Mapping[str, object]) -> ServerConfig:

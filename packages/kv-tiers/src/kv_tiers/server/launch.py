@@ -12,11 +12,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from kv_core.errors import ConfigError
+
+from kv_tiers.config import ColdConfig
+from kv_tiers.server.address import remove_stale
 
 READY_S: Final = 30.0
 """How long a server may take to serve. It takes less than one."""
@@ -26,11 +30,14 @@ _STOP_S: Final = 15.0
 class ServerProcess:
     """A running server. `stop` it, or let it end with this process.
 
-    pid: of the server. url: where it serves HTTP; empty: nowhere.
+    pid: of the server. url: where it serves HTTP; empty: nowhere. stop_s: how long stopping may take.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None, stop_s: float
+    ) -> None:
         """process: it says on its output that it serves, and the server, which may be another, holds that open."""
+        self.stop_s = stop_s
         self.socket = socket
         self.url = ""
         self.pid = process.pid
@@ -41,23 +48,29 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._lifeline >= 0 and not self._has_ended(0)
 
-    def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Have it store below what is to be stored there, and end. It is killed if that takes longer than allowed."""
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Have it store below what is to be stored there, and end. It is killed if that takes longer than allowed.
+
+        timeout_s: None: `stop_s`.
+        """
         if self._lifeline < 0:
             return
         os.close(self._lifeline)
         self._lifeline = -1
-        for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _STOP_S)):
+        for number, patience_s in (
+            (signal.SIGTERM, self.stop_s if timeout_s is None else timeout_s),
+            (signal.SIGKILL, _STOP_S),
+        ):
             if not self._has_ended(0):
                 os.kill(self.pid, number)
                 self._has_ended(patience_s)
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        remove_stale(self.socket)  # where it was killed
         if self._home is not None:
-            for name in (self.socket, Path(f"{self.socket}.lock")):
-                name.unlink(missing_ok=True)
-            self._home.rmdir()
+            with suppress(FileNotFoundError):
+                self._home.rmdir()
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Once it serves it says nothing more, so its output is readable when nobody holds it open any more."""
@@ -75,8 +88,8 @@ def launch(
 ) -> ServerProcess:
     """Start a server of these settings (as in its file) and wait until it serves.
 
-    It stops when this process ends, as the pipe that it watches closes then; and, if this is called on the main thread,
-    a child by the kernel's signal too (which is tied to the thread, so other threads must do without it).
+    It stops when this process ends: it watches that, and a pipe that closes then; and, if this is called on the main
+    thread, a child by the kernel's signal too (which is tied to the thread, so other threads must do without it).
 
     socket: where it listens; None: in a directory made for it alone, which `stop` removes.
     log_level: of what it says on our error output. detached: not as a child.
@@ -90,7 +103,9 @@ def launch(
         socket = home / "kv.sock"
     watched, lifeline = os.pipe()
     command = [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--socket", str(socket)]
-    command += ["--lifeline", str(watched), "--log-level", log_level]
+    command += ["--lifeline", str(watched), "--owner", str(os.getpid()), "--log-level", log_level]
+    if home is not None:
+        command.append("--own-directory")
     if detached:
         command.append("--detach")
     elif threading.current_thread() is threading.main_thread():
@@ -101,7 +116,7 @@ def launch(
         )
     finally:
         os.close(watched)
-    made = ServerProcess(process, socket, lifeline, home)
+    made = ServerProcess(process, socket, lifeline, home, _STOP_S + _drain_s(config))
     try:
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:
@@ -119,3 +134,10 @@ def launch(
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
     return made
+
+
+def _drain_s(config: Mapping[str, object]) -> float:
+    """How long these settings let a cache drain; a server has one, or two for an engine with two kinds of layers."""
+    cold = config.get("cold", {})
+    drain_s = cold.get("drain_s") if isinstance(cold, Mapping) else None
+    return 2 * float(drain_s if isinstance(drain_s, int | float) else ColdConfig().drain_s)
