@@ -706,6 +706,7 @@ class TenantsMachine(RuleBasedStateMachine):
         self.quotas: dict[bytes, int] = {}
         self.writes: list[WriteLease] = []
         self.reads: list[ReadLease] = []
+        self.void: set[int] = set()
 
     def resident(self) -> dict[bytes, set[ChunkKey]]:
         found: dict[bytes, set[ChunkKey]] = {}
@@ -757,7 +758,8 @@ class TenantsMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         if self.reads:
             lease = self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1)))
-            self.undisturbed(lambda: assert_true(self.cache.release(lease)), *self.over())
+            good = lease.id not in self.void
+            self.undisturbed(lambda: assert_true(self.cache.release(lease) == good), *self.over())
 
     @rule(name=st.sampled_from("abc"))
     def end(self, name: str) -> None:
@@ -773,11 +775,13 @@ class TenantsMachine(RuleBasedStateMachine):
 
     @rule(keys=prompts)
     def forget(self, keys: list[ChunkKey]) -> None:
+        self.void |= {lease.id for lease in self.reads if not set(keys).isdisjoint(lease.keys)}
         self.undisturbed(lambda: self.cache.forget(keys), keys[0].tenant)
 
     @rule(who=people)
     def clear(self, who: str | None) -> None:
         tenant = tenant_tag(who)
+        self.void |= {lease.id for lease in self.reads if any(key.tenant == tenant for key in lease.keys)}
         held = len(self.resident().get(tenant, set()))
         self.undisturbed(lambda: assert_true(self.cache.clear_tenant(tenant) == held), tenant)
         assert tenant not in self.resident()

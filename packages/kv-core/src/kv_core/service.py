@@ -21,7 +21,8 @@ LeaseId = NewType("LeaseId", int)
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """`extents[i]` holds the whole bytes of `keys[i]` until the lease is released or expires."""
+    """`extents[i]` holds the whole bytes of `keys[i]` until the lease is released or expires. Forgotten meanwhile, the
+    bytes stay and the lease is void: its release says that they must not be used."""
 
     id: LeaseId
     keys: tuple[ChunkKey, ...]
@@ -124,7 +125,8 @@ class CacheService(Protocol):
         """How far this holder's lookup has come. Looks only: nothing is renewed, promised or waited for."""
 
     def renew(self, holder: Holder) -> bool:
-        """Start the promise's time anew. False if the holder has none (any more): look up again."""
+        """Start the promise's time anew. False if the holder has none (any more), or chunks of it were forgotten since:
+        look up again."""
 
     def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
         """Ask for readable extents of exactly these chunks, on a lease of their own. The answer comes from `poll`."""
@@ -147,12 +149,15 @@ class CacheService(Protocol):
     def release(self, lease: ReadLease | WriteLease) -> bool:
         """Done reading, or gave up writing (what was reserved is aborted).
 
-        False if a read lease had expired: the bytes may have been replaced while they were being read, so what was
-        copied from them must not be used. Releasing twice is False too, and changes nothing.
+        False if a read lease had expired: the bytes may have been replaced while they were being read. False, too, if
+        any of its chunks was forgotten or cleared since the lease began, however the bytes were: whoever forgets them
+        wants none of them delivered afterwards. Either way what was copied must not be used. Releasing twice is False
+        as well, and changes nothing.
         """
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end.
+        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end, and their
+        release is False: a load under way is not delivered. Pins of them end.
 
         A chunk that is being written is forgotten too: its commit then publishes nothing.
         """
@@ -167,6 +172,6 @@ class CacheService(Protocol):
         """Tell whoever watches the cache how many of its blocks the engine gave to which holders. Changes nothing."""
 
     def clear(self) -> None:
-        """Forget every chunk that is held."""
+        """Forget every chunk that is held, as `forget` does."""
 
     def counts(self) -> CacheCounts: ...

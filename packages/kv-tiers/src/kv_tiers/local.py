@@ -213,6 +213,8 @@ class LocalCache:
             holding = self._holdings.get(holder)
             if holding is None or holding.promise is None:
                 return False
+            if self._host.residency.any_forgotten(self._reads[holding.promise].slots):
+                return False
             self._reads[holding.promise].deadline_s = now_s + self._lease_s
             self._reads.move_to_end(holding.promise)
             return True
@@ -295,9 +297,10 @@ class LocalCache:
             if read is None:
                 return False
             self._let_go(read.holder, read=lease.id)
-            self._tell_ended(read, now_s, "released")
+            is_void = self._host.residency.any_forgotten(read.slots)
+            self._tell_ended(read, now_s, "forgotten" if is_void else "released")
             self._end_read(lease.id)
-            return True
+            return not is_void
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         gone = list(keys)
@@ -305,6 +308,7 @@ class LocalCache:
             self._check_open()
             for key in gone:
                 self._host.totals.chunks_forgotten += self._host.forget(key)
+            self._unpin_forgotten()
             # Under the lock, so that a chunk committed again after this is stored below after it was discarded there.
             self.below.discard(gone)
             if self.events.on:
@@ -398,11 +402,12 @@ class LocalCache:
                 self.events.publish(told.BlocksAllocated(holder, count))
 
     def clear(self) -> None:
-        """Forget every chunk that is held. What is being written now will not be found either."""
+        """Forget every chunk that is held, as `forget` does. What is being written now will not be found either."""
         with self._lock:
             self._check_open()
             for key in self._host.residency.keys() + self._host.residency.writing():
                 self._host.totals.chunks_forgotten += self._host.forget(key)
+            self._unpin_forgotten()
             self.below.clear()
             if self.events.on:
                 self.events.publish(told.Forgotten((), everything=True))
@@ -418,6 +423,7 @@ class LocalCache:
             keys = [key for key in residency.keys() + residency.writing() if key.tenant == tenant]
             forgotten = [key for key in keys if self._host.forget(key)]
             self._host.totals.chunks_forgotten += len(forgotten)
+            self._unpin_forgotten()
             self.below.clear_tenant(tenant)
             if self.events.on:
                 self.events.publish(told.Forgotten(forgotten))
@@ -655,6 +661,19 @@ class LocalCache:
         if self.events.on_requests:
             self.events.publish(told.LoadBegun(holder, number, asked, 0))
         return ticket
+
+    def _unpin_forgotten(self) -> None:
+        """What nobody can find any more is kept for nobody."""
+        was_forgotten = self._host.residency.was_forgotten
+        for name, slots in list(self._pins.items()):
+            gone = [slot for slot in slots if was_forgotten(slot)]
+            if gone:
+                kept = [slot for slot in slots if not was_forgotten(slot)]
+                if kept:
+                    self._pins[name] = kept
+                else:
+                    del self._pins[name]
+                self._host.unlease(gone)
 
     def _tell_ended(self, read: _Read, now_s: float, how: told.LoadEnding) -> None:
         if self.events.on_requests:

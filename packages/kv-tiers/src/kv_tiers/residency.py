@@ -229,6 +229,14 @@ class Residency:
             self._gone(slot)
         return slot
 
+    def was_forgotten(self, slot: int) -> bool:
+        """Its chunk is found no more, and somebody still has a lease on it."""
+        return slot in self._leaving
+
+    def any_forgotten(self, slots: Sequence[int]) -> bool:
+        """Whether `was_forgotten` is true of one of these, on all of which the caller has a lease."""
+        return bool(self._leaving) and not self._leaving.isdisjoint(slots)
+
     def is_free(self, slot: int) -> bool:
         return self._life[slot] is Life.ABSENT
 

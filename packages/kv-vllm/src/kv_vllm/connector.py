@@ -235,10 +235,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]
 
-    @_guarded(lambda: StepPlan(0))
+    @_guarded(StepPlan)
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
-            return StepPlan(0)
+            return StepPlan()
         if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler.is_waiting():
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
@@ -284,4 +284,4 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _plan(self) -> StepPlan:
         metadata = self._connector_metadata
-        return StepPlan.from_plain(metadata.plain) if isinstance(metadata, KVTiersMetadata) else StepPlan(0)
+        return StepPlan.from_plain(metadata.plain) if isinstance(metadata, KVTiersMetadata) else StepPlan()

@@ -117,7 +117,6 @@ class SchedulerHalf:
         self._loads: list[LoadStep] = []
         self._refused: list[str] = []
         self._blocks: dict[Holder, int] = {}  # given in this step
-        self._generation = 0
         self._pending = 0
         self.counts = SchedulerCounts()
 
@@ -227,7 +226,7 @@ class SchedulerHalf:
         """Everything for this step: the loads that were allocated, and the chunks that it completes."""
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
-        plan = StepPlan(self._generation, tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
+        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
         self._loads, self._refused = [], []
         if self._blocks:
             given, self._blocks = self._blocks, {}
@@ -287,13 +286,13 @@ class SchedulerHalf:
                 self._service.end(self._holder(request_id))  # the next question finds no promise to renew
 
     def reset(self, *, engine_is_empty: bool = False) -> None:
-        """Forget everything held. Promises made before are void; what is loading now will be reported as failed.
+        """Forget everything held. Promises made before are void, and so are the leases of what is loading now: the
+        workers will report it as failed.
 
         engine_is_empty: the engine has forgotten what is in its own blocks, too.
         """
         if engine_is_empty:
             self._engine_has_old_blocks = False
-        self._generation += 1
         self._service.clear()
         for request_id, tracked in self._tracked.items():
             tracked.stored_chunks = 0

@@ -53,13 +53,11 @@ class StoreStep:
 class StepPlan:
     """One step's work for every worker.
 
-    generation: grows when the cache is reset; a load planned before a reset must not deliver old bytes after it.
     refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. It is the scheduler's to say, since
         other weights in a running engine are another key space, from one step to the next.
     """
 
-    generation: int
     loads: tuple[LoadStep, ...] = ()
     stores: tuple[StoreStep, ...] = ()
     refused: tuple[str, ...] = ()
@@ -72,7 +70,6 @@ class StepPlan:
     def to_plain(self) -> Plain:
         return {
             "version": STEP_VERSION,
-            "generation": self.generation,
             "loads": [
                 [
                     load.request_id,
@@ -105,7 +102,6 @@ class StepPlan:
             raise InputError(f"not a step plan of version {STEP_VERSION}: both halves must run the same release")
         try:
             return cls(
-                generation=_count(plain["generation"]),
                 loads=tuple(_load(entry) for entry in _sequence(plain["loads"])),
                 stores=tuple(_store(entry) for entry in _sequence(plain["stores"])),
                 refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),

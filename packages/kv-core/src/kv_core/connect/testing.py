@@ -107,6 +107,10 @@ class DictService:
         if isinstance(lease, ReadLease) and self.expire_leases:
             self.expire_leases -= 1
             return False
+        if isinstance(lease, ReadLease):  # False: forgotten since, even if they are held again
+            return all(
+                self.held.get(key) == extent.offset for key, extent in zip(lease.keys, lease.extents, strict=True)
+            )
         return True
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:

@@ -58,7 +58,6 @@ class WorkerHalf:
         self._copiers = tuple(copiers)
         self._shard = shard
         self._holder = f"{name}/worker{shard}"
-        self._generation = 0
         self._loading: dict[str, _Load] = {}
         self._by_ticket: dict[Ticket, _Load] = {}
         self._storing: list[tuple[WriteLease, CopyEvent]] = []
@@ -68,13 +67,9 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Ask the cache for every chunk to be loaded, and start the copies that can start."""
-        self._generation = max(self._generation, plan.generation)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
         for step in plan.loads:
-            if plan.generation < self._generation:
-                self._end(step.request_id, "the cache was reset after the load was planned")
-                continue
             load = _Load(step, {}, [])
             self._loading[step.request_id] = load
             for group in range(len(self._copiers)):
@@ -173,7 +168,9 @@ class WorkerHalf:
     def _finish(self, load: _Load) -> None:
         for lease, _ in load.copying:
             if not self._service.release(lease):
-                load.fail("the lease expired while the bytes were being copied", lease.keys)
+                load.fail(
+                    "the lease expired, or its chunks were forgotten, while the bytes were being copied", lease.keys
+                )
         step = load.step
         del self._loading[step.request_id]
         if load.failure:

@@ -16,7 +16,7 @@ EvictedFor = Literal["store", "promotion", "watermark", "quota"]
 """Why there had to be room: a chunk to store; one on its way up; the free slots that `write: back` keeps; a tenant's
 bound."""
 
-LoadEnding = Literal["released", "ended"]
+LoadEnding = Literal["released", "forgotten", "ended"]
 
 
 class LookedUp(msgspec.Struct, frozen=True):
@@ -48,7 +48,11 @@ class LoadBegun(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """A read lease ended before its time was over, `seconds` after it was given."""
+    """A read lease ended before its time was over, `seconds` after it was given.
+
+    how: released, with its bytes as they were; forgotten: some of its chunks were, so nothing was delivered; ended: its
+        holder has.
+    """
 
     holder: Holder
     lease: int

@@ -26,6 +26,7 @@ from kv_tiers.observe.events import (
     LeaseExpired,
     LoadBegun,
     LoadEnded,
+    LoadEnding,
     LookedUp,
     Promoted,
     Spilled,
@@ -46,6 +47,11 @@ MAX_OPEN: Final = 4096
 
 _Value = str | int | float | Sequence[str] | Sequence[int]
 _Place = TypeVar("_Place")
+_WHY_NOT_DELIVERED: Final[Mapping[LoadEnding, str]] = {
+    "released": "",
+    "forgotten": "its chunks were forgotten while they were read",
+    "ended": "its holder ended",
+}
 
 
 class Spans(Subscriber):
@@ -72,7 +78,7 @@ class Spans(Subscriber):
                 else:
                     self._keep(self._work, (cache, lease), span, at_ns)
             case LoadEnded(lease=lease, how=how):
-                self._end(cache, lease, at_ns, "" if how == "released" else "its holder ended")
+                self._end(cache, lease, at_ns, _WHY_NOT_DELIVERED[how])
             case LeaseExpired(holder, lease, _, kind):
                 if kind == "promise":
                     self._end_request(cache, holder, at_ns, "nothing was heard of it in time")

@@ -78,6 +78,10 @@ class Model:
         self.writes.remove(write)
         self.over.append(write.lease)
 
+    def is_valid(self, read: ModelRead) -> bool:
+        """None of its chunks was forgotten since it began, not even to be stored anew."""
+        return all(self.held.get(chunk.key) is chunk for chunk in read.chunks)
+
     def leased(self) -> set[ModelChunk]:
         return {chunk for read in [*self.promises.values(), *self.reads] for chunk in read.chunks}
 
@@ -153,8 +157,9 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def renew(self, holder: str) -> None:
         self.model.expire(self.clock.now_s())
-        assert self.service.renew(holder) == (holder in self.model.promises)
-        if holder in self.model.promises:
+        promise = self.model.promises.get(holder)
+        assert self.service.renew(holder) == (promise is not None and self.model.is_valid(promise))
+        if promise is not None and self.model.is_valid(promise):
             self.model.promises[holder].deadline_s = self.clock.now_s() + LEASE_S
 
     @rule(keys=keys, holder=holders)
@@ -220,7 +225,7 @@ class ServiceMachine(RuleBasedStateMachine):
         read = data.draw(st.sampled_from(self.model.reads))
         self.model.expire(self.clock.now_s())
         assert read.lease is not None
-        assert self.service.release(read.lease) == (read in self.model.reads)
+        assert self.service.release(read.lease) == (read in self.model.reads and self.model.is_valid(read))
         if read in self.model.reads:
             self.model.end_read(read)
 
