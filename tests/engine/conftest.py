@@ -29,6 +29,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with multi-head latent attention."""
+    from kv_cuda.tiny import write_tiny_deepseek
+
+    return str(write_tiny_deepseek(tmp_path_factory.mktemp("tiny-deepseek")))
+
+
+@pytest.fixture(scope="session")
 def reference(tiny_llama: str) -> "list[Answer]":
     """What an engine without us answers."""
     from engines import PROMPTS, started

@@ -58,7 +58,11 @@ class Engine:
 
     def inside(self, method: str) -> Any:
         """Call a method of `kv_vllm.testing.inspect.Inspect` in every worker, wherever it lives; rank 0's answer."""
-        return self.llm.collective_rpc(method)[0]
+        return self.inside_all(method)[0]
+
+    def inside_all(self, method: str) -> list[Any]:
+        """As `inside`, by rank."""
+        return list(self.llm.collective_rpc(method))
 
     def assert_at_rest(self) -> dict[str, Any]:
         """No lease is left, no slot is lost, no request is remembered, the counters add up, and no fault was hidden."""

@@ -16,8 +16,10 @@ SLOTS = torch.arange(BLOCKS * TOKENS)
 
 
 def rows_for(cache: SmallCache, seed: int = 0) -> dict[str, torch.Tensor]:
-    dtype = getattr(torch, cache.layout.dtype)
-    return probe_rows(cache.layout, tokens=len(SLOTS), seed=seed, dtype=dtype, device=torch.device("cpu"))
+    layout = cache.layout
+    dtype = getattr(torch, layout.dtype)
+    shape = (len(SLOTS), layout.heads, layout.head_dim)
+    return probe_rows([part.name for part in layout.parts], shape, seed=seed, dtype=dtype, device=torch.device("cpu"))
 
 
 def filled(cache: SmallCache) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

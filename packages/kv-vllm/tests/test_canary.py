@@ -51,6 +51,7 @@ def group(candidates: tuple[PagedLayout, ...], update: Callable[[torch.Tensor], 
         opaque=SIDE_BY_SIDE,
         origin="test",
         row_dtype=torch.float32,
+        row_shape=(HEADS, DIM),
         update=write,
     )
 
@@ -206,6 +207,7 @@ def test_a_latent_cache_is_proved_too() -> None:
     sizes = SIZES | {"heads": 1}
     layout = latent("MLA", block=TOKENS * DIM, token=DIM, **sizes)
     asked = replace(group(()), tensors=tuple(storage), candidates=(layout,), opaque=layout, update=write)
+    asked = replace(asked, row_shape=(1, DIM))
     proof = prove(asked, "auto", 16)
     assert isinstance(proof, Proof)
     assert proof.format.parts == ("kv",)

@@ -3,7 +3,7 @@
 All six axes of a part are in every view: an axis that is not tiled is one tile, [1, length].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from kv_core.errors import InputError
@@ -58,12 +58,11 @@ def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def probe_rows(
-    layout: PagedLayout, *, tokens: int, seed: int, dtype: torch.dtype, device: torch.device
+    parts: Iterable[str], shape: tuple[int, int, int], *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Known rows for every part, [tokens, heads, head_dim]: random enough that any confusion of places shows."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (tokens, layout.heads, layout.head_dim)
-    return {part.name: torch.randn(shape, generator=generator).to(dtype).to(device) for part in layout.parts}
+    return {part: torch.randn(shape, generator=generator).to(dtype).to(device) for part in parts}
 
 
 def read_rows(

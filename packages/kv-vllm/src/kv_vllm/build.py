@@ -6,7 +6,9 @@ one `LocalCache`, found by vLLM's engine id; where they are apart each worker re
 scheduler reads there what it must know.
 """
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
-from kv_cuda import Copier, make_copier
+from kv_cuda import Copier, PagedLayout, make_copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.identity import key_space
 from kv_tiers.attach.place import Format, open_here, open_there, workers_of
@@ -28,6 +30,7 @@ from kv_tiers.server.mapped import MappedPool
 
 from kv_vllm.canary import LayerGroup, Refusal, prove
 from kv_vllm.layouts import read_groups
+from kv_vllm.parallel import ALONE, RankShare, rank_share
 from kv_vllm.translate import served_model
 
 _log = limited_logger(__name__)
@@ -50,10 +53,11 @@ class Engine:
     server: ServerProcess | None = None
     shape: ConnectShape | None = None
     formats: tuple[ChunkFormat, ...] = ()
+    layouts: tuple[PagedLayout, ...] = ()
     copiers: tuple[Copier, ...] = ()
     scheduler: SchedulerHalf | None = None
     worker: WorkerHalf | None = None
-    rank: int = 0
+    share: RankShare = ALONE
     faults: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
 
@@ -74,7 +78,15 @@ class Engine:
 
     def start_worker(self) -> WorkerHalf:
         assert self.cache is not None and self.shape is not None
-        self.worker = WorkerHalf(self.cache, self.shape, self.copiers, shard=self.rank, name=self.id)
+        self.worker = WorkerHalf(
+            self.cache,
+            self.shape,
+            self.copiers,
+            shard=self.share.shard,
+            name=self.id,
+            rank=self.share.rank,
+            stores=self.share.stores,
+        )
         self.roles.add("WORKER")
         return self.worker
 
@@ -96,20 +108,6 @@ def engines() -> Mapping[str, Engine]:
 def engine(engine_id: str) -> Engine:
     """The engine's entry, made when it is first asked for."""
     return _ENGINES.setdefault(engine_id, Engine(engine_id))
-
-
-def check_parallelism(vllm_config: Any) -> None:
-    """Refuse what this release cannot serve.
-
-    Raises:
-        ConfigError: the engine's layers are spread over ranks.
-    """
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        raise ConfigError(
-            f"the engine has {stages} pipeline stages, each with layers of its own, and this release of kv-vllm caches "
-            "engines whose ranks have all layers; start with --pipeline-parallel-size 1, or without it"
-        )
 
 
 def in_one_process(vllm_config: Any) -> bool:
@@ -136,26 +134,28 @@ def bind_worker(
         return bound.refuse(groups.reason)
     formats: list[ChunkFormat] = []
     copiers: list[Copier] = []
-    dtypes: list[str] = []
+    layouts: list[PagedLayout] = []
     for group in groups:
         _check_blocks(settings.chunk_tokens, group)
         proved = prove(group, settings.format, settings.chunk_tokens)
         if isinstance(proved, Refusal):
             return bound.refuse(proved.reason)
         formats.append(proved.format)
-        dtypes.append(proved.layout.dtype)
+        layouts.append(proved.layout)
         copiers.append(make_copier(proved.layout, group.tensors, proved.format))
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
         return bound.refuse("the groups' chunks differ in size, which one pool of equal slots cannot hold")
-    _, bound.rank = _ranks(vllm_config)
+    bound.share = rank_share(vllm_config)
     fingerprint = "-".join(chunk_format.fingerprint for chunk_format in formats)
     chunks = Format(formats[0].nbytes, fingerprint)
     known = {
-        "rank": str(bound.rank),
+        "rank": str(bound.share.rank),
+        "shards": str(bound.share.shards),
         "chunk_tokens": str(settings.chunk_tokens),
         "block_tokens": " ".join(str(group.block_tokens) for group in groups),
-        "kv_dtype": str(groups[0].tensors[0].dtype) if formats[0].kind == "blocks" else dtypes[0],
+        "kv_dtype": str(groups[0].tensors[0].dtype) if formats[0].kind == "blocks" else layouts[0].dtype,
+        "kv_scales": _scales_digest(groups),
     }
     if in_one_process(vllm_config) and not settings.server.socket:
         bound.cache, bound.bus = open_here(settings, chunks)
@@ -165,16 +165,16 @@ def bind_worker(
                 settings,
                 chunks,
                 engine_id=bound.id,
-                rank=bound.rank,
+                rank=bound.share.rank,
                 facts=known,
                 on_new_pool=lambda pool: _exchange_pool(bound, pool),
             )
         except ConfigError as error:
-            if bound.rank == 0:
+            if bound.share.rank == 0:
                 raise  # the user can mend it
-            return bound.refuse(f"rank {bound.rank} finds no cache server: {error}")
+            return bound.refuse(f"rank {bound.share.rank} finds no cache server: {error}")
     bound.shape = _shape(vllm_config, settings, chunks, known)
-    bound.formats, bound.copiers = tuple(formats), tuple(copiers)
+    bound.formats, bound.layouts, bound.copiers = tuple(formats), tuple(layouts), tuple(copiers)
     _attach(bound, bound.cache.pool)
     return None
 
@@ -185,10 +185,10 @@ def bind_scheduler(bound: Engine, vllm_config: Any, settings: Settings) -> None:
     Raises:
         ConfigError: the server is another user's, or refuses us.
     """
-    world, _ = _ranks(vllm_config)
+    ranks = rank_share(vllm_config).ranks
     workers = workers_of(settings, bound.id)
-    if len(workers) < world:
-        return bound.refuse(f"{len(workers)} of {world} workers have a cache; the log of the others says why")
+    if len(workers) < ranks:
+        return bound.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
     chunks = {Format(worker.chunk_nbytes, worker.fingerprint) for worker in workers}
     if len(chunks) > 1:
         return bound.refuse("the ranks' chunks are of different formats")
@@ -221,28 +221,32 @@ def release(engine_id: str, role: str) -> None:
             bound.server.stop()
 
 
-def _ranks(vllm_config: Any) -> tuple[int, int]:
-    """How many ranks share every chunk, and which one this process is (0 in the scheduler's)."""
-    world = int(vllm_config.parallel_config.tensor_parallel_size)
-    if world == 1:
-        return 1, 0
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
-
-    return world, int(get_tensor_model_parallel_rank()) if model_parallel_is_initialized() else 0
+def _scales_digest(groups: Sequence[LayerGroup]) -> str:
+    """By what the numbers of a quantised cache are to be multiplied; "" where they are what they say."""
+    scales = [group.scales for group in groups]
+    if all(pair == (1.0, 1.0) for of_group in scales for pair in of_group):
+        return ""
+    return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]
 
 
 def _shape(vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[str, str]) -> ConnectShape:
     scheme = settings.scheme()
-    world, _ = _ranks(vllm_config)
+    shards = int(known["shards"])
+    transfer = vllm_config.kv_transfer_config
     space = key_space(
-        served_model(vllm_config),
+        served_model(vllm_config, kv_scales=known["kv_scales"]),
         kv_dtype=known["kv_dtype"],
         format_fingerprint=chunks.fingerprint,
-        world=world,
+        world=shards,
         chain=scheme.name,
     )
     return ConnectShape(
-        scheme=scheme, space=space, block_tokens=tuple(map(int, known["block_tokens"].split())), shards=world
+        scheme=scheme,
+        space=space,
+        block_tokens=tuple(map(int, known["block_tokens"].split())),
+        shards=shards,
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
     )
 
 

@@ -48,7 +48,9 @@ class LayerGroup:
 
     tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where
     whole blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
-    row_dtype: of the rows that the engine's update takes.
+    row_dtype, row_shape: of the rows that the engine's update takes, (heads, head_dim) a token.
+    scales: of a quantised cache, by layer: what K and V are divided by before they are stored. () where the cache holds
+        the rows as they are.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -58,7 +60,9 @@ class LayerGroup:
     opaque: PagedLayout
     origin: str
     row_dtype: torch.dtype
+    row_shape: tuple[int, int]
     update: EngineUpdate
+    scales: tuple[tuple[float, float], ...] = ()
 
 
 def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refusal:
@@ -86,7 +90,7 @@ def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refus
         return Refusal(
             f"the canary found no layout that fits the engine's cache (tried: {tried}), and format is {wanted}"
         )
-    if (why := _blocks_stand_alone(group)) is not None:
+    if (why := _why_blocks_cannot(group)) is not None:
         return Refusal(f"the canary found no layout that fits the engine's cache, and {why}")
     chunk_format = group.opaque.blocks_format(chunk_tokens, group.origin)
     return Proof(group.opaque, chunk_format, "whole blocks, format blocks")
@@ -95,7 +99,7 @@ def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refus
 def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
     try:
         return _fits(group, layout)
-    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
         # A layout of another shape: the engine's operation or torch refuses its rows, which is an answer too.
         _log.info("the canary tried layout %s: %s", layout.name, error)
         return False
@@ -111,30 +115,37 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     ]
     slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
-        rows = _rows(group, layout, len(slots), layer)
+        given, stored = _rows(group, layout, len(slots), layer)
         with _kept(tensor, (one, other), group.blocks):
             pages = pages_of(tensor, group.blocks)
             pages[one] = 0
             pages[other] = 0
-            group.update(layer, rows, slots.to(tensor.device))
+            group.update(layer, given, slots.to(tensor.device))
             read = read_rows(layout, group.tensors, layer, slots)
-            if any(not torch.equal(read[part], rows[part]) for part in rows):
+            if any(not _same_bits(read[part], stored[part]) for part in stored):
                 return False
             by_engine = pages[one].clone(), pages[other].clone()
             pages[one] = 0
             pages[other] = 0
-            write_rows(layout, group.tensors, layer, slots, rows)
+            write_rows(layout, group.tensors, layer, slots, stored)
             if not (torch.equal(pages[one], by_engine[0]) and torch.equal(pages[other], by_engine[1])):
                 return False
     return True
 
 
-def _blocks_stand_alone(group: LayerGroup) -> str | None:
+def _why_blocks_cannot(group: LayerGroup) -> str | None:
     """None if whole blocks can be carried as opaque bytes, else why not."""
+    try:
+        return _why_blocks_do_not_stand_alone(group)
+    except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+        return f"its update cannot be tried: {error}"
+
+
+def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
     slots = torch.arange(group.block_tokens)
     source, copy = 1, group.blocks - 1
     for layer, tensor in enumerate(group.tensors):
-        rows = _rows(group, group.opaque, group.block_tokens, layer)
+        rows = _rows_of_model(group, group.opaque, group.block_tokens, layer)
         with _kept(tensor, (0, source, 2, copy), group.blocks):
             pages = pages_of(tensor, group.blocks)
             around = [pages[block].clone() for block in (0, 2)]
@@ -150,8 +161,40 @@ def _blocks_stand_alone(group: LayerGroup) -> str | None:
     return None
 
 
-def _rows(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
-    return probe_rows(layout, tokens=tokens, seed=layer, dtype=group.row_dtype, device=group.tensors[layer].device)
+def _rows(
+    group: LayerGroup, layout: PagedLayout, tokens: int, layer: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rows for the engine's update, and what its cache holds of them by this layout.
+
+    A quantised cache is given numbers that it can hold exactly, so that what it holds is known without its arithmetic.
+    """
+    if (layout.heads, layout.head_dim) != group.row_shape:
+        raise ValueError(f"its rows are {(layout.heads, layout.head_dim)} and the model's are {group.row_shape}")
+    rows = _rows_of_model(group, layout, tokens, layer)
+    if not group.scales:
+        return rows, rows
+    exact = {part: _exact_in(values, getattr(torch, layout.dtype)) for part, values in rows.items()}
+    scale_of = dict(zip(("k", "v") if len(rows) > 1 else tuple(rows), group.scales[layer], strict=False))
+    given = {part: (values.float() * scale_of[part]).to(group.row_dtype) for part, values in exact.items()}
+    return given, exact
+
+
+def _rows_of_model(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
+    """As the model would hand them to its cache."""
+    parts, device = [part.name for part in layout.parts], group.tensors[layer].device
+    return probe_rows(parts, (tokens, *group.row_shape), seed=layer, dtype=group.row_dtype, device=device)
+
+
+def _exact_in(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest numbers of `dtype` that no rounding mode and no flushing of denormal numbers changes."""
+    normal = torch.where(values.abs() < 0.1, torch.ones_like(values), values)
+    return normal.to(dtype)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @contextmanager

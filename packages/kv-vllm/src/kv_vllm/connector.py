@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm import build
+from kv_vllm.parallel import check_parallelism
 from kv_vllm.translate import request_tokens
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings, _ = settings.load(transfer.kv_connector_extra_config, os.environ)
-        build.check_parallelism(vllm_config)
+        check_parallelism(vllm_config, self._settings)
         self._engine = build.engine(str(transfer.engine_id))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

@@ -8,14 +8,19 @@ from kv_core.connect.scheduler import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.identity import ServedModel, adapter_identity
 
+from kv_vllm.parallel import draft_model
+
 
 def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
     """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
 
     Without one are prompts given as embeddings, sessions whose earlier tokens are replaced while they stream, adapters
-    that are reloaded in place, and requests that ask not to read caches.
+    that are reloaded in place, and requests that ask not to read caches. Pooling requests are left alone too: some
+    poolers fail on a prompt of which only a part is computed, and which ones is not to be seen from here.
     """
     lora = request.lora_request
+    if request.pooling_params is not None:
+        return None
     named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
     if not named_by_tokens or request.resumable or request.skip_reading_prefix_cache:
         return None
@@ -37,9 +42,9 @@ def _items(features: Any) -> Iterator[Item]:
         yield Item(feature.identifier, position.offset, position.length)
 
 
-def served_model(vllm_config: Any) -> ServedModel:
-    """Which model vLLM was told to serve, and how."""
-    model = vllm_config.model_config
+def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
+    """Which model vLLM was told to serve, and how. kv_scales: a digest of those of a quantised cache, if it has any."""
+    model, draft = vllm_config.model_config, draft_model(vllm_config)
     load_format = str(vllm_config.load_config.load_format)
     own = getattr(model.hf_config, "quantization_config", None)
     quantized = own.get("quant_method") if isinstance(own, dict) else None
@@ -55,6 +60,9 @@ def served_model(vllm_config: Any) -> ServedModel:
             # A function may change anything: then what it made of the configuration is what was given.
             "configuration": read if callable(given) else given,
             "quantization": model.quantization if model.quantization != quantized else None,
+            # The layers of a draft model are in the chunks too.
+            "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
+            "kv_scales": kv_scales,
         },
         most_tokens=model.max_model_len,
         read_config=read,

@@ -25,13 +25,16 @@ class ConnectShape:
     space: the key space that the scheduler begins with; None while which weights the engine serves is not known. The
         workers take it from each plan.
     block_tokens: for each group of layers, the engine's block in tokens.
-    shards: how many ranks hold a share of every chunk.
+    shards: how many different shares of every chunk there are. Ranks may have the same one.
+    loads, stores: whether this engine takes chunks and whether it leaves any, as its role says.
     """
 
     scheme: ChainScheme
     space: KeySpace | None
     block_tokens: tuple[int, ...]
     shards: int = 1
+    loads: bool = True
+    stores: bool = True
 
     def __post_init__(self) -> None:
         chunk_tokens = self.scheme.chunk_tokens
@@ -143,7 +146,8 @@ class SchedulerHalf:
             # Nothing is held of it, and nothing promised: there are no names to hold it by.
             self._move(request.request_id, tracked, Event.MISS)
             return 0
-        if usable > computed_tokens and not any(computed_tokens % block for block in self._shape.block_tokens):
+        in_whole_blocks = not any(computed_tokens % block for block in self._shape.block_tokens)
+        if self._shape.loads and usable > computed_tokens and in_whole_blocks:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
                     tracked.patient = True
@@ -353,6 +357,8 @@ class SchedulerHalf:
         )
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
+        if not self._shape.stores:
+            return 0
         # Tokens beyond those that are known are guesses (speculation, or a step scheduled ahead), and not kept.
         return min(computed_tokens, request.keep_tokens, len(request.tokens)) // self._shape.chunk_tokens
 

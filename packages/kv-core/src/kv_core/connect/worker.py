@@ -50,14 +50,24 @@ class WorkerHalf:
     """One rank's. Not thread-safe: it belongs to the worker's thread."""
 
     def __init__(
-        self, service: CacheService, shape: ConnectShape, copiers: Sequence[DeviceCopier], *, shard: int, name: str
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        copiers: Sequence[DeviceCopier],
+        *,
+        shard: int,
+        name: str,
+        rank: int | None = None,
+        stores: bool = True,
     ) -> None:
-        """copiers: one for each group, in the order of `shape.block_tokens`."""
+        """copiers: one for each group, in the order of `shape.block_tokens`. shard: which share of a chunk it has.
+        rank: tells it from others with the same share; the shard's number if not said. stores: of these one does."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
         self._shard = shard
-        self._holder = f"{name}/worker{shard}"
+        self._stores = stores
+        self._holder = f"{name}/worker{shard if rank is None else rank}"
         self._loading: dict[str, _Load] = {}
         self._by_ticket: dict[Ticket, _Load] = {}
         self._storing: list[tuple[WriteLease, CopyEvent]] = []
@@ -80,7 +90,7 @@ class WorkerHalf:
 
     def start_stores(self, plan: StepPlan) -> None:
         """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
-        for step in plan.stores:
+        for step in plan.stores if self._stores else ():
             for group in range(len(self._copiers)):
                 self._start_store(plan.space_id, step, group)
 

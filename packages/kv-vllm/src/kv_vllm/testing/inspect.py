@@ -26,6 +26,7 @@ class Inspect:
             "off": engine.off,
             "faults": list(engine.faults),
             "formats": [chunk_format.kind for chunk_format in engine.formats],
+            "layouts": [layout.name for layout in engine.layouts],
             "cache": asdict(engine.cache.counts()),
             "tiers": _tiers(engine.cache),
             "worker": asdict(engine.worker.counts),
@@ -47,6 +48,13 @@ class Inspect:
         assert engine.cache is not None
         values = np.frombuffer(engine.cache.pool.view, dtype=np.float32)
         values *= np.float32(0.5)
+
+    def kv_scramble(self) -> None:
+        """Move every byte of the host pool to another place of it, so that no row is where it was in any format."""
+        engine = _only_engine()
+        assert engine.cache is not None
+        values = np.frombuffer(engine.cache.pool.view, dtype=np.uint8)
+        values[:] = np.roll(values, 4096 + 32)
 
     def kv_forget_half(self) -> None:
         """Forget every second chunk that was stored, as eviction at the worst places would."""

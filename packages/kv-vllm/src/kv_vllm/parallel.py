@@ -1,0 +1,126 @@
+"""How vLLM spreads an engine over processes, as far as it decides which bytes of a chunk each has.
+
+Tensor parallelism cuts the heads of every layer into shares, one a rank, and a chunk is kept in as many. Where there
+are fewer heads than ranks (or one latent for all of them, in MLA) several ranks have the same share: one of them stores
+it and all load it. What spreads layers or tokens instead is refused here, by name.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+from kv_tiers.attach.settings import Settings
+
+_DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+_REPLICA = re.compile(r"_dp\d+$")
+"""How vLLM marks the engine id of each data-parallel replica, also where its configuration says that it is alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank has of every chunk.
+
+    rank: among the tensor-parallel ranks. ranks: how many there are.
+    shards: how many different shares there are. shard: which one this rank has.
+    stores: whether it is this rank of those with the same share that stores it.
+    """
+
+    rank: int
+    ranks: int
+    shards: int
+    shard: int
+    stores: bool
+
+
+ALONE: Final = RankShare(rank=0, ranks=1, shards=1, shard=0, stores=True)
+
+
+def share_of(rank: int, ranks: int, distinct_heads: int) -> RankShare:
+    """
+    distinct_heads: KV heads of the whole model, 1 in MLA. Where there are fewer than ranks vLLM gives neighbouring
+        ranks the same head.
+
+    Raises:
+        ConfigError: neither number divides the other.
+    """
+    shards = min(ranks, distinct_heads)
+    if ranks % shards or distinct_heads % shards:
+        raise ConfigError(f"{ranks} tensor-parallel ranks cannot have equal parts of {distinct_heads} KV heads")
+    copies = ranks // shards
+    return RankShare(rank, ranks, shards, rank // copies, stores=rank % copies == 0)
+
+
+def rank_share(vllm_config: Any) -> RankShare:
+    """Of this process; rank 0's in the scheduler's.
+
+    Raises:
+        ConfigError: vLLM's heads cannot be shared out among its ranks.
+    """
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    model = vllm_config.model_config
+    if draft_model(vllm_config) is not None:
+        distinct = ranks  # its layers are in the chunks too, and its heads are other heads
+    else:
+        distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    return share_of(_rank(ranks), ranks, distinct)
+
+
+def draft_model(vllm_config: Any) -> Any | None:
+    """vLLM's configuration of the model whose layers guess tokens; None where nothing with layers does."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _DRAFTS_WITHOUT_LAYERS:
+        return None
+    return speculative.draft_model_config
+
+
+def _rank(ranks: int) -> int:
+    if ranks == 1:
+        return 0
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+
+    return int(get_tensor_model_parallel_rank()) if model_parallel_is_initialized() else 0
+
+
+def check_parallelism(vllm_config: Any, settings: Settings) -> None:
+    """Refuse what this release cannot serve.
+
+    Raises:
+        ConfigError: ranks have other layers or other tokens than we would take them for; or replicas would each open
+            what only one process can have.
+    """
+    parallel = vllm_config.parallel_config
+    if (stages := parallel.pipeline_parallel_size) > 1:
+        raise ConfigError(
+            f"the engine has {stages} pipeline stages, each with layers of its own, and this release of kv-vllm caches "
+            "engines whose ranks have all layers; start with --pipeline-parallel-size 1 or without --kv-transfer-config"
+        )
+    for name, flag in (
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"{flag} is {size}: the tokens of a block are spread over {size} ranks, and this release of kv-vllm "
+                f"caches engines whose blocks hold neighbours; start with {flag} 1 or without --kv-transfer-config"
+            )
+    if (nodes := parallel.nnodes_within_dp) > 1:
+        raise ConfigError(
+            f"the engine's ranks are on {nodes} machines, and this release of kv-vllm caches engines whose ranks share "
+            "one; start without --kv-transfer-config, or with one engine a machine"
+        )
+    _check_replicas(vllm_config, settings)
+
+
+def _check_replicas(vllm_config: Any, settings: Settings) -> None:
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    is_replica = parallel.data_parallel_size > 1 or _REPLICA.search(str(transfer.engine_id)) is not None
+    if not is_replica or settings.server.socket:
+        return
+    owned = [f"tiers[{number}] (disk)" for number, tier in enumerate(settings.tiers) if tier.get("type") == "disk"]
+    owned += ["host.name"] if settings.host.name else []
+    if owned:
+        raise ConfigError(
+            f"the engine has data-parallel replicas, which cannot each own {' and '.join(owned)}: start kv-server with "
+            "these settings and give its server.socket to the engine"
+        )
