@@ -29,6 +29,21 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def spelling_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with a tokenizer, whose token 17 is the word w17: for what of vLLM does not start without one."""
+    from kv_cuda.tiny import TinyLlama
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    directory: Path = TinyLlama().write(tmp_path_factory.mktemp("spelling-llama"))
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with multi-head latent attention."""
     from kv_cuda.tiny import write_tiny_deepseek

@@ -101,13 +101,17 @@ def started(
             kv_connector_extra_config=cache,
         )
         arguments["worker_extension_cls"] = "kv_vllm.testing.inspect.Inspect"
-    chosen = {"dtype": "float32", "max_model_len": 4096, "enable_prefix_caching": False} | arguments
+    chosen = {
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    } | arguments
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
         llm = LLM(
             model,
             enforce_eager=True,
-            skip_tokenizer_init=True,
             disable_log_stats=True,
             kv_transfer_config=transfer,
             **chosen,

@@ -1,35 +1,85 @@
 """What this release does not cache is refused clearly: the engine runs without us, and right."""
 
-from types import SimpleNamespace
+import copy
+import re
 from typing import Any
 
 import pytest
 import torch
-from engines import started
+from engines import Engine, started
 from kv_core.errors import ConfigError
 from kv_cuda.tiny import TinyLlama
+from kv_tiers.attach.settings import load
 from kv_vllm import build
-from kv_vllm.canary import Refusal
+from kv_vllm.canary import LayerGroup, Refusal
+from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
+from kv_vllm.parallel import check_parallelism, share_of
 from kv_vllm.translate import request_tokens
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm import PoolingParams, SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig, ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+)
+STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+PREFIX_LM = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, non_causal=True)
 
 
-def read(groups: list[KVCacheGroupSpec], caches: dict[str, torch.Tensor]) -> Any:
-    impl = SimpleNamespace(do_kv_cache_update=None)
-    layers = {name: SimpleNamespace(impl=impl) for name in caches}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+@pytest.fixture(scope="module")
+def config(tiny_llama: str) -> VllmConfig:
+    """vLLM's own, as an engine of two layers would have it."""
+    arguments = EngineArgs(
+        tiny_llama,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        enforce_eager=True,
+        kv_transfer_config=KVTransferConfig(kv_connector="KVTiersConnector", kv_role="kv_both"),
+    )
+    return arguments.create_engine_config()
+
+
+def attention(**fields: Any) -> Attention:
+    """An attention layer of vLLM's, which has registered itself as the engine's under its name."""
+    described = {"num_heads": 2, "head_size": 32, "scale": 1.0, "num_kv_heads": 2, "prefix": "a"} | fields
+    return Attention(**described)
+
+
+def read(
+    config: VllmConfig, groups: list[KVCacheGroupSpec], caches: dict[str, torch.Tensor], **fields: Any
+) -> list[LayerGroup] | Refusal:
+    config = copy.deepcopy(config)
+    with set_current_vllm_config(config):
+        for name in caches:
+            attention(prefix=name, **fields)
     return read_groups(config, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups), caches)
 
 
 @pytest.mark.parametrize(
     ("groups", "shape", "why"),
     [
-        ([KVCacheGroupSpec(["a"], SLIDING)], (8, 2, 32, 64), "SlidingWindowSpec.*full attention only"),
-        ([KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], SLIDING)], (8, 2, 32, 64), "group 0|group 1"),
+        ([KVCacheGroupSpec(["a"], SLIDING)], (8, 2, 32, 64), "group 0.* SlidingWindowSpec.*--disable-hybrid-kv-cache"),
+        ([KVCacheGroupSpec(["a"], LOCAL)], (8, 2, 32, 64), "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache"),
+        ([KVCacheGroupSpec(["a"], STATE)], (8, 2, 32, 64), "MambaSpec.*full attention only"),
+        ([KVCacheGroupSpec(["a"], PREFIX_LM)], (8, 2, 32, 64), "attention is not causal"),
+        ([KVCacheGroupSpec(["b"], SLIDING), KVCacheGroupSpec(["a"], FULL)], (8, 2, 32, 64), "group 0 .*Sliding"),
         ([KVCacheGroupSpec(["a"], FULL)], (16, 2, 16, 64), "kernel blocks smaller"),
         ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), "is \\(8, 2, 2048\\) for 8 blocks"),
         ([KVCacheGroupSpec(["z"], FULL)], (8, 2, 32, 64), "no cache of its own"),
@@ -37,59 +87,138 @@ def read(groups: list[KVCacheGroupSpec], caches: dict[str, torch.Tensor]) -> Any
     ],
 )
 def test_a_cache_we_do_not_understand_is_refused_with_the_reason(
-    groups: list[KVCacheGroupSpec], shape: tuple[int, ...], why: str
+    config: VllmConfig, groups: list[KVCacheGroupSpec], shape: tuple[int, ...], why: str
 ) -> None:
-    import re
-
-    if len(groups) == 2:
-        groups = groups[::-1]  # the one that cannot be cached first: the reason names it
-    refused = read(groups, {"a": torch.zeros(shape)} | ({"b": torch.zeros(shape)} if len(groups) == 2 else {}))
+    refused = read(config, groups, {"a": torch.zeros(shape)} | ({"b": torch.zeros(shape)} if len(groups) == 2 else {}))
     assert isinstance(refused, Refusal)
     assert re.search(why, refused.reason), refused.reason
 
 
-def test_a_backend_without_an_update_to_prove_with_is_refused() -> None:
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"a": SimpleNamespace(impl=object())})
-    )
-    described = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], FULL)])
-    refused = read_groups(config, described, {"a": torch.zeros(8, 2, 32, 64)})
+def test_a_backend_without_an_update_to_prove_with_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(CPUAttentionBackendImpl, "do_kv_cache_update")
+    refused = read(config, [KVCacheGroupSpec(["a"], FULL)], {"a": torch.zeros(8, 2, 32, 64)})
     assert isinstance(refused, Refusal)
     assert "no cache update of its own" in refused.reason
 
 
-def test_pipeline_stages_are_an_error_at_start_that_says_what_to_write() -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"2 pipeline stages.*--pipeline-parallel-size 1"):
-        build.check_parallelism(config)
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        ({"pipeline_parallel_size": 2}, r"2 pipeline stages.*--pipeline-parallel-size 1"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            r"--decode-context-parallel-size is 2: the tokens of a block are spread over 2 ranks",
+        ),
+        ({"prefill_context_parallel_size": 2}, r"--prefill-context-parallel-size is 2"),
+        (
+            {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"},
+            r"ranks are on 2 machines.*one engine a machine",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_spreads_layers_or_tokens_is_an_error_at_start_that_says_what_to_write(
+    config: VllmConfig, parallel: dict[str, Any], why: str
+) -> None:
+    spread = copy.copy(config)
+    spread.parallel_config = ParallelConfig(**parallel)
+    with pytest.raises(ConfigError, match=why):
+        KVTiersConnector(spread, KVConnectorRole.WORKER, KVCacheConfig(8, [], []))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tiers": [{"type": "disk", "path": "/nowhere", "capacity_bytes": "1GiB"}]}, r"tiers\[0\] \(disk\)"),
+        ({"host": {"name": "pool"}}, "host.name"),
+    ],
+)
+@pytest.mark.parametrize("known_by", ["size", "engine id"])
+def test_replicas_cannot_each_own_what_only_one_process_can_have(
+    config: VllmConfig, settings: dict[str, Any], named: str, known_by: str
+) -> None:
+    """vLLM tells the engine cores of a dense model that they are alone, and marks their ids."""
+    replica = copy.copy(config)
+    replica.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    replica.kv_transfer_config.kv_connector_extra_config = settings
+    if known_by == "size":
+        replica.parallel_config = ParallelConfig(data_parallel_size=2)
+    else:
+        replica.kv_transfer_config.engine_id = "0f3a_dp0"
+    with pytest.raises(ConfigError, match=f"{named}.*start kv-server"):
+        check_parallelism(replica, load(settings, {})[0])
+    shared = load(settings | {"server": {"socket": "/run/kv"}}, {})[0]
+    check_parallelism(replica, shared)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "shares"),
+    [
+        (1, 8, [(0, True)]),
+        (2, 8, [(0, True), (1, True)]),
+        (2, 1, [(0, True), (0, False)]),  # MLA
+        (4, 2, [(0, True), (0, False), (1, True), (1, False)]),
+    ],
+)
+def test_of_ranks_with_the_same_heads_one_stores(ranks: int, heads: int, shares: list[tuple[int, bool]]) -> None:
+    found = [share_of(rank, ranks, heads) for rank in range(ranks)]
+    assert [(share.shard, share.stores) for share in found] == shares
+    assert {share.shards for share in found} == {min(ranks, heads)}
+
+
+def test_heads_that_ranks_cannot_share_out_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="3 tensor-parallel ranks cannot have equal parts of 2 KV heads"):
+        share_of(0, 3, 2)
+
+
+def request(**fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=4, **fields.pop("sampling", {}))
+    plain = {"request_id": "a", "prompt_token_ids": [1, 2, 3], "sampling_params": sampling, "pooling_params": None}
+    return Request(**plain | fields)
 
 
 @pytest.mark.parametrize(
     "unnamed",
     [
-        {"prompt_embeds": torch.zeros(1)},
-        {"prompt_is_token_ids": [True]},
+        {"prompt_token_ids": None, "prompt_embeds": torch.zeros(3, 4)},
+        {"prompt_embeds": torch.zeros(3, 4), "prompt_is_token_ids": [True, False, True]},
         {"resumable": True},
-        {"skip_reading_prefix_cache": True},
-        {"lora_request": SimpleNamespace(load_inplace=True, lora_name="a", lora_path="")},
+        {"sampling": {"skip_reading_prefix_cache": True}},
+        {"sampling": {"prompt_logprobs": 1}},
+        {"lora_request": LoRARequest("a", 1, "/adapters/a", load_inplace=True)},
+        {"sampling_params": None, "pooling_params": PoolingParams(task="embed")},
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda fields: "-".join(fields),
 )
 def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[str, Any]) -> None:
-    plain: dict[str, Any] = {
-        "request_id": "a",
-        "all_token_ids": [1, 2, 3],
-        "num_prompt_tokens": 3,
-        "prompt_embeds": None,
-        "prompt_is_token_ids": None,
-        "resumable": False,
-        "skip_reading_prefix_cache": False,
-        "lora_request": None,
-        "cache_salt": None,
-        "mm_features": [],
+    assert request_tokens(request(), save_decode=False) is not None
+    assert request_tokens(request(**unnamed), save_decode=False) is None
+
+
+@pytest.mark.parametrize("pooling_type", ["MEAN", "CLS"])
+def test_poolers_that_fail_on_part_of_a_prompt_get_all_of_it(pooling_type: str, spelling_llama: str) -> None:
+    prompts = [[3 + (7919 * i) % 2000 for i in range(600)]] * 2
+    pooled = {
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler_config": PoolerConfig(pooling_type=pooling_type),
+        "max_num_batched_tokens": 4096,
+        "enable_chunked_prefill": False,
+        "skip_tokenizer_init": False,
     }
-    assert request_tokens(SimpleNamespace(**plain), save_decode=False) is not None
-    assert request_tokens(SimpleNamespace(**plain | unnamed), save_decode=False) is None
+
+    def embed(engine: Engine) -> list[list[float]]:
+        outputs = [engine.llm.embed([TokensPrompt(prompt_token_ids=prompt)], use_tqdm=False)[0] for prompt in prompts]
+        return [output.outputs.embedding for output in outputs]
+
+    with started(spelling_llama, cache=None, **pooled) as plain:
+        expected = embed(plain)
+    with started(spelling_llama, cache={"host": {"capacity": "64MiB"}}, **pooled) as ours:
+        assert embed(ours) == expected
+        seen = ours.assert_at_rest()
+        assert seen["cache"]["chunks_committed"] == 0
 
 
 def test_a_sliding_window_model_runs_without_us_and_the_log_says_so(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
-from kv_core.connect.step import StepPlan, StepReport
+from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
@@ -47,16 +47,21 @@ _R = TypeVar("_R")
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data."""
+    """A step plan on its way to the workers, as plain data.
 
-    def __init__(self, plain: Any) -> None:
+    waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
+    a worker that cannot read it.
+    """
+
+    def __init__(self, plain: Any, waiting: tuple[str, ...] = ()) -> None:
         self.plain = plain
+        self.waiting = waiting
 
 
 def _guarded(
-    fallback: Callable[[], _R],
+    fallback: Callable[["KVTiersConnector"], _R],
 ) -> Callable[[Callable[Concatenate["KVTiersConnector", _P], _R]], Callable[Concatenate["KVTiersConnector", _P], _R]]:
-    """Answer `fallback()` while the cache is off, and turn it off when the hook raises."""
+    """Answer `fallback(self)` while the cache is off, and turn it off when the hook raises."""
 
     def decorate(
         hook: Callable[Concatenate["KVTiersConnector", _P], _R],
@@ -64,20 +69,40 @@ def _guarded(
         @functools.wraps(hook)
         def guarded(self: "KVTiersConnector", *args: _P.args, **kwargs: _P.kwargs) -> _R:
             if self.off:
-                return fallback()
+                return fallback(self)
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and it must not reach the engine
                 self._engine.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
-                return fallback()
+                return fallback(self)
 
         return cast(Callable[Concatenate["KVTiersConnector", _P], _R], guarded)
 
     return decorate
 
 
-def _nothing_matched() -> tuple[int | None, bool]:
+def _nothing(self: "KVTiersConnector") -> None:
+    return None
+
+
+def _nothing_matched(self: "KVTiersConnector") -> tuple[int | None, bool]:
     return 0, False
+
+
+def _free_at_once(self: "KVTiersConnector") -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _all_failed(self: "KVTiersConnector") -> KVConnectorTransferResults:
+    """Whoever waits for a load hears that there is none."""
+    failed, self._unanswered = self._unanswered, set()
+    return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
+
+
+def _refuse_unplanned(self: "KVTiersConnector") -> KVConnectorMetadata:
+    """Requests that were promised a load wait for it, so one that is not planned is refused aloud."""
+    refused, self._unplanned = tuple(sorted(self._unplanned)), set()
+    return KVTiersMetadata(StepPlan(refused=refused).to_plain(), refused)
 
 
 class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -97,6 +122,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
+        self._step = StepPlan()
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
 
@@ -116,10 +142,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Not guarded: these requests wait until they are reported, also when the cache is turned off meanwhile.
-        plan = self._plan()
-        self._unanswered.update(load.request_id for load in plan.loads)
-        self._unanswered.update(plan.refused)
+        self._step = StepPlan()
+        if isinstance(connector_metadata, KVTiersMetadata):
+            # Also when the cache is off: these requests wait until they are reported.
+            self._unanswered.update(connector_metadata.waiting)
+            self._read_plan(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._start_loads()
@@ -130,17 +157,19 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return  # saved whole, in wait_for_save
 
+    @_guarded(_nothing)
     def wait_for_save(self) -> None:
-        self._save()
+        if self._worker is not None:
+            self._worker.start_stores(self._step)
+            self._worker.finish_stores()
 
+    @_guarded(_all_failed)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        report = self._ended_loads()
-        finished, failed = set(report.finished), set(report.failed)
-        if self.off:
-            failed |= self._unanswered
-            finished |= failed
-        self._unanswered -= finished
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        if self._worker is None:
+            return _all_failed(self)
+        report = self._worker.poll()
+        self._unanswered -= report.finished
+        return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
 
     # Scheduler half.
 
@@ -157,39 +186,44 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._unplanned.add(request.request_id)
         self._allocated(request, blocks, num_external_tokens)
 
+    @_guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
-        # Whoever was promised a load waits for it, so one that was not planned (we were turned off) is refused aloud.
         planned = {load.request_id for load in plan.loads}.union(plan.refused)
         plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
+        waiting = tuple(sorted(planned | self._unplanned))
+        metadata = KVTiersMetadata(plan.to_plain(), waiting)
         self._unplanned.clear()
-        return KVTiersMetadata(plan.to_plain())
+        return metadata
 
-    @_guarded(lambda: None)
+    @_guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
             if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MOST_FAILURES:
                 self._engine.turn_off(f"the last {failed} loads have failed, one after another")
 
+    @_guarded(_free_at_once)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._finished(request.request_id)
-        return False, None
+        return self._finished(request)
 
+    @_guarded(_free_at_once)
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._finished(request.request_id)
-        return False, None
+        return self._finished(request)
 
     def reset_cache(self) -> bool | None:
         self._reset()
         return True
 
     def shutdown(self) -> None:
-        build.release(self._engine.id, self._role.name)
+        try:
+            build.release(self._engine.id, self._role.name)
+        except Exception:  # noqa: BLE001  # whatever it is, it must not keep the engine from ending
+            _log.exception("shutting the cache down failed; the engine goes on shutting down")
 
-    # The guarded bodies.
+    # What the hooks are made of.
 
     def _start_scheduler(self, failure_policy: str) -> None:
         if failure_policy != "recompute":
@@ -198,30 +232,27 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
                 failure_policy,
             )
-        if not self.off and self._engine.cache is None:
-            self._meet_workers()
-        if not self.off:  # else whoever turned it off has said why
-            self._scheduler = self._engine.start_scheduler()
-
-    def _meet_workers(self) -> None:
-        """They are in other processes, and have registered at the engine's server."""
         try:
-            build.bind_scheduler(self._engine, self._vllm_config, self._settings)
+            if not self.off and self._engine.cache is None:
+                # The workers are in other processes, and have registered at the engine's server.
+                build.bind_scheduler(self._engine, self._vllm_config, self._settings)
+            if not self.off:  # else the reason has been logged
+                self._scheduler = self._engine.start_scheduler()
         except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
-            self._engine.turn_off(f"meeting the workers raised {type(error).__name__}: {error}", error)
+            self._engine.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
     def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         try:
             build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+            if not self.off:
+                self._worker = self._engine.start_worker()
         except ConfigError:
             self.shutdown()
             raise  # the user can mend it, and should before the engine serves
         except Exception as error:  # noqa: BLE001  # what we did not foresee must cost the cache only
             self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
-        if not self.off:
-            self._worker = self._engine.start_worker()
 
-    @_guarded(lambda: None)
+    @_guarded(_nothing)
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
@@ -236,7 +267,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]
 
-    @_guarded(StepPlan)
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan()
@@ -257,32 +287,22 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 scheduled.append(Scheduled(tokens, computed_tokens, tables))
         return self._scheduler.build_step(scheduled)
 
-    @_guarded(lambda: None)
+    @_guarded(_nothing)
     def _start_loads(self) -> None:
         if self._worker is not None:
-            self._worker.start_loads(self._plan())
+            self._worker.start_loads(self._step)
 
-    @_guarded(lambda: None)
-    def _save(self) -> None:
-        if self._worker is not None:
-            self._worker.start_stores(self._plan())
-            self._worker.finish_stores()
+    @_guarded(_nothing)
+    def _read_plan(self, metadata: KVTiersMetadata) -> None:
+        self._step = StepPlan.from_plain(metadata.plain)
 
-    @_guarded(lambda: StepReport(frozenset(), frozenset()))
-    def _ended_loads(self) -> StepReport:
-        return self._worker.poll() if self._worker is not None else StepReport(frozenset(), frozenset())
-
-    @_guarded(lambda: None)
-    def _finished(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
         if self._scheduler is not None:
-            self._scheduler.finished(request_id)
+            self._scheduler.finished(request.request_id)
+        return False, None
 
-    @_guarded(lambda: None)
+    @_guarded(_nothing)
     def _reset(self) -> None:
         if self._scheduler is not None:
             self._scheduler.reset()
-
-    def _plan(self) -> StepPlan:
-        metadata = self._connector_metadata
-        return StepPlan.from_plain(metadata.plain) if isinstance(metadata, KVTiersMetadata) else StepPlan()
