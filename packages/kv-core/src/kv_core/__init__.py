@@ -9,16 +9,61 @@
 `kv_core.service` is the door that an engine's connector knocks at; `kv_core.connect` is the connector, less the engine.
 """
 
-from kv_core.errors import ConfigError, CopyFailed, InputError, KVError, MisuseError, TierDown
-from kv_core.extent import HostExtent
-from kv_core.format import ChunkFormat
-from kv_core.hashing import ChainScheme, Item
-from kv_core.keys import ChunkKey, KeySpace, tenant_tag
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.sequence import KeySequence, digests_of
-from kv_core.service import CacheService
-from kv_core.tokens import Tokens
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_core.errors import ConfigError, CopyFailed, InputError, KVError, MisuseError, TierDown
+    from kv_core.extent import HostExtent
+    from kv_core.format import ChunkFormat
+    from kv_core.hashing import ChainScheme, Item
+    from kv_core.keys import ChunkKey, KeySpace, tenant_tag
+    from kv_core.lookup import Ended, LookupPlan
+    from kv_core.sequence import KeySequence, digests_of
+    from kv_core.service import CacheService
+    from kv_core.tokens import Tokens
+    from kv_core.transfer import Copy, TransferPlan, plan_transfer
+else:
+    from kv_core.lazy import exports
+
+    __getattr__ = exports(
+        __name__,
+        {
+            "kv_core.errors": (
+                "ConfigError",
+                "CopyFailed",
+                "InputError",
+                "KVError",
+                "MisuseError",
+                "TierDown",
+            ),
+            "kv_core.extent": ("HostExtent",),
+            "kv_core.format": ("ChunkFormat",),
+            "kv_core.hashing": (
+                "ChainScheme",
+                "Item",
+            ),
+            "kv_core.keys": (
+                "ChunkKey",
+                "KeySpace",
+                "tenant_tag",
+            ),
+            "kv_core.lookup": (
+                "Ended",
+                "LookupPlan",
+            ),
+            "kv_core.sequence": (
+                "KeySequence",
+                "digests_of",
+            ),
+            "kv_core.service": ("CacheService",),
+            "kv_core.tokens": ("Tokens",),
+            "kv_core.transfer": (
+                "Copy",
+                "TransferPlan",
+                "plan_transfer",
+            ),
+        },
+    )
 
 __all__ = [
     "CacheService",

@@ -1,5 +1,6 @@
 """`python -m kv_sglang flags`: the arguments that make SGLang use this cache."""
 
-from kv_sglang.cli import main
+from kv_core.command import run_command
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(run_command("kv_sglang.cli"))

@@ -1,12 +1,36 @@
 """Where KV chunks live: a host pool, its index, leases and eviction. Keeps; decides nothing and copies nothing."""
 
-from kv_tiers.build import build_local_cache
-from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.eviction import EvictionPolicy, LruPolicy
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool
-from kv_tiers.tenants import Tenant
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_tiers.build import build_local_cache
+    from kv_tiers.clock import MonotonicClock
+    from kv_tiers.config import ColdConfig, HostConfig
+    from kv_tiers.eviction import EvictionPolicy, LruPolicy
+    from kv_tiers.local import LocalCache
+    from kv_tiers.pool import HostPool
+    from kv_tiers.tenants import Tenant
+else:
+    from kv_core.lazy import exports
+
+    __getattr__ = exports(
+        __name__,
+        {
+            "kv_tiers.build": ("build_local_cache",),
+            "kv_tiers.clock": ("MonotonicClock",),
+            "kv_tiers.config": (
+                "ColdConfig",
+                "HostConfig",
+            ),
+            "kv_tiers.eviction": (
+                "EvictionPolicy",
+                "LruPolicy",
+            ),
+            "kv_tiers.local": ("LocalCache",),
+            "kv_tiers.pool": ("HostPool",),
+            "kv_tiers.tenants": ("Tenant",),
+        },
+    )
 
 __all__ = [
     "ColdConfig",

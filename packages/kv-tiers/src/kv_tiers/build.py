@@ -18,7 +18,7 @@ from kv_tiers.local import LocalCache
 from kv_tiers.machine import spelled
 from kv_tiers.observe.bus import Source
 from kv_tiers.options import read_options
-from kv_tiers.pool import HostPool, slot_bytes_for
+from kv_tiers.pool import HostPool, check_capacity, slot_bytes_for
 from kv_tiers.registry import tier_factory
 from kv_tiers.spill import WriteMode
 from kv_tiers.tenants import Tenant, quotas_of
@@ -95,13 +95,14 @@ def build_local_cache(
 
 
 def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) -> None:
-    """What can be seen of `build_local_cache` before it is known what the chunks are, without touching any medium.
+    """What can be seen of `build_local_cache` before it is known what the chunks are, without writing to any medium.
 
     Raises:
         ConfigError: the settings cannot be honoured.
     """
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
+    check_capacity(config.capacity_bytes)
     names: list[str] = []
     for number, options in enumerate(tiers):
         where = f"tiers[{number}]"

@@ -39,6 +39,13 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     try:
         return msgspec.convert(values, settings)
     except msgspec.ValidationError as error:
+        missing = [
+            field.encode_name
+            for field in msgspec.structs.fields(settings)
+            if field.required and field.encode_name not in values
+        ]
+        if missing:
+            raise ConfigError(f"{where}: {' and '.join(missing)} must be given; write {missing[0]}: …") from None
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
 
 

@@ -308,16 +308,30 @@ def _parent() -> Path:
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
+def check_capacity(nbytes: int, name: str = "") -> None:
+    """What is wrong with a pool's size whatever its chunks are. name: of the pool, for the error.
+
+    Raises:
+        ConfigError: it holds no chunk, or more than the machine's memory.
+    """
+    if nbytes < PAGE_NBYTES:
+        raise ConfigError(
+            f"a capacity of {nbytes} bytes holds no chunk at all; write how much memory chunks may take, such as 4GiB"
+        )
+    limit = memory_limit_bytes()
+    if limit is not None and nbytes > limit:
+        raise ConfigError(
+            f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control "
+            f"group) has {spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the "
+            "engine room"
+        )
+
+
 def _check_size(name: str, chunk_nbytes: int, slots: int) -> int:
     if chunk_nbytes <= 0 or slots <= 0:
         raise ConfigError(f"a pool of {slots} chunks of {chunk_nbytes} bytes; both must be positive")
     nbytes = slots * slot_bytes_for(chunk_nbytes)
-    limit = memory_limit_bytes()
-    if limit is not None and nbytes > limit:
-        raise ConfigError(
-            f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control group) has "
-            f"{spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the engine room"
-        )
+    check_capacity(nbytes, name)
     return nbytes
 
 

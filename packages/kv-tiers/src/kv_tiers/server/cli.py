@@ -24,6 +24,7 @@ from kv_tiers.server.server import CacheServer
 _log = limited_logger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 _EPILOG = """\
 The settings are a file of TOML or JSON:
@@ -78,13 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(arguments)
         check_settings(config.host, config.tiers)
         _allow_descriptors(config)
+        # A signal between these two would leave the socket behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         http = open_http(config.http, config.tenants)
         server = CacheServer(config)
     except ConfigError as error:
         print(f"kv-server: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         signal.signal(number, lambda *_: server.stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if arguments.lifeline is not None:
         server.watch(arguments.lifeline)
     if arguments.owner is not None:

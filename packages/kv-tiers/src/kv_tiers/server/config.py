@@ -66,6 +66,16 @@ def read_config(options: Mapping[str, object]) -> ServerConfig:
         ConfigError: an unknown option, or a value of the wrong type or out of range.
     """
     given = dict(options)
+    host = given.get("host", {})
+    if (
+        isinstance(host, Mapping)
+        and "capacity_bytes" not in host
+        and not host.keys() - set(HostConfig.__struct_fields__)
+    ):
+        raise ConfigError(
+            "host: capacity_bytes is not given: how much memory may chunks take? Write --capacity 4GiB on the command "
+            'line, or capacity_bytes = "4GiB" under [host] in the settings (--config FILE)'
+        )
     for name, settings in (
         ("host", HostConfig),
         ("cold", ColdConfig),

@@ -45,7 +45,7 @@ from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
 from kv_tiers.pool import PAGE_NBYTES
 from kv_tiers.tier import ANY_CHUNKS, FileLease, FileRoom, Read, Tier, TierContext, TierUsage, Write, checked
-from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File
+from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File, check_place
 from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
 
@@ -116,6 +116,8 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
 def _check_options(options: Mapping[str, object]) -> None:
     config = read_options(DiskConfig, options, "disk")
     make_policy(config.policy, slots_for(config, ANY_CHUNKS))
+    for path in config.paths:
+        check_place(Path(path))
 
 
 @checked(_check_options)

@@ -455,6 +455,32 @@ def _make(path: Path) -> None:
         os.close(parent)
 
 
+def check_place(path: Path) -> None:
+    """What can be seen, without making anything, of whether the directory is there or can be made.
+
+    Raises:
+        ConfigError: it is not and cannot.
+    """
+    try:
+        os.close(_open_private(path))
+    except FileNotFoundError:
+        parent = path.absolute().parent
+        if not parent.is_dir():
+            raise ConfigError(
+                f"the disk tier's directory {path} cannot be made, as there is no directory {parent}; make that one "
+                f"(mkdir -p {parent}), or write another path"
+            ) from None
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"the disk tier's directory {path} cannot be made, as {parent} cannot be written to by this user; make "
+                "it for this user, with mode 0700, or write another path"
+            ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
+        ) from None
+
+
 def _open_private(path: Path) -> int:
     """The directory, open. Refused where others can reach into it."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

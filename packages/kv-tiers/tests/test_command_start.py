@@ -1,0 +1,225 @@
+"""Commands from their first import on: Ctrl-C at any moment, and settings that would refuse every client later."""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import kv_core
+import kv_tiers
+import pytest
+
+# Runs a console script as its file in bin/ does, and is interrupted where the module named last is imported.
+SCRIPT = """
+import importlib.metadata, os, signal, sys
+
+moment, command = sys.argv[1:3]
+del sys.argv[1:3]
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+(entry,) = importlib.metadata.entry_points(group="console_scripts", name=command)
+sys.meta_path.insert(0, Interrupt())
+sys.exit(entry.load()())
+"""
+SERVER = ["--capacity", "1MiB"]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as made:
+        yield Path(made)
+
+
+def interrupted(command: str, moment: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, moment, command, *arguments],
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        preexec_fn=default_interrupts,
+    )  # fmt: skip
+
+
+def default_interrupts() -> None:
+    """As a shell that is talked to starts commands. One whose parent ignores SIGINT would ignore it too."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("command", "moment", "arguments"),
+    [
+        ("kv", "kv_core.cli", ["keys", "-"]),
+        ("kv", "argparse", ["keys", "-"]),
+        ("kv", "xxhash", ["keys", "-"]),
+        ("kv", "kv_tiers.sim_cli", ["sim", "--help"]),
+        ("kv", "msgspec", ["top", "--once"]),
+        ("kv", "kv_tiers.server.config", ["top", "--once"]),
+        ("kv-server", "kv_tiers.server.cli", SERVER),
+        ("kv-server", "argparse", SERVER),
+        ("kv-server", "kv_tiers.local", SERVER),
+        ("kv-server", "msgspec", SERVER),
+    ],
+)
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(command: str, moment: str, arguments: list[str]) -> None:
+    done = interrupted(command, moment, *arguments)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (130, -2), (done.returncode, done.stderr)
+
+
+def test_ctrl_c_while_kv_server_makes_its_caches_leaves_no_socket(home: Path) -> None:
+    """At the import of what only HTTP needs: its socket is not taken yet, or is given back."""
+    path = home / "s" / "kv.sock"
+    done = interrupted("kv-server", "uvicorn", *SERVER, "--http", "127.0.0.1:0", "--socket", str(path))
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not list(home.rglob("*.sock*"))
+
+
+def test_ctrl_c_while_kv_server_waits_for_its_settings_is_no_traceback(home: Path) -> None:
+    process = subprocess.Popen(
+        [str(Path(sys.executable).with_name("kv-server")), "--config", "-"],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts,
+    )  # fmt: skip
+    try:
+        wchan_is_pipe(process.pid)
+        process.send_signal(2)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "")
+
+
+def wchan_is_pipe(pid: int) -> None:
+    """Wait until the process reads its standard input, which is empty: its system call is read(0, …)."""
+    from kv_tiers.testing.wait import until
+
+    until(lambda: Path(f"/proc/{pid}/syscall").read_text().startswith("0 0x0 "), 30)
+
+
+def test_packages_have_their_names_though_late() -> None:
+    for package in (kv_core, kv_tiers):
+        for name in package.__all__:
+            assert getattr(package, name) is vars(package)[name]
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            package.nothing  # noqa: B018
+
+
+# What can be checked at start is checked at start.
+
+
+def kv_server(*arguments: str, drop: int | None = None) -> "subprocess.CompletedProcess[str]":
+    """With what it says when it does not start; one that starts is ended. drop: a capability that root goes without."""
+
+    def without() -> None:
+        if drop is not None and os.geteuid() == 0:
+            ctypes.CDLL(None).prctl(24, drop, 0, 0, 0)  # PR_CAPBSET_DROP
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kv_tiers.server", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=without,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert select.select([process.stdout], [], [], 30)[0]
+    finally:
+        process.terminate()
+        said, errors = process.communicate(timeout=30)
+    return subprocess.CompletedProcess(process.args, process.returncode, said, errors)
+
+
+def refused(done: "subprocess.CompletedProcess[str]") -> str:
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("where", ["directory", "link", "no writing", "no file system"])
+def test_a_socket_that_cannot_be_made_is_one_line(home: Path, where: str) -> None:
+    path = home / "kv.sock"
+    if where == "directory":
+        Path(f"{path}.lock").mkdir()
+    elif where == "link":
+        Path(f"{path}.lock").symlink_to("/nowhere")
+    elif where == "no writing":
+        home.chmod(0o500)
+    else:
+        path = Path("/proc/self/s/kv.sock")
+    line = refused(kv_server("--capacity", "1MiB", "--socket", str(path), drop=1))  # CAP_DAC_OVERRIDE
+    assert str(path.parent) in line and "--socket" in line
+    home.chmod(0o700)
+
+
+def test_without_arguments_it_says_which(home: Path) -> None:
+    line = refused(kv_server())
+    assert "--capacity 4GiB" in line and "[host]" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"host": {"capacity_bytes": 0}}, "such as 4GiB"),
+        ({"host": {"capacity_bytes": "4kB"}}, "such as 4GiB"),
+        ({"host": {"capacity_bytes": "1024TiB"}}, "write a capacity of at most"),
+        ({"host": {"policy": "lru"}}, "--capacity 4GiB"),
+        ({"host": {"capacity_bytes": "1MiB"}, "tiers": [{"type": "disk", "path": "DISK"}]}, "capacity_bytes must be"),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "disk", "path": "HOME/no/kv", "capacity_bytes": "1GiB"}]},
+            "mkdir -p HOME/no",
+        ),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "disk", "path": "HOME/file", "capacity_bytes": "1GiB"}]},
+            "choose another directory",
+        ),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "disk", "path": "HOME/open", "capacity_bytes": "1GiB"}]},
+            "0700",
+        ),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "disk", "path": "HOME/closed/kv", "capacity_bytes": "1GiB"}]},
+            "cannot be written to",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_refuse_every_client_later_ends_the_start(
+    home: Path, settings: dict[str, object], says: str
+) -> None:
+    (home / "file").touch()
+    (home / "open").mkdir(0o755)
+    (home / "closed").mkdir(0o500)
+    text = json.dumps({"socket": str(home / "s" / "kv.sock"), **settings}).replace("HOME", str(home))
+    (home / "kv.json").write_text(text)
+    line = refused(kv_server("--config", str(home / "kv.json"), drop=1))
+    assert says.replace("HOME", str(home)) in line
+    assert not (home / "s").exists()
+
+
+def test_a_disk_whose_directory_can_be_made_is_not_made_yet(home: Path) -> None:
+    text = json.dumps(
+        {"host": {"capacity_bytes": "1MiB"}, "socket": str(home / "s" / "kv.sock"),
+         "tiers": [{"type": "disk", "path": str(home / "kv"), "capacity_bytes": "1GiB"}]}
+    )  # fmt: skip
+    (home / "kv.json").write_text(text)
+    done = kv_server("--config", str(home / "kv.json"))
+    assert done.returncode == 0 and done.stdout.startswith("READY"), done
+    assert not (home / "kv").exists()
+
+
+def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:
+    scripts = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="console_scripts")}
+    assert scripts["kv"] == "kv_core.command:main"
+    assert scripts["kv-server"] == "kv_tiers.server_command:main"
