@@ -5,6 +5,7 @@ engines are made up: they look chunks up, store those that are not held, and com
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -26,21 +27,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long the engines run")
     parser.add_argument("--http", default="127.0.0.1:0", metavar="HOST:PORT", help="where the page is (default: any)")
-    asked = parser.parse_args()
+    parser.add_argument("--home", metavar="DIR", help="for token, disk and exported prefixes (default: removed)")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv-") as scratch:
+        home = Path(args.home or scratch)
+        (home / "prefixes").mkdir(parents=True, exist_ok=True)
         server = launch(
             {
                 "host": {"capacity_bytes": "64MiB"},
-                "tiers": [{"type": "disk", "name": "nvme", "path": f"{scratch}/kv", "capacity_bytes": "256MiB"}],
+                "tiers": [{"type": "disk", "name": "nvme", "path": f"{home}/kv", "capacity_bytes": "256MiB"}],
                 "tenants": [
                     {"name": "acme", "salt": "acme", "quota_bytes": "40MiB"},
                     {"name": "globex", "salt": "globex"},
                 ],
-                "http": {"listen": asked.http, "token_file": f"{scratch}/token"},
+                "http": {
+                    "listen": args.http,
+                    "token_file": f"{home}/token",
+                    "archive_dir": f"{home}/prefixes",
+                },
             }
         )
         print(f"the page: {server.url}   in a terminal: kv top --socket {server.socket}", flush=True)
-        until = time.monotonic() + asked.seconds
+        until = time.monotonic() + args.seconds
         engines = [threading.Thread(target=engine, args=(server.socket, number, until)) for number in range(2)]
         for one in engines:
             one.start()
@@ -62,8 +70,11 @@ def engine(socket: Path, number: int, until: float) -> None:
         facts={"chunk_tokens": str(CHUNK_TOKENS)},
     )
     rng = random.Random(number)
-    while time.monotonic() < until:
-        topic = min(int(rng.expovariate(0.05)), 99)
+    for turn in itertools.count():
+        if time.monotonic() >= until:
+            break
+        # Every fourth is about topic 1: the prompt that everybody has.
+        topic = min(int(rng.expovariate(0.05)), 99) if turn % 4 else 1
         keys = keys_of(topic, rng.randrange(3), "acme" if topic % 3 else "globex")
         plan = cache.lookup(keys, "request", patient=True)
         while plan.ended.name == "PENDING":  # a tier below has more

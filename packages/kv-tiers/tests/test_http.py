@@ -19,9 +19,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
-from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
-from kv_core.sequence import KeySequence
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers.config import HostConfig
@@ -756,33 +754,6 @@ def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, m
 
 
 DOCS = Path(__file__).parents[3] / "docs" / "http.md"
-
-
-def test_the_examples_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
-    """As pasted, but for the server's address and the token's file."""
-    http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_dir": str(tmp_path)}
-    server = launch(
-        {"host": {"capacity_bytes": 64 * SLOT_NBYTES}, "http": http, "tenants": [{"name": "acme", "salt": "of acme"}]}
-    )
-    cache = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="made-up")
-    scheme = ChainScheme(chunk_tokens=256)
-    keys = KeySpace("demo", "", "", "", 1, scheme.name).keys(KeySequence(scheme).append(range(1024)))
-    blocks = re.findall(r"```sh\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    assert len(blocks) >= 3
-    for block in blocks:
-        cache.commit(cache.begin_store(keys, "w"))
-        pasted = block.replace("http://127.0.0.1:9400", server.url.rstrip("/"))
-        pasted = pasted.replace("/run/secrets/kv-token", str(tmp_path / "token"))
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", pasted],
-            capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PATH": path},
-        )  # fmt: skip
-        assert done.returncode == 0, (block, done.stdout, done.stderr)
-        assert '"status":4' not in done.stdout
-    assert (tmp_path / "system.kv").stat().st_size > 4 * CHUNK_NBYTES
-    cache.close()
-    server.stop()
 
 
 def test_the_docs_tell_of_every_path_and_every_setting(described: Served) -> None:

@@ -195,11 +195,24 @@ def _files(archive_dir: str) -> list[str]:
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float) -> Outcome:
     chunks = cache.warm_up(keys, name, timeout_s=timeout_s)
+    if not chunks:
+        raise _nothing(
+            "nothing was warmed up or pinned: no tier holds", len(keys), "see what pins keep (GET /prefixes)"
+        )
     return chunks, "" if chunks == len(keys) else f"{chunks} of {len(keys)} chunks could be brought up and pinned"
+
+
+def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
+    return InputError(
+        f"{what} the first of these {chunks} chunks. Have an engine serve the prompt; give kv keys the model, dtype, "
+        f"format and salt of that engine; or {otherwise}"
+    )
 
 
 def _export(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, fingerprint: str) -> Outcome:
     chunks = export_prefix(cache, keys, path, fingerprint=fingerprint)
+    if not chunks:
+        raise _nothing("nothing was exported or written: the pool does not hold", len(keys), "warm the prefix up first")
     return chunks, "" if chunks == len(keys) else f"the pool holds {chunks} of {len(keys)} chunks; warm up the rest"
 
 
