@@ -28,7 +28,7 @@ from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
 
-from kv_vllm.canary import LayerGroup, Refusal, prove
+from kv_vllm.canary import LayerGroup, Proof, Refusal, prove
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import ALONE, RankShare, rank_share
 from kv_vllm.translate import served_model
@@ -52,6 +52,7 @@ class Engine:
     bus: EventBus | None = None
     server: ServerProcess | None = None
     shape: ConnectShape | None = None
+    described: str = ""
     formats: tuple[ChunkFormat, ...] = ()
     layouts: tuple[PagedLayout, ...] = ()
     copiers: tuple[Copier, ...] = ()
@@ -94,7 +95,24 @@ class Engine:
         assert self.cache is not None and self.shape is not None
         self.scheduler = SchedulerHalf(self.cache, self.shape, name=self.id)
         self.roles.add("SCHEDULER")
+        _log.info("the KV cache is on: %s", self.described)
         return self.scheduler
+
+    def log_summary(self) -> None:
+        """What came of it, in one line. For the process of the scheduler half."""
+        if self.scheduler is None:
+            return
+        counts = self.scheduler.counts
+        _log.info(
+            "the KV cache ends: of %d requests it loaded %d, %d tokens in all (%d loads failed and were computed), and "
+            "stored chunks in %d steps%s",
+            counts.requests,
+            counts.loads - counts.loads_failed,
+            counts.tokens_to_load,
+            counts.loads_failed,
+            counts.stores,
+            f"; it was turned off: {self.off}" if self.off else "",
+        )
 
 
 _ENGINES: dict[str, Engine] = {}
@@ -134,14 +152,14 @@ def bind_worker(
         return bound.refuse(groups.reason)
     formats: list[ChunkFormat] = []
     copiers: list[Copier] = []
-    layouts: list[PagedLayout] = []
+    proofs: list[Proof] = []
     for group in groups:
         _check_blocks(settings.chunk_tokens, group)
         proved = prove(group, settings.format, settings.chunk_tokens)
         if isinstance(proved, Refusal):
             return bound.refuse(proved.reason)
         formats.append(proved.format)
-        layouts.append(proved.layout)
+        proofs.append(proved)
         copiers.append(make_copier(proved.layout, group.tensors, proved.format))
         _log.info("the canary proved %s of %d layers", proved.description, len(group.tensors))
     if len({chunk_format.nbytes for chunk_format in formats}) != 1:
@@ -154,8 +172,9 @@ def bind_worker(
         "shards": str(bound.share.shards),
         "chunk_tokens": str(settings.chunk_tokens),
         "block_tokens": " ".join(str(group.block_tokens) for group in groups),
-        "kv_dtype": str(groups[0].tensors[0].dtype) if formats[0].kind == "blocks" else layouts[0].dtype,
+        "kv_dtype": str(groups[0].tensors[0].dtype) if formats[0].kind == "blocks" else proofs[0].layout.dtype,
         "kv_scales": _scales_digest(groups),
+        "described": "; ".join(proof.description for proof in proofs),
     }
     if in_one_process(vllm_config) and not settings.server.socket:
         bound.cache, bound.bus = open_here(settings, chunks)
@@ -174,7 +193,12 @@ def bind_worker(
                 raise  # the user can mend it
             return bound.refuse(f"rank {bound.share.rank} finds no cache server: {error}")
     bound.shape = _shape(vllm_config, settings, chunks, known)
-    bound.formats, bound.layouts, bound.copiers = tuple(formats), tuple(layouts), tuple(copiers)
+    bound.described = _described(bound, settings, known)
+    bound.formats, bound.layouts, bound.copiers = (
+        tuple(formats),
+        tuple(proof.layout for proof in proofs),
+        tuple(copiers),
+    )
     _attach(bound, bound.cache.pool)
     return None
 
@@ -195,6 +219,7 @@ def bind_scheduler(bound: Engine, vllm_config: Any, settings: Settings) -> None:
     (only,) = chunks
     bound.cache, _ = open_there(settings, only, engine_id=bound.id, rank=None, facts={})
     bound.shape = _shape(vllm_config, settings, only, workers[0].facts)
+    bound.described = _described(bound, settings, workers[0].facts)
     return None
 
 
@@ -206,6 +231,8 @@ def release(engine_id: str, role: str) -> None:
     bound.roles.discard(role)
     if role == "WORKER" and bound.worker is not None:
         bound.worker.close()
+    if role == "SCHEDULER":
+        bound.log_summary()
     if not bound.roles:
         del _ENGINES[engine_id]
         if bound.cache is not None:
@@ -248,6 +275,20 @@ def _shape(vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
+
+
+def _described(bound: Engine, settings: Settings, known: Mapping[str, str]) -> str:
+    """In a line for the log: what is kept, where, and what vLLM lets us do with it."""
+    assert bound.cache is not None and bound.shape is not None
+    if settings.server.socket:
+        place = f"the server at {settings.server.socket}"
+    else:
+        pool = bound.cache.pool
+        tiers = ", ".join(str(tier.get("type")) for tier in settings.tiers)
+        place = f"a pool of {settings.host.capacity} ({pool.slots} chunks)" + (f" above {tiers}" if tiers else "")
+    limits = [] if bound.shape.loads else ["kv_role is kv_producer, so nothing is loaded"]
+    limits += [] if bound.shape.stores else ["kv_role is kv_consumer, so nothing is stored"]
+    return "; ".join([f"chunks of {settings.chunk_tokens} tokens in {place}", known["described"], *limits])
 
 
 def _attach(bound: Engine, pool: HostPool | MappedPool) -> None:

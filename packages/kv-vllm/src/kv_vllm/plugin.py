@@ -5,6 +5,9 @@ CONNECTOR_NAME = "KVTiersConnector"
 
 def register() -> None:
     """Make `kv_connector="KVTiersConnector"` known to vLLM. Idempotent: vLLM may call it more than once a process."""
+    from kv_vllm.log import join_vllm_log
+
+    join_vllm_log()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

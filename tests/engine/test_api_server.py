@@ -1,0 +1,103 @@
+"""vLLM's API server, as users start it: what they see of us in its log, and what is left when it has ended."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import SHARED
+from kv_tiers.testing.servers import free_port
+from kv_tiers.testing.wait import until
+
+READY_S, END_S = 180, 60
+PROMPT = SHARED[:600]
+
+
+@contextmanager
+def api_server(
+    model: str, cache: dict[str, Any], directory: Path, runtime: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """A running server, where it listens, and its log. Whatever happens, nothing of it is left running."""
+    log, port = directory / "server.log", free_port()
+    transfer = {
+        "kv_connector": "KVTiersConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": cache,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
+    command += ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer)]
+    environ = {name: value for name, value in os.environ.items() if name not in ("VLLM_LOGGING_LEVEL",)}
+    environ |= {"XDG_RUNTIME_DIR": str(runtime), "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONWARNINGS": "ignore"}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environ, start_new_session=True)
+    try:
+        _wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
+        yield process, f"http://127.0.0.1:{port}", log
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(END_S)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def is_healthy() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    until(is_healthy, READY_S)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """Where sockets go. A socket's path may not be long, as pytest's directories are."""
+    with tempfile.TemporaryDirectory(prefix="kv") as directory:
+        yield Path(directory)
+
+
+def complete(url: str, prompt: list[int]) -> str:
+    body = {"model": "", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        body["model"] = json.load(answer)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
+    spelling_llama: str, tmp_path: Path, runtime: Path
+) -> None:
+    """What waits to be written back is on the disk when a SIGTERM has ended the server, and the next one finds it."""
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "write": "back"}
+    cache = {"host": {"capacity": "64MiB"}, "tiers": [tier]}
+    answers = []
+    for number, expected in enumerate(
+        ["of 2 requests it loaded 1, 512 tokens", "of 1 requests it loaded 1, 512 tokens"]
+    ):
+        with api_server(spelling_llama, cache, tmp_path, runtime) as (process, url, log):
+            answers += [complete(url, PROMPT) for _ in range(2 - number)]
+            process.send_signal(signal.SIGTERM)
+            process.wait(END_S)
+            said = log.read_text()
+        assert len(re.findall(r"INFO .*the KV cache is on: chunks of 256 tokens in a pool of 64MiB", said)) == 1, said
+        assert len(re.findall(f"INFO .*the KV cache ends: {expected}", said)) == 1, said
+        # Whether the private server has ended too is told by its socket.
+        until(lambda: not [path for path in runtime.rglob("*") if not path.is_dir()], END_S)
+    assert len(set(answers)) == 1
