@@ -61,6 +61,7 @@ class Engine:
     share: RankShare = ALONE
     faults: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
+    _summary: tuple[int, ...] = (0, 0, 0, 0)
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
@@ -99,20 +100,14 @@ class Engine:
         return self.scheduler
 
     def log_summary(self) -> None:
-        """What came of it, in one line. For the process of the scheduler half."""
-        if self.scheduler is None:
+        """What has come of a cache in this process so far, in one line. A private server says so itself at its end."""
+        if not isinstance(self.cache, LocalCache):
             return
-        counts = self.scheduler.counts
-        _log.info(
-            "the KV cache ends: of %d requests it loaded %d, %d tokens in all (%d loads failed and were computed), and "
-            "stored chunks in %d steps%s",
-            counts.requests,
-            counts.loads - counts.loads_failed,
-            counts.tokens_to_load,
-            counts.loads_failed,
-            counts.stores,
-            f"; it was turned off: {self.off}" if self.off else "",
-        )
+        counts = self.cache.counts()
+        said = (counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed)
+        if said != self._summary:
+            self._summary = said
+            _log.info("the KV cache: %d lookups found %d of %d chunks, and %d chunks entered the pool", *said)
 
 
 _ENGINES: dict[str, Engine] = {}

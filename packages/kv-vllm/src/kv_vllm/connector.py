@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = limited_logger(__name__)
 
 _IDLE_STEP_S = 0.0005
+_SUMMARY_EVERY_S = 60.0
 _MOST_FAILURES = 32
 """Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
 
@@ -123,6 +124,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
+        self._summary_at_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
 
@@ -300,6 +302,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request.request_id, None)
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
+        if not self._requests and time.monotonic() >= self._summary_at_s:
+            # vLLM's API server kills this process without a chance for last words, so they come when it falls idle.
+            self._engine.log_summary()
+            self._summary_at_s = time.monotonic() + _SUMMARY_EVERY_S
         return False, None
 
     @_guarded(_nothing)

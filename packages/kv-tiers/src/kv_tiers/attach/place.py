@@ -103,7 +103,7 @@ def open_there(
             "tenants": settings.tenants,
             "observe": settings.observe,
         }
-        server = launch(msgspec.to_builtins(config), socket=socket, detached=detached)
+        server = launch(msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
     until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
     while True:
         try:

@@ -90,6 +90,11 @@ class Caches:
             thread.join()
         self.opened()
         for cache in self._caches.values():
+            counts = cache.counts()
+            _log.info(
+                "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",
+                counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,
+            )  # fmt: skip
             try:
                 cache.close()
             except BufferError as error:
