@@ -18,6 +18,7 @@ import pytest
 # Runs a console script as its file in bin/ does, and is interrupted where the module named last is imported.
 SCRIPT = """
 import importlib.metadata, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 
 moment, command = sys.argv[1:3]
 del sys.argv[1:3]
@@ -45,15 +46,7 @@ def interrupted(command: str, moment: str, *arguments: str) -> "subprocess.Compl
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, moment, command, *arguments],
         capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
-        preexec_fn=default_interrupts,
     )  # fmt: skip
-
-
-def default_interrupts() -> None:
-    """As a shell that is talked to starts commands. One whose parent ignores SIGINT would ignore it too."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +80,8 @@ def test_ctrl_c_while_kv_server_makes_its_caches_leaves_no_socket(home: Path) ->
 
 def test_ctrl_c_while_kv_server_waits_for_its_settings_is_no_traceback(home: Path) -> None:
     process = subprocess.Popen(
-        [str(Path(sys.executable).with_name("kv-server")), "--config", "-"],
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts,
+        [sys.executable, "-c", SCRIPT, "nothing", "kv-server", "--config", "-"],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         wchan_is_pipe(process.pid)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from kv_tiers.server import RemoteCache, wire
 from kv_tiers.server.accepting import allow_descriptors
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import line, until
 
 LIMIT = 64
 CLIENTS = 100
@@ -58,7 +58,7 @@ def server() -> Iterator[Server]:
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
             assert ready.select(30), log.read_text()
-        port = httpx.URL(process.stdout.readline().split()[-1]).port
+        port = httpx.URL(line(process.stdout).split()[-1]).port
         assert port is not None
         yield Server(process, path, port, log)
         process.terminate()

@@ -17,6 +17,7 @@ from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, pool
 from kv_tiers.directory import HEADER_NBYTES, RECORD_NBYTES, nbytes_for
 from kv_tiers.testing.contract import assert_adds_up, content
+from kv_tiers.testing.wait import line
 
 CHUNK_NBYTES = 6000
 SLOTS = 8
@@ -280,7 +281,7 @@ def test_killed_at_any_moment_it_serves_whole_chunks_only(name: str) -> None:
         command = [sys.executable, "-c", WRITER, name, str(CHUNK_NBYTES), str(SLOTS), str(turn)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
+            assert line(writer.stdout) == b"ready\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 writer.wait(chance.random() * 0.05)
             writer.send_signal(signal.SIGKILL)

@@ -29,6 +29,7 @@ from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.media import slabs_of, unreadable_device
 from kv_tiers.testing.tier_contract import BoundedTierContract, PersistentTierContract, aligned_pages
+from kv_tiers.testing.wait import joined
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for, slots_for
 from kv_tiers.tiers.disk_files import File
@@ -322,7 +323,7 @@ def test_a_directory_has_one_owner(box: Box) -> None:
         f"config = DiskConfig(path={str(box.path)!r}, capacity_bytes=1 << 20); "
         "DiskTier(config, TierContext(5000, 8192, 'disk'), LruPolicy())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert "is in use by another disk tier" in done.stderr
     box.stop()
     box.start()
@@ -462,7 +463,9 @@ def full_disk(root: Path) -> dict[str, object]:
 def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True, timeout=120
+    ).returncode:
         pytest.skip("file systems cannot be mounted here")
     box = Box(mount / "tier")
     try:
@@ -479,7 +482,7 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
         assert tier.holds(key_chain(4, branch="again 7")) == [True] * 4
     finally:
         box.stop()
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", str(mount)], check=True, timeout=120)
 
 
 def failing(number: int, path_end: str = "") -> Callable[..., None]:
@@ -638,7 +641,7 @@ def test_reading_holds_nobody_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> N
     store(tier, key_chain(14, branch="more"))  # every other slot
     assert tier.holds(keys) == [False] * 3
     go_on.set()
-    reader.join()
+    joined(reader)
     assert outcomes == [Loaded(CONTEXT.chunk_nbytes)]
 
 
@@ -672,7 +675,7 @@ def test_a_store_waits_for_readers_to_make_room(box: Box, monkeypatch: pytest.Mo
     assert waiting.wait(30)
     go_on.set()
     for thread in (writer, *readers):
-        thread.join()
+        joined(thread)
     assert outcomes == [Stored()]
 
 

@@ -43,7 +43,7 @@ from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, until
 from schemathesis import GenerationMode
 from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import ignored_auth
@@ -172,7 +172,7 @@ def test_alive_and_ready_are_two_things(served: Served, monkeypatch: pytest.Monk
     assert "being opened" in problem(served.get("/readyz"), 503)
     assert served.get("/healthz").json() == {"alive": True}
     go_on.set()
-    joining.join()
+    joined(joining)
     until(lambda: served.get("/readyz").status_code == 200)
 
 
@@ -686,7 +686,7 @@ def test_the_relay_serves_engines_while_http_is_flooded(served: Served) -> None:
     answered = [cache.lookup(key_chain(5), "r").chunks for _ in range(500)]
     stop.set()
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert answered == [5] * 500
     cache.close()
 

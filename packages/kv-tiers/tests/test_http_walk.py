@@ -16,7 +16,7 @@ from kv_core.testing import key_chain
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.testing.contract import CHUNK_NBYTES
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import line, until
 
 ROOT = Path(__file__).parents[3]
 DOCS = (ROOT / "docs" / "http.md").read_text()
@@ -32,7 +32,7 @@ def example(home: Path) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[2].rstrip("/")
+        yield line(process.stdout).split()[2].rstrip("/")
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -20,7 +20,7 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import line, until
 
 SLOTS = 8
 
@@ -88,9 +88,8 @@ def lost_process(server: ServerProcess, does_map: str) -> Iterator["subprocess.P
         process.communicate(timeout=30)
 
 
-def said(process: "subprocess.Popen[str]", line: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == f"{line}\n"  # it ends its output when it ends
+def said(process: "subprocess.Popen[str]", word: str) -> None:
+    assert line(process.stdout) == f"{word}\n"  # it ends its output when it ends
 
 
 def test_a_client_that_has_nothing_more_to_do_gives_back_what_it_was_writing(server: ServerProcess) -> None:

@@ -21,7 +21,7 @@ from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
 from moto.server import ThreadedMotoServer
@@ -132,7 +132,7 @@ def listening(answer: bytes | Callable[[bytes], bytes] | None) -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     ended.set()
-    thread.join()
+    joined(thread)
     listener.close()
 
 

@@ -25,7 +25,7 @@ from kv_tiers.server.server import CacheServer
 from kv_tiers.spill import WriteMode
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, until
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")
@@ -186,7 +186,7 @@ def test_many_threads_publish_and_every_event_is_told_or_counted() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        joined(thread)
     bus.close()
     assert len(gathered.all) + bus.events_dropped == 8000
     for name in range(4):  # each thread's in its order

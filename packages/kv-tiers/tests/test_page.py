@@ -19,7 +19,7 @@ import pytest
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import line, until
 
 CHUNK_NBYTES = 64 << 10
 PENDING = ("waiting", "under_way")
@@ -109,7 +109,7 @@ class Browser:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(60)
         os.close(self._commands)
         os.close(self._answers)
 
@@ -303,7 +303,7 @@ def test_pictures_of_a_real_run(browser: Browser) -> None:
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert run.stdout is not None
-    url = run.stdout.readline().split()[2]
+    url = line(run.stdout).split()[2]
     browser.look(1400, 1200)
     browser.go(url)
     threading.Event().wait(65)
@@ -315,4 +315,4 @@ def test_pictures_of_a_real_run(browser: Browser) -> None:
     threading.Event().wait(2)
     (directory / "page-narrow.png").write_bytes(browser.picture())
     run.stdout.close()
-    run.wait()
+    run.wait(60)

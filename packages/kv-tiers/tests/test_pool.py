@@ -134,7 +134,7 @@ def test_a_file_has_one_owner_at_a_time(name: str) -> None:
         pool._parent = lambda: Path({str(pool._parent())!r})
         HostPool.named({name!r}, 100, 3)
     """
-    ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False, timeout=99)
     assert ended.returncode == 1
     assert "open already" in ended.stderr
     made.close()

@@ -22,14 +22,15 @@ from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.testing.contract import CHUNK_NBYTES, content
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import line, until
 
 SLOTS = 40
 CHUNKS = 12
 
 # Stores chunks that only `write: back` stores below, says where its server is, and computes for ever.
 ENGINE = """
-import json, subprocess, sys
+import json, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from kv_core.testing import key_chain
 from kv_tiers.attach.place import Format, open_there
 from kv_tiers.attach.settings import load
@@ -60,7 +61,7 @@ class Engine:
             env={**os.environ, "XDG_RUNTIME_DIR": str(home)},
         )  # fmt: skip
         assert self.process.stdout is not None
-        pid, path = self.process.stdout.readline().split()
+        pid, path = line(self.process.stdout).split()
         self.server, self.socket = int(pid), Path(path)
         self._pidfd = os.pidfd_open(self.server)
 
@@ -167,7 +168,7 @@ def test_a_child_of_the_engine_that_lives_on_does_not_keep_the_server(tmp_path: 
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    server, child = map(int, process.stdout.readline().split())
+    server, child = map(int, line(process.stdout).split())
     watched, lives = os.pidfd_open(server), os.pidfd_open(child)
     process.kill()
     assert select.select([watched], [], [], 15)[0]
@@ -188,7 +189,7 @@ def test_a_private_server_in_a_directory_of_its_own_takes_that_with_it() -> None
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    pid, path = process.stdout.readline().split()
+    pid, path = line(process.stdout).split()
     watched = os.pidfd_open(int(pid))
     process.kill()
     process.communicate(timeout=30)

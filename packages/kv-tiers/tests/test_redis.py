@@ -37,7 +37,7 @@ from kv_tiers import codec
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.servers import Proxy, ValkeyServer, free_port, valkey_binary
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from redis.backoff import NoBackoff
@@ -169,7 +169,7 @@ class TlsFront:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.port: int = asyncio.run_coroutine_threadsafe(self.open(), self.loop).result()
+        self.port: int = asyncio.run_coroutine_threadsafe(self.open(), self.loop).result(60)
 
     async def open(self) -> int:
         self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=self.context)
@@ -192,9 +192,9 @@ class TlsFront:
             mine = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             await asyncio.wait(mine, timeout=2) if mine else None
 
-        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
+        joined(self.thread)
         self.loop.close()
 
 
@@ -374,7 +374,7 @@ class Liar:
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        self.thread.join()
+        joined(self.thread)
 
 
 class TestTroubles:
@@ -472,7 +472,7 @@ class TestTroubles:
             until(lambda: done[0] > before + 20 or bad)
             ended.set()
             for thread in threads:
-                thread.join()
+                joined(thread)
             assert not bad
             assert longest_s[0] < 4
         finally:
@@ -781,5 +781,5 @@ def test_both_names_make_the_same_tier() -> None:
 def test_no_client_library_is_imported_before_its_tier_is_made() -> None:
     modules = "kv_tiers.tiers.redis, kv_tiers.tiers.objects, kv_tiers.tiers.shared_fs, kv_tiers.registry"
     program = f"import sys, {modules}; print([name for name in ('redis', 'obstore', 'moto') if name in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == "[]"

@@ -47,7 +47,7 @@ from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_NBYTES, ServiceContract, assert_adds_up, content
 from kv_tiers.testing.model import ServiceMachine
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, line, until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import bytes_for
 
@@ -523,10 +523,13 @@ def kill_often(kills: int) -> dict[str, int]:
             child_lives(server.socket, number, writer)
         os.close(writer)
         if rng.random() < 0.9:  # else while it connects
-            assert os.read(reader, 1) == b"r"
+            assert select.select([reader], [], [], 60)[0] and os.read(reader, 1) == b"r"
         select.select([], [], [], rng.random() ** 2 * 0.02)
         os.kill(child, signal.SIGKILL)
         counted["writing"] += stays.counts().write_leases > 0
+        ended = os.pidfd_open(child)
+        assert select.select([ended], [], [], 60)[0]
+        os.close(ended)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the child ended by itself"
         os.close(reader)
@@ -675,7 +678,7 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
     until(lambda: hits[2] > 50 or bool(failures))
     phase = 3
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert not failures
     until(lambda: keeper.lookup(stems[0], "k").ended is not Ended.REFUSED)
     keeper.end("k")
@@ -848,11 +851,14 @@ def test_another_user_is_refused(served: Served) -> None:
     code = (
         "import os, socket, sys\n"
         "connection = socket.socket(socket.AF_UNIX)\n"
+        "connection.settimeout(60)\n"
         "os.setgid(65534), os.setuid(65534)\n"
         "connection.connect(sys.argv[1])\n"
         "print(connection.recv(999))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(served.path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(served.path)], capture_output=True, text=True, check=False, timeout=120
+    )
     assert "you are user 65534" in done.stdout, done.stderr
     assert ask_server(served.path, wire.Ping()) == wire.Done()
 
@@ -919,7 +925,7 @@ def test_opening_a_new_models_tiers_delays_nobody_else(served: Served, monkeypat
     assert joined == []
     go_on.set()
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert len(joined) == 2
     store(joined[0], key_chain(2))
     assert read(joined[1], key_chain(2))
@@ -1011,7 +1017,7 @@ def test_who_floods_the_server_delays_nobody(served: Served) -> None:
     answered = sum(held(stays, key_chain(3)) == 3 for _ in range(50))
     stop.set()
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert answered == 50
     stays.close()
 
@@ -1170,9 +1176,11 @@ def test_a_server_of_another_version_is_refused_with_words(home: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(home / "s"))
         listener.listen()
+        listener.settimeout(60)
 
         def answer() -> None:
             accepted, _ = listener.accept()
+            accepted.settimeout(60)
             with accepted:
                 accepted.sendall(wire.HEADER.pack(3, 9) + b"abc")
                 while accepted.recv(999):
@@ -1182,7 +1190,7 @@ def test_a_server_of_another_version_is_refused_with_words(home: Path) -> None:
         thread.start()
         with pytest.raises(ConfigError, match="the other 9"):
             join(home)
-        thread.join()
+        joined(thread)
 
 
 def test_the_first_message_is_a_hello_and_caches_are_registered_once(served: Served) -> None:
@@ -1222,7 +1230,9 @@ def test_it_is_ready_at_once_and_small(home: Path) -> None:
     cache.close()
     server.stop()
     code = "import sys, kv_tiers.server.cli; print(sorted(name for name in sys.modules if '.' not in name))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     for name in ("torch", "vllm", "matplotlib", "redis", "obstore", "asyncio", "pickle5"):
         assert f"'{name}'" not in loaded
 
@@ -1237,10 +1247,10 @@ def test_a_private_server_ends_with_whoever_started_it() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
-    pid, path = process.stdout.readline().split()
+    pid, path = line(process.stdout).split()
     watched = os.pidfd_open(int(pid))
     process.kill()
-    process.wait()
+    process.wait(60)
     process.stdout.close()
     process.stdin.close()
     assert select.select([watched], [], [], 10)[0]
@@ -1261,7 +1271,7 @@ def test_a_detached_server_stores_what_was_to_be_written_back_after_its_engine_w
     command = [sys.executable, "-c", code, json.dumps(config), str(home / "s")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
-    pid, is_running = process.stdout.readline().split()
+    pid, is_running = line(process.stdout).split()
     assert is_running == "True" and os.getsid(int(pid)) == int(pid) != process.pid
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     assert int(parent) not in (process.pid, os.getpid())
@@ -1269,7 +1279,7 @@ def test_a_detached_server_stores_what_was_to_be_written_back_after_its_engine_w
     store(cache, key_chain(5))
     watched = os.pidfd_open(int(pid))
     process.kill()
-    process.wait()
+    process.wait(60)
     assert select.select([watched], [], [], 10)[0]
     os.close(watched)
     process.stdout.close()
@@ -1352,7 +1362,11 @@ def test_a_file_of_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None
 def test_the_command_says_what_is_wrong(home: Path) -> None:
     for arguments in (["--config", str(home / "none")], ["--socket", str(home / "s")]):
         done = subprocess.run(
-            [sys.executable, "-m", "kv_tiers.server", *arguments], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "kv_tiers.server", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
         )
         assert done.returncode == 2
         assert done.stderr.startswith("kv-server: ")

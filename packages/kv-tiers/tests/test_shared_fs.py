@@ -20,7 +20,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers import shared_fs
 from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier
@@ -242,7 +242,7 @@ class TestSharedFs(PersistentTierContract):
             host.start()
         loaded = [results.get(timeout=60) for _ in hosts]
         for host in hosts:
-            host.join()
+            joined(host)
         assert all(isinstance(count, int) and count > 50 for count in loaded), loaded
         assert not [path for path in self.files() if path.suffix == ".tmp"]
 
@@ -254,7 +254,7 @@ class TestSharedFs(PersistentTierContract):
         until(lambda: len(self.files()) >= 8, within_s=60)
         assert host.pid is not None
         os.kill(host.pid, signal.SIGKILL)
-        host.join()
+        joined(host)
         for branch in range(4):
             self.load(key_chain(4, branch=str(branch)))  # which checks what is loaded
 

@@ -23,6 +23,7 @@ from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.observe.spans import Spans
 from kv_tiers.testing.contract import CHUNK_NBYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.testing.wait import joined
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -161,7 +162,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         yield f"http://127.0.0.1:{server.server_port}", received
     finally:
         server.shutdown()
-        thread.join()
+        joined(thread)
         server.server_close()
 
 
@@ -205,5 +206,7 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
         "except ConfigError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONDEVMODE": "0"}
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, timeout=120
+    )
     assert "pip install 'kv-tiers[otel]'" in said.stdout

@@ -22,11 +22,19 @@ from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.server.report import CacheReport, Report, TierReport
+from kv_tiers.testing.wait import line, until
 from kv_tiers.top import Watch
 from kv_tiers.top_view import draw, plain_console
 
 CHUNK_NBYTES = 64 << 10
-COMMAND = [sys.executable, "-c", "import sys; from kv_core.cli import main; sys.exit(main(sys.argv[1:]))", "top"]
+# Ctrl-C ends it as in a terminal, also where whoever runs the tests ignores SIGINT, as nohup and jobs of scripts do.
+CODE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kv_core.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+COMMAND = [sys.executable, "-c", CODE, "top"]
 
 
 def start(home: Path) -> ServerProcess:
@@ -72,13 +80,14 @@ class Terminal:
     def shown(self) -> str:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw.decode(errors="replace"))
 
-    def end(self) -> int:
+    def end(self, seconds: float = 30) -> int:
         self.process.send_signal(signal.SIGINT)
+        end = time.monotonic() + seconds
         with contextlib.suppress(OSError):  # the other side is closed
-            while data := os.read(self._end, 1 << 16):
-                self.raw += data
+            while select.select([self._end], [], [], max(0.0, end - time.monotonic()))[0]:
+                self.raw += os.read(self._end, 1 << 16)
         os.close(self._end)
-        return self.process.wait(30)
+        return self.process.wait(max(1.0, end - time.monotonic()))
 
 
 @pytest.fixture
@@ -88,7 +97,7 @@ def terminals() -> Iterator[list[Terminal]]:
     for one in made:
         if one.process.poll() is None:
             one.process.kill()
-            one.process.wait()
+            one.process.wait(60)
 
 
 def test_in_a_terminal_it_follows_the_server_and_says_when_it_is_away(
@@ -150,21 +159,20 @@ def test_json_is_the_servers_report(tmp_path: Path) -> None:
     cache = join(server)
     store(cache, 3)
     done = run("--socket", str(server.socket), "--json", "--once")
-    (line,) = done.stdout.splitlines()
-    report = msgspec.json.decode(line, type=Report)
+    (only,) = done.stdout.splitlines()
+    report = msgspec.json.decode(only, type=Report)
     assert (report.pid, report.caches[0].counts.chunks_resident) == (server.pid, 3)
     following = subprocess.Popen(
         [*COMMAND, "--socket", str(server.socket), "--json", "--every", "0.1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert following.stdout is not None and following.stderr is not None
-    assert [json.loads(following.stdout.readline())["pid"] for _ in range(3)] == [server.pid] * 3
+    assert [json.loads(line(following.stdout))["pid"] for _ in range(3)] == [server.pid] * 3
     cache.close()
     server.stop()
-    assert any("top: away" in line for line in following.stderr)
+    until(lambda: "top: away" in line(following.stderr))
     server = start(tmp_path)
-    while json.loads(following.stdout.readline())["pid"] != server.pid:
-        pass
+    until(lambda: json.loads(line(following.stdout))["pid"] == server.pid)
     following.send_signal(signal.SIGINT)
     assert following.wait(30) == 0
     following.stdout.close()
