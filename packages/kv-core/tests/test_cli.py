@@ -28,6 +28,7 @@ def prompt(tmp_path: Path) -> Path:
 def test_json_says_what_the_library_says(prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET + b"\n")
+    secret.chmod(0o600)
     words = ["keys", str(prompt), "--chunk-tokens", "4", "--algorithm", "blake2b", "--secret-file", str(secret)]
     words += ["--salt", "s", "--lora", "l", "--tag", "a=1", "--tag", "b=x=y", "--item", "9f:2c:5:2", "--partial"]
     words += ["--model", "org/m", "--revision", "r", "--dtype", "bfloat16", "--format-fingerprint", "ff"]

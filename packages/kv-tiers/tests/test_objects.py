@@ -38,6 +38,7 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     host, port = server.get_host_and_port()
     secret = tmp_path_factory.mktemp("secret") / "key"
     secret.write_text("a secret\n")
+    secret.chmod(0o600)
     WHERE.update({"endpoint": f"http://{host}:{port}", "secret_access_key_file": str(secret)})
     with urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/chunks", method="PUT")):
         pass

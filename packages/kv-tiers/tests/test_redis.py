@@ -672,6 +672,7 @@ class TestTroubles:
         server.ask("ACL", "SETUSER", "writer", "on", ">s3cret", "~mine:*", *rights)
         server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~mine:*", "+get", "+exists", "+ping")
         (tmp_path / "password").write_text("s3cret\n")
+        (tmp_path / "password").chmod(0o600)
         monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
         url, keys = f"redis://127.0.0.1:{server.port}", key_chain(2)
         writer = self.tier(url, username="writer", password_file=str(tmp_path / "password"), prefix="mine")

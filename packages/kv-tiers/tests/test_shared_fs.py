@@ -136,7 +136,7 @@ class TestSharedFs(PersistentTierContract):
         assert self.loaded(keys) == [True, False, False, False]
         self.tier.probe()
 
-    @pytest.mark.parametrize("call", ["fsync", "replace", "pwritev", "preadv", "stat"])
+    @pytest.mark.parametrize("call", ["fsync", "replace", "pwritev", "preadv", "lstat"])
     def test_a_medium_with_errors_is_down(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         keys = key_chain(2)
         self.store(keys[:1])
@@ -207,15 +207,15 @@ class TestSharedFs(PersistentTierContract):
         assert self.loaded(others) == [True] * 8
 
     def test_a_slow_file_system_is_asked_by_many_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real, clock, both, asked_elsewhere = os.stat, HandClock(), threading.Barrier(2), itertools.count()
+        real, clock, both, asked_elsewhere = os.lstat, HandClock(), threading.Barrier(2), itertools.count()
 
-        def stat(path: str) -> os.stat_result:
+        def lstat(path: str) -> os.stat_result:
             clock.advance(0.0005)
             if threading.current_thread() is not threading.main_thread() and next(asked_elsewhere) < 2:
                 both.wait(10)  # neither is answered before the other has asked
             return real(path)
 
-        monkeypatch.setattr(os, "stat", stat)
+        monkeypatch.setattr(os, "lstat", lstat)
         monkeypatch.setattr(time, "perf_counter", clock.now_s)
         keys = key_chain(8)
         self.store(keys)

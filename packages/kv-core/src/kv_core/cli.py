@@ -9,6 +9,7 @@ import importlib.metadata
 import io
 import json
 import re
+import stat
 import string
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +141,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def prompt_scheme(asked: argparse.Namespace) -> ChainScheme:
     """How the prompt's tokens become digests."""
-    return ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file))
+    return ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file, asked.algorithm))
 
 
 def prompt_space(asked: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
@@ -229,8 +230,18 @@ def _write_json(row: _Printed, naming: _Naming | None) -> None:
     print(json.dumps(described, ensure_ascii=False))
 
 
-def _secret(path: str | None) -> bytes:
-    return b"" if path is None else Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+def _secret(path: str | None, algorithm: Algorithm) -> bytes:
+    if path is None:
+        return b""
+    if algorithm != "blake2b":
+        raise InputError(f"{algorithm} takes no secret; choose blake2b, or leave the secret out")
+    file = Path(path)
+    found = file.stat()  # before it is opened, as a pipe would keep us waiting
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"--secret-file {path} is not a file")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise InputError(f"--secret-file {path} is open to others: run chmod 600 {path}")
+    return file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
 
 
 def _tags(texts: Sequence[str]) -> dict[str, str]:

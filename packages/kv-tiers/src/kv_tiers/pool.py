@@ -14,7 +14,6 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +25,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.directory import Directory, nbytes_for
 from kv_tiers.machine import memory_limit_bytes, spelled
+from kv_tiers.private_files import open_own_file, own_directory
 
 _log = limited_logger(__name__)
 
@@ -346,41 +346,22 @@ def _open_unnamed(name: str) -> tuple[int, bool]:
 def _make_private(directory: Path) -> None:
     """A directory that is ours and closed to others, made if it is not there."""
     try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
+        own_directory(directory, "remove it, or write no name for the pool")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made for named pools: {error.strerror}; write no name") from None
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"{directory} is not a directory of this user closed to others (0700), so what lies there cannot be "
-            "trusted; remove it, or write no name for the pool"
-        )
 
 
 def _open_private(path: Path) -> int:
     """The file, made if it is not there, ours alone and locked."""
     while True:
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            file = open_own_file(path, os.O_RDWR | os.O_CREAT, "remove it or choose another name")
         except OSError as error:
-            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise ConfigError(
-                f"the pool's file {path} cannot be opened: {why}; remove it or choose another name"
+                f"the pool's file {path} cannot be opened: {error.strerror}; remove it or choose another name"
             ) from None
         try:
             found = os.fstat(file)
-            if (
-                not stat.S_ISREG(found.st_mode)
-                or found.st_uid != os.geteuid()
-                or stat.S_IMODE(found.st_mode) & 0o177
-                or found.st_nlink > 1
-            ):
-                raise ConfigError(
-                    f"the pool's file {path} is not a plain file of this user alone (0600), so its content cannot be "
-                    "trusted; remove it or choose another name"
-                )
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -14,6 +14,7 @@ from kv_core.keys import TENANT_NBYTES, tenant_tag
 from kv_tiers.config import TenantConfig
 from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
+from kv_tiers.private_files import read_secret
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -75,16 +76,7 @@ def _tag(config: TenantConfig, where: str) -> bytes:
 
 
 def _salt_in(path: Path, where: str) -> str:
-    try:
-        with path.open("rb") as file:
-            mode = path.stat().st_mode
-            salt = file.read(1 << 16).removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise ConfigError(f"{where}: salt_file {path} cannot be read: {error.strerror}") from None
-    if mode & 0o077:
-        raise ConfigError(f"{where}: salt_file {path} can be read by others: run chmod 600 {path}")
-    if not salt:
-        raise ConfigError(f"{where}: salt_file {path} is empty; write the salt into it, as requests carry it")
+    salt = read_secret(path, f"{where}: salt_file", empty_hint="write the salt into it, as requests carry it")
     try:
         return salt.decode()
     except UnicodeDecodeError:

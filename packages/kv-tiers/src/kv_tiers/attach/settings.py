@@ -21,6 +21,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.observe.build import check as check_observe
 from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
+from kv_tiers.private_files import read_secret
 from kv_tiers.tenants import read_tenants
 
 _log = limited_logger(__name__)
@@ -239,13 +240,7 @@ def _value_at(settings: Settings, path: str) -> object:
 
 
 def _read_secret(path: Path) -> bytes:
-    try:
-        mode = path.stat().st_mode
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"secret_file {path} cannot be read: {error.strerror}") from None
-    if mode & 0o077:
-        raise ConfigError(f"secret_file {path} can be read by others: run chmod 600 {path}")
+    secret = read_secret(path, "secret_file").strip()
     if not 16 <= len(secret) <= 64:
         raise ConfigError(f"secret_file {path} holds {len(secret)} bytes; a secret has 16 to 64")
     return secret

@@ -8,13 +8,14 @@ lock counts only while its file is the one that is there: who opened it before i
 import fcntl
 import os
 import socket
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
+
+from kv_tiers.private_files import own_directory
 
 PRIVATE_PREFIX: Final = "engine-"
 """How the names of engines' private servers begin in a user's own directory. What killed ones left is removed there."""
@@ -132,14 +133,8 @@ def _cannot_listen(path: Path, error: OSError) -> ConfigError:
 
 def _make_private(directory: Path) -> None:
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        own_directory(directory, "name another one for the socket", parents=True)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be made for a server's socket: {error.strerror}; write another socket (--socket)"
         ) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"{directory} is not a directory of this user closed to others (0700), so who listens there cannot be "
-            "trusted; name another one for the socket"
-        )

@@ -21,7 +21,6 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from kv_core.errors import ConfigError
 from kv_tiers import codec
 from kv_tiers.machine import spelled
 from kv_tiers.pool import PAGE_NBYTES
+from kv_tiers.private_files import open_own_directory, open_own_file
 
 VERSION: Final = 1
 RECORD_NBYTES: Final = 512
@@ -74,26 +74,13 @@ class File:
         Raises:
             ConfigError: it is a link, somebody else's, or open to others.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         self.path = path
         self.direct = direct
         self.in_doubt = False
         """A sync failed: nobody knows what of the last writes has reached the medium."""
         self._syncing = threading.Lock()
-        try:
-            self.fd = os.open(path.name, flags | (os.O_DIRECT if direct else 0), 0o600, dir_fd=directory)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise ConfigError(f"{path} is a symbolic link; remove it or choose another directory") from None
-        found = os.fstat(self.fd)
-        private = stat.S_ISREG(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o177
-        if not private or found.st_uid != os.geteuid() or found.st_nlink > 1:
-            os.close(self.fd)
-            raise ConfigError(
-                f"{path} is not a plain file of this user alone (0600), so its content cannot be trusted; "
-                "remove it or choose another directory"
-            )
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        self.fd = open_own_file(path, flags, "remove it or choose another directory", directory=directory)
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +168,7 @@ class DiskDirectory:
         try:
             _make(Path(root))
             _make(self.path)
-            self._fd = _open_private(self.path)
+            self._fd = open_own_directory(self.path, "remove it or choose another directory")
             lock = self._open("lock")
             opened = os.fstat(lock.fd)
             self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
@@ -462,7 +449,7 @@ def check_place(path: Path) -> None:
         ConfigError: it is not and cannot.
     """
     try:
-        os.close(_open_private(path))
+        os.close(open_own_directory(path, "remove it or choose another directory"))
     except FileNotFoundError:
         parent = path.absolute().parent
         if not parent.is_dir():
@@ -479,16 +466,3 @@ def check_place(path: Path) -> None:
         raise ConfigError(
             f"{path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
         ) from None
-
-
-def _open_private(path: Path) -> int:
-    """The directory, open. Refused where others can reach into it."""
-    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(opened)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        os.close(opened)
-        raise ConfigError(
-            f"{path} is not a directory of this user closed to others (0700), so what lies there cannot be trusted; "
-            "remove it or choose another directory"
-        )
-    return opened

@@ -22,6 +22,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.codec import HEADER_NBYTES
 from kv_tiers.options import read_options
+from kv_tiers.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _DELETED_AT_ONCE: Final = 1000
@@ -45,7 +46,7 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     region: str = "us-east-1"
     access_key_id: str = ""
     secret_access_key_file: str = ""
-    """Read once, at the start."""
+    """Read once, at the start. Closed to all others (0600)."""
     anonymous: bool = False
     """Requests are not signed."""
     unsigned_payload: bool = False
@@ -290,12 +291,15 @@ def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
         "retry_timeout": timedelta(seconds=config.timeout_s),
         "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
     }
+    secret = b""
+    if config.access_key_id:
+        secret = read_secret(Path(config.secret_access_key_file), f"{where}: secret_access_key_file")
     try:
         if config.endpoint:
             options["endpoint"] = config.endpoint
         if config.access_key_id:
             options["access_key_id"] = config.access_key_id
-            options["secret_access_key"] = Path(config.secret_access_key_file).read_text().strip()
+            options["secret_access_key"] = secret.decode("utf-8", "replace").strip()
         if config.tls_ca_file:
             client["root_certificate"] = Path(config.tls_ca_file).read_bytes()
         return obstore.store.S3Store(config.bucket, config=options, client_options=client, retry_config=retries)

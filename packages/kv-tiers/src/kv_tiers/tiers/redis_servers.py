@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 
+from kv_tiers.private_files import read_secret
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, command
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What the sentinels call the master."""
     username: str = ""
     password_file: str = ""
-    """Read at every connection, so that a password may be changed while we run."""
+    """Read at every connection, so that a password may be changed while we run. Closed to all others (0600)."""
     password_env: str = ""
     """Or the name of an environment variable."""
     tls_ca_file: str = ""
@@ -126,8 +127,8 @@ class Servers:
         self._config = config
         self._url = read_url(config, where)
         self._tls = _tls_context(config, where) if self._url.kind == "tls" else None
-        if config.password_file and not os.access(config.password_file, os.R_OK):
-            raise ConfigError(f"{where}: password_file: {config.password_file} cannot be read")
+        if config.password_file:
+            read_secret(Path(config.password_file), f"{where}: password_file")
         if config.password_env and config.password_env not in os.environ:
             raise ConfigError(f"{where}: password_env: there is no environment variable {config.password_env}")
         self._lock = threading.Lock()
@@ -271,7 +272,11 @@ class Servers:
         if self._config.password_env:
             return os.environ.get(self._config.password_env, "")
         if self._config.password_file:
-            return Path(self._config.password_file).read_text().rstrip("\r\n")
+            try:
+                secret = read_secret(Path(self._config.password_file), "password_file")
+            except ConfigError as error:  # it was changed since the start
+                raise TierDown(str(error)) from None
+            return secret.decode("utf-8", "surrogateescape").rstrip("\r\n")
         return ""
 
     def _found(self) -> tuple[list[Address], list[Address | None]]:
@@ -412,6 +417,7 @@ def _tls_context(config: RedisConfig, where: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=config.tls_ca_file or None)
         if config.tls_cert_file:
+            read_secret(Path(config.tls_key_file), f"{where}: tls_key_file")
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
     except OSError as error:
         raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error

@@ -1,10 +1,17 @@
 """Chunks as files of a file system that many hosts share (NFS, Lustre, a parallel file system). One file a chunk:
 
-    <directory>/<namespace>/<the key's path>    a page that begins with the header, then the chunk's bytes
+    <directory>/<namespace>[-<key's name>]/<chunk key's path>    a page that begins with the header, then the bytes
 
 Nobody owns the directory: every host writes, reads and removes what it likes, at the same time. So a file is written
 under a name of its own and then renamed, and what is found is believed only as far as its length goes; the header does
 the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is not there.
+
+**Whose chunks are served.** Those of this user, or with `mode: group` of whoever is in the directory's group: a file
+that is somebody else's, or that others may write to, is not there for us, and a directory that others may write to is
+not used. Where users share one on purpose they also share a key (`key_file`): each file then carries a code made with
+it over its header and bytes (HMAC-SHA256, behind the header in its page), and what has no right code is damaged,
+whoever wrote it. Chunks made with another key, or with none, are in another directory. Who has the key can write what
+others will load.
 
 No capacity is enforced, for no host knows what the others store. An age may be: whoever stores looks at a few
 files more and removes those that are too old, as well as what a killed host left half written. Ages are measured by
@@ -12,6 +19,8 @@ the file system's own clock.
 """
 
 import errno
+import hashlib
+import hmac
 import itertools
 import os
 import secrets
@@ -21,15 +30,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
-from kv_core.errors import TierDown
+from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers.codec import HEADER_NBYTES
 from kv_tiers.options import read_options
+from kv_tiers.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _PAGE_NBYTES: Final = 4096
@@ -51,6 +62,8 @@ _MOST_FAILURES: Final = 3
 
 _TEMPORARY: Final = ".tmp"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
+_CODE_AT: Final = slice(HEADER_NBYTES, HEADER_NBYTES + 32)
 _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -61,6 +74,11 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """It must be there: made by whoever mounts it, so that nothing is written where it is not mounted."""
     mode: Literal["private", "group"] = "private"
     """Files and directories are for their owner (0600, 0700), or for the directory's group as well (0660, 2770)."""
+    key_file: str = ""
+    """A secret of 16 to 4096 bytes (0600) that all who share the directory have: only chunks made with it are served,
+    so it does not matter who else may write there."""
+    trust_writers: bool = False
+    """Serve what anybody wrote who may write in the directory, without a key."""
     ttl_s: int = 0
     """A file is removed so long after it was last stored or loaded, give or take half of that; 0: never."""
     temporary_s: int = 3600
@@ -71,6 +89,8 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         if not self.directory:
             raise ValueError("directory is empty")
+        if self.key_file and self.trust_writers:
+            raise ValueError("write key_file or trust_writers, not both")
         if self.ttl_s < 0 or self.temporary_s < 1 or self.threads < 1:
             raise ValueError("temporary_s and threads are positive, ttl_s is not negative")
 
@@ -84,7 +104,7 @@ def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> 
     """The factory of the tier type `shared_fs`; `SharedFsConfig` says what may be in `options`.
 
     Raises:
-        ConfigError: options that cannot be honoured.
+        ConfigError: options that cannot be honoured, or a key that others can read.
     """
     return SharedFsTier(read_options(SharedFsConfig, options, "shared_fs"), context)
 
@@ -99,10 +119,13 @@ class SharedFsTier:
         self.name = name
         self._config = config
         self._root = os.path.abspath(config.directory)
-        self._directory = f"{self._root}/{context.namespace}"
+        self._key = _read_key(config, name) if config.key_file else b""
+        key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
+        self._directory = f"{self._root}/{context.namespace}{key_name}"
         self._file_nbytes = _PAGE_NBYTES + context.chunk_nbytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
+        self._gid: int | None = None  # the directory's group, once it was looked at
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
         self._sweeping = threading.Lock()
@@ -110,6 +133,7 @@ class SharedFsTier:
         self._swept_from_s = 0.0
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._see_root()
         first, rest = keys[:_KEYS_A_THREAD], keys[_KEYS_A_THREAD:]
         start_s = time.perf_counter()
         held = self._look(first)
@@ -123,6 +147,7 @@ class SharedFsTier:
         return held
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        self._see_root()
         outcomes: list[LoadOutcome] = []
         failed: list[ReadFailed] = []
         for read in reads:
@@ -136,6 +161,7 @@ class SharedFsTier:
         return outcomes
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        self._see_root()
         outcomes: list[StoreOutcome] = []
         for write in writes:
             refusal = outcomes[-1] if outcomes else None
@@ -191,11 +217,24 @@ class SharedFsTier:
 
     def _look(self, keys: Sequence[ChunkKey]) -> list[bool]:
         files = (self._found(self._path(key)) for key in keys)
-        return [found is not None and found.st_size == self._file_nbytes for found in files]
+        return [found is not None and self._is_chunk(found) for found in files]
+
+    def _is_chunk(self, found: os.stat_result) -> bool:
+        return found.st_size == self._file_nbytes and stat.S_ISREG(found.st_mode) and self._is_trusted(found)
+
+    def _is_trusted(self, found: os.stat_result) -> bool:
+        """Whether nobody wrote the file, or may write it, whose chunks we do not serve."""
+        if self._key or self._config.trust_writers:
+            return True
+        if found.st_mode & stat.S_IWOTH:
+            return False
+        if self._config.mode == "group":
+            return found.st_gid == self._gid
+        return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWGRP
 
     def _found(self, path: str) -> os.stat_result | None:
         try:
-            return os.stat(path)
+            return os.lstat(path)
         except OSError as error:
             if error.errno in _GONE:
                 return None
@@ -217,9 +256,18 @@ class SharedFsTier:
         return Absent()
 
     def _receive(self, path: str, read: Read) -> LoadOutcome:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name would wait for ever
+        try:
+            file = os.open(
+                path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            )  # a pipe would wait for ever
+        except OSError as error:
+            if error.errno in _NOT_OURS:
+                return Absent()
+            raise
         try:
             found = os.fstat(file)
+            if not self._is_trusted(found):
+                return Absent()
             at, page = 0, bytearray(_PAGE_NBYTES)
             if found.st_size == self._file_nbytes and stat.S_ISREG(found.st_mode):
                 while at < self._file_nbytes:
@@ -230,8 +278,11 @@ class SharedFsTier:
         finally:
             os.close(file)
         if at != self._file_nbytes:
-            self._remove(path)
+            self._forget(path)
             return Damaged(f"a file of {at or found.st_size} bytes instead of {self._file_nbytes}")
+        if self._key and not hmac.compare_digest(self._code(page[:HEADER_NBYTES], read.chunk), bytes(page[_CODE_AT])):
+            self._forget(path)
+            return Damaged("it was not written with our key")
         read.header[:] = page[:HEADER_NBYTES]
         self._renew(path, found.st_mtime)
         return Loaded(read.nbytes)
@@ -248,7 +299,7 @@ class SharedFsTier:
     def _keep(self, write: Write) -> StoreOutcome:
         path = self._path(write.key)
         found = self._found(path)
-        if found is not None and found.st_size == self._file_nbytes:
+        if found is not None and self._is_chunk(found):
             self._renew(path, found.st_mtime)
             return Stored()
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
@@ -277,7 +328,8 @@ class SharedFsTier:
         try:
             if self._config.mode == "group":
                 os.fchmod(file, self._file_mode)  # whatever the umask
-            page = memoryview(write.header + bytes(_PAGE_NBYTES - len(write.header)))
+            code = self._code(write.header, write.chunk) if self._key else b""
+            page = memoryview((write.header + code).ljust(_PAGE_NBYTES, b"\0"))
             at = 0
             while at < self._file_nbytes:
                 at += os.pwritev(file, _rest([page, write.chunk], at), at)
@@ -287,6 +339,11 @@ class SharedFsTier:
             return os.fstat(file).st_mtime
         finally:
             os.close(file)
+
+    def _code(self, header: bytes | bytearray, chunk: memoryview) -> bytes:
+        made = hmac.new(self._key, header, "sha256")
+        made.update(chunk)
+        return made.digest()
 
     def _make_directories(self, path: str) -> None:
         """All below the root, which must be there."""
@@ -337,8 +394,15 @@ class SharedFsTier:
         try:
             os.unlink(path)
         except OSError as error:
+            if error.errno in _NOT_OURS and not self._is_there(path):
+                return
             if error.errno not in _GONE:
                 raise self._down(error) from error
+
+    def _is_there(self, path: str) -> bool:
+        """As far as we are concerned: what is another's, and not ours to remove, is not."""
+        found = self._found(path)
+        return found is not None and self._is_trusted(found) and (not self._key or found.st_uid == os.geteuid())
 
     def _forget(self, path: str) -> None:
         """Remove it if that works; it is nobody's chunk."""
@@ -347,14 +411,38 @@ class SharedFsTier:
         except OSError:
             return
 
+    def _see_root(self) -> None:
+        if self._gid is None:
+            self._check_root()
+
     def _check_root(self) -> None:
         try:
-            os.stat(self._root)
+            found = os.stat(self._root)
         except OSError as error:
             raise self._down(error) from error
+        gid = found.st_gid
+        if self._key or self._config.trust_writers:
+            self._gid = gid
+            return
+        others = stat.S_IWOTH if self._config.mode == "group" else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_mode & others or found.st_uid not in (os.geteuid(), 0):
+            mode = stat.S_IMODE(found.st_mode)
+            raise TierDown(
+                f"{self._root} (mode {mode:04o}, of user {found.st_uid}) may be written to by others; close it to "
+                "them, or write mode: group and give it to a group, or a key_file that all who share it have, or "
+                "trust_writers: true"
+            )
+        self._gid = gid
 
     def _down(self, error: OSError) -> TierDown:
         return TierDown(f"{self._root}: {error.strerror or error}")
+
+
+def _read_key(config: SharedFsConfig, where: str) -> bytes:
+    key = read_secret(Path(config.key_file), f"{where}: key_file")
+    if not 16 <= len(key) <= 4096:
+        raise ConfigError(f"{where}: key_file {config.key_file} has {len(key)} bytes; a key has 16 to 4096")
+    return key
 
 
 def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:

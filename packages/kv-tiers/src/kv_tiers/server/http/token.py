@@ -2,14 +2,14 @@
 
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
 
+from kv_tiers.private_files import read_secret
+
 _LEAST_CHARS: Final = 16
-_MOST_NBYTES: Final = 4096
 
 
 def read_token(path: Path) -> str:
@@ -18,22 +18,10 @@ def read_token(path: Path) -> str:
     Raises:
         ConfigError: others could read it, or it holds no token.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return _make_token(path)
-    except OSError as error:
-        raise ConfigError(f"http: token_file: {path} cannot be read: {error.strerror}") from None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"http: token_file: {path} is not a file of this user")
-        mode = stat.S_IMODE(found.st_mode)
-        if mode & 0o077:
-            raise ConfigError(f"http: token_file: others may read {path} (mode {mode:04o}); run: chmod 600 {path}")
-        token = os.read(descriptor, _MOST_NBYTES).decode("ascii", "replace").strip()
-    finally:
-        os.close(descriptor)
+    secret = read_secret(path, "http: token_file:", empty_hint="remove the file and a new one is made")
+    token = secret.decode("ascii", "replace").strip()
     if len(token) < _LEAST_CHARS or not all("!" <= char <= "~" for char in token):
         raise ConfigError(
             f"http: token_file: {path} holds no token of at least {_LEAST_CHARS} visible characters; remove the file "

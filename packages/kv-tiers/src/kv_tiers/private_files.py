@@ -1,0 +1,132 @@
+"""The one rule for secrets, and for files and directories of our own: who may have a hand in them.
+
+A **secret** is a plain file of this user, or of root, to which nobody else has any right. Links are followed, as
+Kubernetes mounts secrets by them, if they are this user's or root's too. Nothing here waits for a pipe.
+
+A **file or directory of our own** is this user's and closed to all others (0600, 0700), plain, no link, and has no
+other name: what lies there is believed as far as nobody else could have put it there. What is not there is made so.
+"""
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+MAX_SECRET_BYTES: Final = 64 << 10
+_KUBERNETES: Final = "for a secret that Kubernetes mounts write defaultMode: 0400"
+
+
+def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret into it") -> bytes:
+    """What the file holds; one newline at its end does not count.
+
+    what: the setting that names the file, for errors. empty_hint: what to do about a file with nothing in it.
+
+    Raises:
+        ConfigError: no such file, or one that others have a right to, or no secret in it. It repeats nothing of it.
+    """
+    said = f"{what} {path}"
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        # A socket or a device without a driver cannot even be opened.
+        why = "it is not a file" if error.errno == errno.ENXIO else error.strerror
+        raise ConfigError(f"{said} cannot be read: {why}") from None
+    try:
+        _check_link(path, said)
+        _check_secret(os.fstat(file), path, said)
+        secret = os.read(file, MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{said} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(file)
+    if len(secret) > MAX_SECRET_BYTES:
+        raise ConfigError(f"{said} has more than {MAX_SECRET_BYTES} bytes; name the file that the secret is in")
+    secret = secret.removesuffix(b"\n").removesuffix(b"\r")
+    if not secret:
+        raise ConfigError(f"{said} is empty; {empty_hint}")
+    return secret
+
+
+def _check_link(path: Path, said: str) -> None:
+    """Whoever makes a link chooses which of our files is read, and sent."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{said} is a link of user {found.st_uid}, who could point it anywhere; name the file itself")
+
+
+def _check_secret(found: os.stat_result, path: Path, said: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{said} is not a file")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{said} is a file of user {found.st_uid}; run chown {os.geteuid()} {path} and chmod 600 {path}"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        can = "be read" if mode & 0o044 else "be changed" if mode & 0o022 else "be run"
+        raise ConfigError(f"{said} can {can} by others: run chmod 600 {path} (mode {mode:04o}; {_KUBERNETES})")
+
+
+def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
+    """Make the directory if it is not there, and see that it is ours alone. remedy: what to do if it is not.
+
+    Raises:
+        ConfigError: it is not.
+        OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=parents)
+    _check_directory(path.lstat(), path, remedy)
+
+
+def open_own_directory(path: Path, remedy: str) -> int:
+    """The directory, which must be there, open.
+
+    Raises:
+        ConfigError, OSError: as of `own_directory`.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_directory(os.fstat(opened), path, remedy)
+    except ConfigError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None = None) -> int:
+    """The file, open; made if it is not there and `flags` says so. Never waits.
+
+    directory: open, the one that `path` is in. remedy: what to do if the file is not ours alone.
+
+    Raises:
+        ConfigError: it is not.
+        OSError: it cannot be opened.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        file = os.open(path if directory is None else path.name, flags, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a symbolic link; {remedy}") from None
+        raise
+    found = os.fstat(file)
+    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    if not is_plain or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o177:
+        os.close(file)
+        raise ConfigError(
+            f"{path} is not a plain file of this user alone (0600), so its content cannot be trusted; {remedy}"
+        )
+    return file
+
+
+def _check_directory(found: os.stat_result, path: Path, remedy: str) -> None:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{path} is not a directory of this user closed to others (0700), so what lies there cannot be trusted; "
+            f"{remedy}"
+        )
