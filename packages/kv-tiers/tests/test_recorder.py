@@ -79,7 +79,8 @@ def test_neither_keys_nor_holders_are_in_the_file_and_it_is_its_owners_alone(tmp
     cache.close()
     bus.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (line,) = path.read_text().splitlines()
+    said, line = path.read_text().splitlines()
+    assert set(json.loads(said)) == {"kv_trace", "chunk_tokens", "chunk_bytes", "keys_per_chunk"}
     assert set(json.loads(line)) == {"timestamp", "hash_ids"}
     assert "a-holder" not in line
     for key in keys:
@@ -100,7 +101,7 @@ def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> No
     tower.cache.lookup(keys, "r")  # another request of the same name
     tower.close()
     bus.close()
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text().splitlines()) == 1 + 2
 
 
 def test_a_chunk_of_several_keys_is_one_id(tmp_path: Path) -> None:
@@ -109,7 +110,8 @@ def test_a_chunk_of_several_keys_is_one_id(tmp_path: Path) -> None:
     cache.lookup(key_chain(6), "r", keys_per_chunk=2)
     cache.close()
     bus.close()
-    assert len(json.loads(path.read_text())["hash_ids"]) == 3
+    said, line = path.read_text().splitlines()
+    assert json.loads(said)["keys_per_chunk"] == 2 and len(json.loads(line)["hash_ids"]) == 3
 
 
 def test_a_full_file_stops_and_says_what_was_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +122,7 @@ def test_a_full_file_stops_and_says_what_was_left_out(tmp_path: Path, caplog: py
             request(cache, key_chain(4, branch=str(number)), f"r{number}")
         cache.close()
         bus.close()
-    *lines, last = path.read_text().splitlines()
+    _, *lines, last = path.read_text().splitlines()
     assert path.stat().st_size <= 1000 + len(last) + 1
     assert last == f"# {50 - len(lines)} requests were left out"
     assert len([record for record in caplog.records if "is full" in record.message]) == 1
@@ -181,7 +183,7 @@ def test_a_medium_that_fills_up_ends_the_trace_with_a_whole_line(
     request(cache, key_chain(2, branch="later"), "r2")
     cache.close()
     bus.close()
-    first, last = path.read_text().splitlines()
+    _, first, last = path.read_text().splitlines()
     assert len(json.loads(first)["hash_ids"]) == 2 and last == "# 2 requests were left out"
     assert "ends here" in caplog.text
 

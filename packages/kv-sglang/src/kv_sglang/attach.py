@@ -192,7 +192,7 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
                     chunks,
                     engine_id=engine,
                     rank=0 if first else None,
-                    facts={"pool": ", ".join(names)},
+                    facts={"pool": ", ".join(names), "chunk_tokens": str(settings.chunk_tokens)},
                     detached=True,
                 )
                 made.server = made.server or server

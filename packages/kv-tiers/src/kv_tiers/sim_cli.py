@@ -21,7 +21,8 @@ Replay a trace of requests over a cache that was never built: which part of the 
 many bytes would have moved and how long that would have taken. The eviction policies are those of the cache itself.
 
 TRACE is Mooncake's JSON lines (hash_ids, timestamp in ms) or plain text: one request a line, its chunk ids with spaces
-between, perhaps after @SECONDS. Either may be gzipped. Equal ids must mean equal prefixes.
+between, perhaps after @SECONDS. Either may be gzipped. Equal ids must mean equal prefixes. What `observe.record` wrote
+says itself how many tokens and bytes a chunk has.
 
 A CAPACITY is a number of chunks (5000), bytes with a unit (64GiB, 2TB), or a part of the trace's unique chunks (5%).
 """
@@ -38,6 +39,8 @@ what one tier evicts goes down to the next.
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
 _OPT = "opt"
+_CHUNK_TOKENS = 512
+_DEFAULT_KV = "128KiB"
 _GBPS = {"host": 40.0, "disk": 3.0}
 _UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -89,12 +92,14 @@ def register(commands: Any) -> None:
         help="requests that fill the tiers before hits count (default: 20%%)",
     )
     cost = parser.add_argument_group("bytes and time")
-    cost.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="tokens a chunk (default: 512)")
+    cost.add_argument(
+        "--chunk-tokens", type=int, metavar="N", help=f"tokens a chunk (default: the trace's, else {_CHUNK_TOKENS})"
+    )
     cost.add_argument(
         "--token-bytes",
-        default="128KiB",
         metavar="BYTES",
-        help="KV of one token over all layers (default: 128KiB, that of Llama 3.1 8B in 16 bits)",
+        help=f"KV of one token over all layers (default: the trace's, else {_DEFAULT_KV}, that of Llama 3.1 8B in "
+        "16 bits)",
     )
     cost.add_argument(
         "--bandwidth",
@@ -113,15 +118,15 @@ def _sim(asked: argparse.Namespace) -> int:
         from kv_tiers import sim_plot  # before the work: without its library there is nothing to wait for
 
         sim_plot.check(asked.plot)
-    if asked.chunk_tokens < 1:
+    if asked.chunk_tokens is not None and asked.chunk_tokens < 1:
         raise InputError(f"--chunk-tokens {asked.chunk_tokens}: a chunk has at least one token")
-    chunk_bytes = _bytes(asked.token_bytes, "--token-bytes") * asked.chunk_tokens
     policies = list(dict.fromkeys(asked.policy.split(",")))
     for name in policies:
         if name != _OPT:
             make_policy(name, 1)  # refuse what is not there before the trace is read
     warm_up = _part(asked.warm_up, "--warm-up")
     trace = read_trace(asked.trace)
+    chunk_tokens, chunk_bytes = _sizes(trace, asked.chunk_tokens, asked.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in asked.capacity.split(",")]
     below = [_below(text, trace, chunk_bytes) for text in asked.below]
     names = ["host", *(plan.name for plan in below)]
@@ -143,13 +148,31 @@ def _sim(asked: argparse.Namespace) -> int:
             clock.finish(len(trace.prompts))
     if asked.json:
         for run in runs:
-            print(json.dumps(_described(run, trace, chunk_bytes, asked.chunk_tokens, gbps)))
+            print(json.dumps(_described(run, trace, chunk_bytes, chunk_tokens, gbps)))
     else:
         _print_table(runs, trace, chunk_bytes, gbps)
     if asked.plot is not None:
         lines = {name: [(r.capacity_chunks, r.hit_ratio) for r in runs if r.policy == name] for name in policies}
         sim_plot.draw(asked.plot, {trace.name: (trace.chunks_unique, lines)})
     return 0
+
+
+def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:
+    """Tokens and bytes a chunk: what the options say, else the trace, else Mooncake's."""
+    if trace.is_recorded_without_sizes and (tokens_option is None or bytes_option is None):
+        raise InputError(
+            f"{trace.name} was recorded by a release that wrote down neither how many tokens nor how many bytes a "
+            "chunk has: give both, --chunk-tokens (the engine's setting chunk_tokens) and --token-bytes (the cache's "
+            "chunk_nbytes, times its shards and groups, by those tokens), or record again"
+        )
+    if trace.chunk_bytes and not trace.chunk_tokens and tokens_option is None:
+        raise InputError(
+            f"{trace.name} does not say how many tokens a chunk has, as no engine told the cache; give --chunk-tokens"
+        )
+    tokens = tokens_option or trace.chunk_tokens or _CHUNK_TOKENS
+    if bytes_option is None and trace.chunk_bytes:
+        return tokens, trace.chunk_bytes
+    return tokens, _bytes(bytes_option or _DEFAULT_KV, "--token-bytes") * tokens
 
 
 def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dict[str, float]) -> None:

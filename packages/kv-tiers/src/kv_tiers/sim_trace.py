@@ -1,8 +1,12 @@
 """Traces: which prompts were asked for, one after the other, as chains of chunk keys. Two formats, either gzipped.
 
 Mooncake's (FAST 2025): one JSON object a line with `hash_ids`, chained ids of the prompt's blocks, and `timestamp` in
-milliseconds. Plain: one request a line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a
-comment. In both, equal ids mean equal prefixes: an id stands for its chunk and all that is before it.
+milliseconds. What `observe.record` writes is that, after a line that says how many tokens and bytes a chunk has:
+
+    {"kv_trace": 1, "chunk_tokens": 256, "chunk_bytes": 33554432, "keys_per_chunk": 1}
+
+Plain: one request a line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a comment. In both,
+equal ids mean equal prefixes: an id stands for its chunk and all that is before it.
 """
 
 import gzip
@@ -11,19 +15,30 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 
+TRACE_VERSION: Final = 1
+"""Of what `observe.record` writes. The meaning of a version never changes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """prompts: the chunk keys of each request, first to last. span_s: from the first to the last, if it is known."""
+    """prompts: the chunk keys of each request, first to last. span_s: from the first to the last, if it is known.
+
+    chunk_tokens, chunk_bytes: as the trace says; 0 where it does not.
+    is_recorded_without_sizes: it is what `observe.record` wrote before it said so, and its chunks may be of any size.
+    """
 
     name: str
     prompts: list[list[ChunkKey]]
     chunks_unique: int
     span_s: float | None
+    chunk_tokens: int = 0
+    chunk_bytes: int = 0
+    is_recorded_without_sizes: bool = False
 
 
 def read_trace(path: str) -> Trace:
@@ -37,8 +52,14 @@ def read_trace(path: str) -> Trace:
     parent_of: dict[ChunkKey, ChunkKey | None] = {}
     prompts: list[list[ChunkKey]] = []
     first_s = last_s = None
+    sizes: tuple[int, int] | None = None
+    looks_recorded = False
     for number, line in _lines(path):
         where = f"{path}:{number}"
+        if line.startswith('{"kv_trace"'):
+            sizes = _same_sizes(sizes, _sizes(line, where), where)
+            continue
+        looks_recorded = looks_recorded or (line.startswith('{"timestamp":') and "_length" not in line)
         ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
         prompt = [key_of.setdefault(name, ChunkKey(name.encode())) for name in ids]
         parent = None
@@ -55,7 +76,30 @@ def read_trace(path: str) -> Trace:
     if not prompts:
         raise InputError(f"{path}: no request in it; write one a line, its chunk ids with spaces between")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
-    return Trace(Path(path).name, prompts, len(key_of), span_s)
+    tokens, nbytes = sizes or (0, 0)
+    is_old = sizes is None and looks_recorded
+    return Trace(Path(path).name, prompts, len(key_of), span_s, tokens, nbytes, is_old)
+
+
+def _sizes(line: str, where: str) -> tuple[int, int]:
+    said = _json_object(line, where)
+    if said.get("kv_trace") != TRACE_VERSION:
+        raise InputError(f"{where}: a trace of version {said.get('kv_trace')}; this release reads {TRACE_VERSION}")
+    tokens, nbytes = said.get("chunk_tokens"), said.get("chunk_bytes")
+    if type(tokens) is not int or type(nbytes) is not int or tokens < 0 or nbytes < 1:
+        raise InputError(f"{where}: chunk_tokens and chunk_bytes must be whole numbers; repair the line")
+    return tokens, nbytes
+
+
+def _same_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str) -> tuple[int, int]:
+    if before is None or before == now:
+        return now
+    if before[1] == now[1] and 0 in (before[0], now[0]):  # an engine has told meanwhile how many tokens a chunk has
+        return max(before, now)
+    raise InputError(
+        f"{where}: from here chunks have {now[0]} tokens and {now[1]} bytes, and {before[0]} and {before[1]} before; "
+        "cut the trace in two at this line"
+    )
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
@@ -75,12 +119,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{where}: begins like a JSON object and is none ({error}); repair or delete the line"
-        ) from None
+    request = _json_object(line, where)
     ids = request.get("hash_ids")
     if not isinstance(ids, list) or any(type(chunk) is not int for chunk in ids):
         raise InputError(f"{where}: hash_ids must be a list of whole numbers, such as [0, 1, 2]")
@@ -88,6 +127,17 @@ def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
     if at_ms is not None and type(at_ms) not in (int, float):
         raise InputError(f"{where}: timestamp must be a number of milliseconds")
     return _checked(list(map(str, ids)), where), None if at_ms is None else at_ms / 1000
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where}: begins like a JSON object and is none ({error}); repair or delete the line"
+        ) from None
+    assert isinstance(found, dict)  # it begins with a brace
+    return found
 
 
 def _plain(line: str, where: str) -> tuple[list[str], float | None]:

@@ -64,7 +64,7 @@ def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]
             tiers=settings.tiers,
             cold=settings.cold,
             tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
-            events=bus.source("", chunks.chunk_nbytes),
+            events=bus.source("", chunks.chunk_nbytes, settings.chunk_tokens),
         )
     except BaseException:
         bus.close()

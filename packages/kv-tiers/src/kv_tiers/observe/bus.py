@@ -32,14 +32,16 @@ class Source:
     """One cache's end of a bus. Publish only after a look at `on`, so that unwatched events are never made."""
 
     __slots__ = (
-        "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "is_logged", "name", "on",
-        "on_requests",
+        "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_nbytes", "chunk_tokens", "is_logged", "name",
+        "on", "on_requests",
     )  # fmt: skip
 
-    def __init__(self, bus: "EventBus", name: str, chunk_nbytes: int) -> None:
+    def __init__(self, bus: "EventBus", name: str, chunk_nbytes: int, chunk_tokens: int = 0) -> None:
         self.name = name
         """Tells this cache apart from others on the same bus."""
         self.chunk_nbytes = chunk_nbytes
+        self.chunk_tokens = chunk_tokens
+        """What one of its chunks is of a prompt; 0 as long as no engine has told."""
         self.on = False
         """Somebody subscribes."""
         self.on_requests = False
@@ -121,9 +123,9 @@ class EventBus:
         """How often a subscriber raised."""
         return self._failures
 
-    def source(self, name: str = "", chunk_nbytes: int = 0) -> Source:
+    def source(self, name: str = "", chunk_nbytes: int = 0, chunk_tokens: int = 0) -> Source:
         """A new cache's end."""
-        source = Source(self, name, chunk_nbytes)
+        source = Source(self, name, chunk_nbytes, chunk_tokens)
         with self._lock:
             self._sources.append(source)
             self._turn(source)

@@ -1,5 +1,9 @@
 """Requests into a file that `kv sim` replays: Mooncake's JSON lines, one for each lookup that was answered for good.
 
+The first line says what a chunk is: the version of this format, tokens and bytes a chunk (with all its shards and
+groups, each in whole pages, as the pool has them), and of how many keys. It comes again where a file is appended to,
+or one of them changes; a reader refuses a trace of several formats.
+
 An id is a shortened hash of a chunk's key. Keys are hashes of tokens and salts themselves, so neither can be read from
 the file; who knows a prompt and the key space can tell whether it was asked for, so the file is its owner's alone.
 
@@ -22,10 +26,13 @@ from kv_core.service import Holder
 
 from kv_tiers.observe.bus import EventBus, Occurred, Source, Subscriber
 from kv_tiers.observe.events import HolderEnded, LookedUp
+from kv_tiers.pool import slot_bytes_for
+from kv_tiers.sim_trace import TRACE_VERSION
 
 _log = limited_logger(__name__)
 
 _MAX_HOLDERS: Final = 1 << 16
+_FORMAT_STARTS: Final = b'{"kv_trace"'
 _ID_BITS: Final = 52
 """What every reader of JSON holds exactly."""
 
@@ -63,7 +70,9 @@ class Recorder(Subscriber):
                     self._asked.popitem(last=False)
                 ids = [_short(key) for key in lookup.keys[:: lookup.keys_per_chunk]]
                 at_ms = round(self._bus.wall_s(occurred.at_s) * 1000)
-                self._file(occurred.source).add({"timestamp": at_ms, "hash_ids": ids})
+                file = self._file(occurred.source)
+                file.say_format(_format_of(occurred.source, lookup.keys_per_chunk))
+                file.add({"timestamp": at_ms, "hash_ids": ids})
             case HolderEnded(holder):
                 self._asked.pop((cache, holder), None)
             case _:
@@ -97,7 +106,9 @@ class _TraceFile:
         self._waiting_bytes = 0
         self._left_out = 0
         self._is_full = False
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._format: dict[str, object] = {}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)  # what others may read is closed to them below
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(self._file)
@@ -105,8 +116,16 @@ class _TraceFile:
         os.fchmod(self._file, 0o600)
         self._nbytes = found.st_size
 
+    def say_format(self, chunks: dict[str, object]) -> None:
+        """What the chunks of the requests from here on are."""
+        if chunks != self._format and not self._is_full:
+            self._format = chunks
+            line = _line(chunks)
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+
     def add(self, request: dict[str, object]) -> None:
-        line = json.dumps(request, separators=(",", ":")).encode() + b"\n"
+        line = _line(request)
         if self._is_full or self._nbytes + self._waiting_bytes + len(line) > self._max_bytes:
             if not self._is_full:
                 _log.warning("the trace %s is full (record_bytes); what comes now is left out", self._path)
@@ -125,7 +144,7 @@ class _TraceFile:
         except OSError as error:
             os.ftruncate(self._file, self._nbytes)  # a trace ends with a whole line
             self._is_full = True
-            self._left_out += len(lines)
+            self._left_out += sum(not line.startswith(_FORMAT_STARTS) for line in lines)
             _log.warning("the trace %s ends here: %s", self._path, error.strerror)
 
     def close(self) -> None:
@@ -143,6 +162,20 @@ class _TraceFile:
         while written < len(data):
             written += os.write(self._file, data[written:])
         self._nbytes += written
+
+
+def _format_of(source: Source, keys_per_chunk: int) -> dict[str, object]:
+    slot_bytes = slot_bytes_for(source.chunk_nbytes)
+    return {
+        "kv_trace": TRACE_VERSION,
+        "chunk_tokens": source.chunk_tokens,
+        "chunk_bytes": keys_per_chunk * slot_bytes,
+        "keys_per_chunk": keys_per_chunk,
+    }
+
+
+def _line(entry: dict[str, object]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def _short(key: ChunkKey) -> int:

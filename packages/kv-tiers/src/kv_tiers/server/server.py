@@ -210,6 +210,9 @@ class CacheServer:
             clock=self._clock,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
         )
+        told = request.facts.get("chunk_tokens", "")
+        if told.isascii() and told.isdigit() and len(told) < 10:  # facts are an engine's to choose
+            cache.events.chunk_tokens = int(told)
         self._resume(session, request)
         if request.is_cleared:
             cache.clear()
