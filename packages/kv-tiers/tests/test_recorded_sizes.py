@@ -16,6 +16,7 @@ from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
+from kv_tiers.testing.wait import joined
 
 CHUNK_NBYTES = 5000
 """No whole number of pages: the pool has room for fewer than its bytes by this."""
@@ -51,7 +52,7 @@ def record(path: Path, *, facts: dict[str, str], shards: int = 1) -> tuple[Path,
         counts = cache.counts()
         cache.close()
         server.stop()
-        thread.join()
+        joined(thread)
     (trace,) = path.parent.glob(f"{path.stem}*")
     return trace, counts.chunks_hit / counts.chunks_asked
 

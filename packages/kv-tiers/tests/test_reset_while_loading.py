@@ -25,6 +25,7 @@ from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.tower import Tower
+from kv_tiers.testing.wait import joined
 
 CHUNK = 4
 BLOCK = 2
@@ -127,7 +128,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
             server = CacheServer(ServerConfig(host=HOST, socket=str(Path(home) / "s")))
             thread = threading.Thread(target=server.serve)
             thread.start()
-            stack.callback(thread.join)
+            stack.callback(joined, thread)
             stack.callback(server.stop)
             service = RemoteCache(Path(home) / "s", chunk_nbytes=CHUNK_NBYTES, fingerprint="f", timeout_s=10)
             (behind,) = server.caches.values()
