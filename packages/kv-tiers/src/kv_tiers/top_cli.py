@@ -79,14 +79,18 @@ def _ask(path: Path) -> "Report":
 
 
 def _print_json(path: Path, every_s: float, *, once: bool) -> int:
-    """A server that is away is a line on standard error, and asked again."""
+    """A server that is away is a line on standard error, once for each reason in a row, and asked again."""
+    said = ""
     while True:
         try:
             print(msgspec.json.encode(_ask(path)).decode(), flush=True)
+            said = ""
         except TierDown as why:
             if once:
                 raise
-            print(f"kv top: away: {why}", file=sys.stderr, flush=True)
+            if said != str(why):
+                said = str(why)
+                print(f"kv top: away: {said}", file=sys.stderr, flush=True)
         if once:
             return 0
         time.sleep(every_s)
