@@ -50,6 +50,10 @@ class Child:
         seconds, hit = json.loads(self._wait_for("ANSWER "))
         return float(seconds), int(hit)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def forget(self) -> None:
         """Have the engine's own caches emptied."""
         self.ask([])

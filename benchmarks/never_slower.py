@@ -2,17 +2,26 @@
 
 `unique`: prompts that never come again, so every store is for nothing. `1.8 ×`: prompts in turn whose chunks take 1.8
 times the host tier, so that least-recently-used never hits. `1.8 × on disk`: the same with a disk tier below, stored
-eagerly. `linker`: SGLang's external linker in place of HiCache's storage. An engine with us and one without answer the
-same prompts in turn, each in a process of its own, so that the machine's drift meets both; value and limit are seconds
-a request, with us and without.
+eagerly. `linker`: SGLang's external linker in place of HiCache's storage. Value and limit are seconds a request, with
+us and without.
+
+One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
+the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
+and how many threads it had and used, is printed on standard error: where the two differ, the times compare something
+else than a cache.
 
     make bench-engine [ENGINE=sglang] [JSON=1]
+    python benchmarks/never_slower.py --engine sglang --threads 1 --starts 4
 """
 
+import argparse
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +31,7 @@ sys.path.append(str(Path(__file__).parent))
 import _child
 import _engines
 from _child import Child, progress
+from _processes import Meter
 from _report import Row, parser, report
 
 POOL_TOKENS = 20 * 256
@@ -48,26 +58,55 @@ def prompt(number: int) -> list[int]:
     return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(PROMPT_TOKENS)]
 
 
-def rows(name: str, engine: str, way: str, cache: dict[str, Any], numbers: list[int], model: str) -> list[Row]:
-    without, ours = (
-        Child(__file__, [engine, model, way, json.dumps(each)], _engines.ENVIRON) for each in (None, cache)
-    )
+def one_start(
+    label: str, engine: str, way: str, cache: dict[str, Any] | None, numbers: list[int], model: str, threads: int
+) -> tuple[list[float], int]:
+    """Seconds of each request to an engine that is started for them, and tokens that were found."""
+    environ = _engines.ENVIRON | _engines.threads_environ(threads)
+    child = Child(__file__, [engine, model, way, json.dumps(cache)], environ)
     try:
         for warm_up in (9001, 9002, 9003):
-            without.ask(prompt(warm_up)), ours.ask(prompt(warm_up))
-        pairs = []
-        found = 0
+            child.ask(prompt(warm_up))
+        meter, began = Meter(child.pid), time.perf_counter()
+        seconds, found = [], 0
         for count, number in enumerate(numbers):
-            progress(f"{name}: {count + 1} of {len(numbers)}")
-            engines = (without, ours) if count % 2 else (ours, without)
-            answers = {engine: engine.ask(prompt(number)) for engine in engines}
-            pairs.append((answers[ours][0], answers[without][0]))
-            found += answers[ours][1]
-        print(f"\r{name}: {len(numbers)} requests, {found} tokens found", file=sys.stderr)
+            progress(f"{label}: {count + 1} of {len(numbers)}")
+            took, hit = child.ask(prompt(number))
+            seconds.append(took)
+            found += hit
+        wall_s = time.perf_counter() - began
+        cost = meter.read(wall_s)
     finally:
-        without.close()
-        ours.close()
-    mine, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        child.close()
+    print(
+        f"\r{label}: {wall_s:.1f} s, CPU {cost.cpu_s:.1f} s ({cost.cpu_s / wall_s:.2f} cores), {cost.threads} threads, "
+        f"{cost.busy} of them busy, {len(numbers)} requests, {found} tokens found",
+        file=sys.stderr,
+    )
+    return seconds, found
+
+
+def rows(
+    name: str,
+    engine: str,
+    way: str,
+    cache: dict[str, Any],
+    numbers: list[int],
+    model: str,
+    disk: Path,
+    chosen: argparse.Namespace,
+) -> list[Row]:
+    """disk: what a start with us leaves there is removed, so that the next begins with nothing."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    for start in range(chosen.starts):
+        for with_us in (start % 2 == 1, start % 2 == 0):
+            label = f"{name}, start {start + 1}, {'with us' if with_us else 'without'}"
+            seconds, _ = one_start(
+                label, engine, way if with_us else "", cache if with_us else None, numbers, model, chosen.threads
+            )
+            (mine if with_us else theirs).extend(seconds)
+            shutil.rmtree(disk, ignore_errors=True)
     made = []
     for which, of in (("mean", statistics.fmean), ("95 %", lambda values: statistics.quantiles(values, n=20)[-1])):
         value, limit = of(mine), of(theirs)
@@ -83,6 +122,13 @@ def main() -> int:
     asked = parser(__doc__.split("\n\n")[0])
     asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     asked.add_argument("--rounds", type=int, default=ROUNDS, help="how often the working set is asked for (default: 4)")
+    asked.add_argument("--starts", type=int, default=2, help="how often each engine is started (default: 2)")
+    asked.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="threads that each engine computes with (default: the cores of this process)",
+    )
     chosen = asked.parse_args()
     from kv_cuda.tiny import TinyLlama
 
@@ -94,7 +140,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
         model = str(shape.write(Path(scratch) / "model"))
         host = {"capacity": str(pool_chunks * chunk_nbytes), "policy": "lru"}
-        disk = {"type": "disk", "path": f"{scratch}/kv", "capacity_bytes": "512MiB"}
+        directory = Path(scratch) / "kv"
+        disk = {"type": "disk", "path": str(directory), "capacity_bytes": "512MiB"}
         turns = list(range(working_set)) * chosen.rounds
         unique = list(range(100, 100 + len(turns)))
         runs: list[tuple[str, str, dict[str, Any], list[int]]] = [
@@ -104,7 +151,7 @@ def main() -> int:
         ]
         if chosen.engine == "sglang":
             runs.append(("linker, unique", "linker", {"host": host}, unique))
-        made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model)]
+        made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model, directory, chosen)]
     return report(made, chosen.json)
 
 

@@ -16,9 +16,11 @@ Ratios are times with a cache over times without: below 1 loading pays, and ours
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ sys.path.append(str(Path(__file__).parent))
 import _child
 import _engines
 from _child import Child, progress
+from _processes import Meter
 from _report import Row, parser, report
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -91,13 +94,18 @@ def prompt(tokens: int, number: int) -> list[int]:
     return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(tokens)]
 
 
-def measure(engine: str, way: str, model: str, directory: str) -> dict[int, float]:
-    """Median seconds by length."""
-    environ = _engines.ENVIRON | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(Path(directory) / "own")}
+def measure(engine: str, way: str, model: str, directory: str, threads: int) -> dict[int, float]:
+    """Median seconds by length, of one engine that is alive alone."""
+    environ = (
+        _engines.ENVIRON
+        | _engines.threads_environ(threads)
+        | {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(Path(directory) / "own")}
+    )
     child = Child(__file__, [engine, model, way, directory], environ)
     medians = {}
     try:
         child.ask(prompt(600, 77))
+        meter, began = Meter(child.pid), time.perf_counter()
         for tokens in LENGTHS:
             times = []
             for repeat in range(REPEATS + 1):
@@ -114,6 +122,12 @@ def measure(engine: str, way: str, model: str, directory: str) -> dict[int, floa
                 if way != "recompute" and found < tokens - 2 * CHUNK_TOKENS - 1:
                     print(f"\n{engine}, {way}: {found} of {tokens} tokens were found", file=sys.stderr)
             medians[tokens] = statistics.median(times)
+        wall_s = time.perf_counter() - began
+        cost = meter.read(wall_s)
+        print(
+            f"\r{engine}, {way}: {wall_s:.1f} s, CPU {cost.cpu_s:.1f} s, {cost.threads} threads, {cost.busy} busy",
+            file=sys.stderr,
+        )
     finally:
         child.close()
     return medians
@@ -126,6 +140,12 @@ def main() -> int:
         return 0
     made = parser(__doc__.split("\n\n")[0])
     made.add_argument("--engine", choices=sorted(WAYS), default="vllm")
+    made.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="threads that each engine computes with (default: the cores of this process)",
+    )
     chosen = made.parse_args()
     from kv_cuda.tiny import TinyLlama
 
@@ -136,7 +156,7 @@ def main() -> int:
         for way in WAYS[chosen.engine]:
             directory = Path(home) / way.replace(" ", "-")
             directory.mkdir()
-            times = measure(chosen.engine, way, model, str(directory))
+            times = measure(chosen.engine, way, model, str(directory), chosen.threads)
             limits = limits or times
             pays = [tokens for tokens in LENGTHS if times[tokens] < limits[tokens]]
             if way != "recompute":

@@ -188,13 +188,20 @@ def request(**fields: Any) -> Request:
         {"sampling": {"skip_reading_prefix_cache": True}},
         {"sampling": {"prompt_logprobs": 1}},
         {"lora_request": LoRARequest("a", 1, "/adapters/a", load_inplace=True)},
+        {"lora_request": LoRARequest("not read yet", 1, "/adapters/a")},
         {"sampling_params": None, "pooling_params": PoolingParams(task="embed")},
     ],
     ids=lambda fields: "-".join(fields),
 )
 def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[str, Any]) -> None:
+    def identity(lora: LoRARequest) -> str | None:
+        return None if lora.lora_name == "not read yet" else f"{lora.lora_name}@content"
+
     assert request_tokens(request(), save_decode=False) is not None
-    assert request_tokens(request(**unnamed), save_decode=False) is None
+    assert request_tokens(request(**unnamed), save_decode=False, adapter_identity=identity) is None
+    served = request(lora_request=LoRARequest("a", 1, "/adapters/a"))
+    named = request_tokens(served, save_decode=False, adapter_identity=identity)
+    assert named is not None and named.lora == "a@content"
 
 
 @pytest.mark.parametrize("pooling_type", ["MEAN", "CLS"])

@@ -21,6 +21,12 @@ else:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH")]))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What weights' files hold is remembered for these tests, and not in the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""

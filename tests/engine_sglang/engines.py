@@ -82,6 +82,15 @@ class Engine:
         self.hits = hits
         return answers
 
+    def update_weights(self, model: str, *, flush_cache: bool = True) -> None:
+        """In place, from the files of another model of the same shape. flush_cache: SGLang empties its own caches."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        request = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=flush_cache)
+        manager = self.inner.tokenizer_manager
+        success, message, _ = self.inner.loop.run_until_complete(manager.update_weights_from_disk(request, None))
+        assert success, message
+
     def flush(self) -> None:
         """Empty the engine's caches on device and host, once it has nothing under way. Storage keeps what it has."""
         until(lambda: self.inner.flush_cache().success, within_s=30)

@@ -2,7 +2,9 @@
 
 from typing import ClassVar
 
+import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt
+from kv_cuda.tiny import TinyLlama
 
 
 class OneEngine:
@@ -32,3 +34,27 @@ class OneEngine:
         assert engine.hits == WARM_HITS
         for number in (0, 1, 2, 3, 5):
             assert answers[number] != reference[number]
+
+    def test_weights_updated_in_place_find_nothing_of_before(
+        self, engine: Engine, reference: list[Answer], tiny_llama: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """What was computed with others is never found; what is kept from here on is, by this engine."""
+        other = str(TinyLlama(seed=1).write(tmp_path_factory.mktemp("other")))
+        engine.flush()
+        engine.update_weights(other)
+        answers = engine.ask_in_turn(PROMPTS)
+        assert engine.hits == COLD_HITS
+        assert all(answer != before for answer, before in zip(answers, reference, strict=True))
+        assert engine.ask_in_turn(PROMPTS) == answers
+        assert engine.hits == WARM_HITS
+
+    def test_what_the_engine_holds_of_before_is_not_stored_under_a_new_name(
+        self, engine: Engine, reference: list[Answer], tiny_llama: str
+    ) -> None:
+        """SGLang may be told to keep its own caches, which are then of other weights than it has."""
+        engine.flush()
+        engine.ask(PROMPTS[:1])
+        engine.update_weights(tiny_llama, flush_cache=False)
+        engine.ask(PROMPTS[:2])
+        assert engine.ask_in_turn(PROMPTS[:2]) == reference[:2]
+        assert engine.hits == COLD_HITS[:2]

@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from ask_vllm import MARK
-from engines import NEW_TOKENS, PROMPTS, Answer, started
+from engines import NEW_TOKENS, PROMPTS, Answer, Engine, started
 from kv_tiers.server.launch import launch
 
 PAGE = 128
@@ -21,6 +20,8 @@ PAGE = 128
 FIRST, SECOND = [0, 2], [1, 5]
 """Prompts that one engine computes first; the other's share 512 tokens with them, or none."""
 VLLM = Path(sys.prefix).parent / "vllm" / "bin" / "python"
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside SGLang: scripts/setup.sh vllm")
 
@@ -44,31 +45,53 @@ def ask_vllm(model: str, numbers: list[int], cache: dict[str, Any] | None) -> tu
     return [tuple(answer["tokens"]) for answer in answers], [answer["hits"] for answer in answers]
 
 
-@pytest.fixture(params=["directory", pytest.param("server", marks=pytest.mark.slow)])
-def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """What both engines are told: one disk directory, each with a pool of its own; or one server."""
-    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
-    if request.param == "directory":
-        yield {"host": {"capacity": "32MiB"}, "tiers": [tier], "cold": {"wait_s": 10.0}}
-        return
-    config = {"host": {"capacity_bytes": "32MiB"}, "tiers": [tier]}
-    # No child of ours: SGLang ends all the children of whoever started it.
-    server = launch(config, socket=tmp_path / "private" / "s", detached=True)
-    yield {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
-    server.stop()
+def of(given: list[T], numbers: list[int]) -> list[T]:
+    return [given[number] for number in numbers]
 
 
-def test_each_finds_what_the_other_computed(tiny_llama: str, reference: list[Answer], shared: dict[str, Any]) -> None:
-    vllm_cache = shared | {"chunk_tokens": PAGE}
-    expected, _ = ask_vllm(tiny_llama, FIRST + SECOND, None)
-    with started(tiny_llama, page=PAGE, cache=shared) as sglang:
-        assert sglang.ask_in_turn([PROMPTS[number] for number in FIRST]) == [reference[number] for number in FIRST]
-        assert sglang.hits == [0, 512]
-    # SGLang → vLLM: two prompts whose whole chunks it computed, one that shares 512 tokens with them, and a new one.
-    tokens, hits = ask_vllm(tiny_llama, FIRST + SECOND, vllm_cache)
+def assert_vllm_finds_it(model: str, cache: dict[str, Any]) -> None:
+    """Two prompts whose whole chunks SGLang computed, one that shares 512 tokens with them, and a new one."""
+    expected, _ = ask_vllm(model, FIRST + SECOND, None)
+    tokens, hits = ask_vllm(model, FIRST + SECOND, cache | {"chunk_tokens": PAGE})
     assert tokens == expected
     assert hits == [512, 1023, 512, 0]
-    # vLLM → SGLang: the last has been computed by vLLM alone.
-    with started(tiny_llama, page=PAGE, cache=shared) as sglang:
-        assert sglang.ask_in_turn([PROMPTS[number] for number in SECOND]) == [reference[number] for number in SECOND]
-        assert sglang.hits == [640, 640]
+
+
+def assert_sglang_finds_it(sglang: Engine, reference: list[Answer]) -> None:
+    """The last has been computed by vLLM alone."""
+    assert sglang.ask_in_turn(of(PROMPTS, SECOND)) == of(reference, SECOND)
+    assert sglang.hits == [640, 640]
+
+
+def test_each_finds_at_a_server_what_the_other_computed(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """vLLM comes while SGLang serves, and both have the server's cache."""
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    config = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk]}
+    # No child of ours: SGLang ends all the children of whoever started it.
+    server = launch(config, socket=tmp_path / "private" / "s", detached=True)
+    cache = {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
+    try:
+        with started(tiny_llama, page=PAGE, cache=cache) as sglang:
+            assert sglang.ask_in_turn(of(PROMPTS, FIRST)) == of(reference, FIRST)
+            assert sglang.hits == [0, 512]
+            assert_vllm_finds_it(tiny_llama, cache)
+            assert_sglang_finds_it(sglang, reference)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_each_finds_in_a_directory_what_the_other_computed(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    """One after the other, as a directory has one owner."""
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    with started(tiny_llama, page=PAGE, cache=cache) as sglang:
+        assert sglang.ask_in_turn(of(PROMPTS, FIRST)) == of(reference, FIRST)
+        assert sglang.hits == [0, 512]
+    assert_vllm_finds_it(tiny_llama, cache)
+    with started(tiny_llama, page=PAGE, cache=cache) as sglang:
+        assert_sglang_finds_it(sglang, reference)

@@ -1,10 +1,17 @@
 """Host pools as SGLang has them, without SGLang: the attributes that are read, and its own words on where a page is."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _cache_directory_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
 
 LAYERS, PAGES, PAGE, HEADS, DIM = 3, 6, 4, 2, 8
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from kv_core.clock import HandClock
-from kv_core.keys import KeySpace
 from kv_cuda import PagedLayout, PartLayout, make_copier
 from kv_sglang import lanes
 from kv_sglang.lanes import Loads, Stores
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool import slot_bytes_for
 
+WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE, PAGES, ROW, LAYERS = 4, 8, 16, 3
 SOON_S = 10.0
 LAYOUT = PagedLayout(
@@ -84,7 +85,9 @@ class Engine:
             clock=self.clock,
         )
         described = PoolPages(FORMAT, "float32", PAGE, self.copier, None)
-        space = KeySpace("m", "r", "float32", FORMAT.fingerprint, 1, f"sha256:{PAGE}")
+        space = LiveKeySpace(
+            WEIGHTS, kv_dtype="float32", format_fingerprint=FORMAT.fingerprint, world=1, chain=f"sha256:{PAGE}"
+        )
         self.store = PageStore(self.cache, space, described, shard=0, wait_s=0.0)
         self.errors: list[str] = []
         self.loads = Loads(self.store, self.copier(), self.turn_off)

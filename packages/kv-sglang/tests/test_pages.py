@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import ConfigError, InputError
-from kv_core.keys import KeySpace
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import Wanted, describe
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool import slot_bytes_for
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import launch
 
+WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4
 MHA_LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 MLA_LAYOUTS = MHA_LAYOUTS[:3]
@@ -55,7 +56,9 @@ class Cache:
                 tiers=self._tiers,
                 cold=ColdConfig(wait_s=wait_s),
             )
-        space = KeySpace("m", "r", described.dtype, fingerprint, 1, f"sha256:{PAGE}")
+        space = LiveKeySpace(
+            WEIGHTS, kv_dtype=described.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}"
+        )
         store = PageStore(self.opened[fingerprint], space, described, shard=0, wait_s=wait_s)
         self.stores.append(store)
         return store
@@ -342,7 +345,7 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
     described = describe(pool, "kv")
     nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
     remote = RemoteCache(socket, chunk_nbytes=nbytes, fingerprint=fingerprint)
-    space = KeySpace("m", "r", "float32", fingerprint, 1, f"sha256:{PAGE}")
+    space = LiveKeySpace(WEIGHTS, kv_dtype="float32", format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}")
     store = PageStore(remote, space, described, shard=0, wait_s=1.0)
     try:
         assert store.write(hashes(2), slots(0, 1)) == [True, True]

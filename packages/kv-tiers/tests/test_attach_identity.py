@@ -1,55 +1,18 @@
-"""Two models, or two adapters, that could compute other KV never share a name."""
+"""Two models that could compute other KV never share a name."""
 
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from kv_tiers.attach import identity
-from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space, weights_fingerprint
+from kv_tiers.attach.file_digests import DigestMemory
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel, identify, key_space
 
 
 def write(directory: Path, name: str = "model.safetensors", byte: int = 1, size: int = 3_000_000) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / name).write_bytes(bytes([byte]) * size)
     return directory
-
-
-def test_weights_that_differ_in_bytes_size_or_name_differ(tmp_path: Path) -> None:
-    same = weights_fingerprint(write(tmp_path / "a"))
-    assert weights_fingerprint(write(tmp_path / "b")) == same
-    assert weights_fingerprint(write(tmp_path / "c", byte=2)) != same
-    assert weights_fingerprint(write(tmp_path / "d", size=3_000_001)) != same
-    assert weights_fingerprint(write(tmp_path / "e", name="model-1.safetensors")) != same
-    trained = write(tmp_path / "f")
-    with (trained / "model.safetensors").open("r+b") as file:
-        for at in range(0, 3_000_000, 50_000):
-            file.seek(at)
-            file.write(b"\x07")
-    assert weights_fingerprint(trained) != same
-
-
-def test_an_adapter_is_its_weights_and_not_its_name(tmp_path: Path) -> None:
-    first = adapter_identity("helper", str(write(tmp_path / "a", "adapter_model.safetensors")))
-    assert adapter_identity("helper", str(write(tmp_path / "b", "adapter_model.safetensors", byte=2))) != first
-    assert adapter_identity("other", str(tmp_path / "a")) != first
-    write(tmp_path / "a", "adapter_model.safetensors", byte=3, size=3_000_100)  # trained on, in the same place
-    second = adapter_identity("helper", str(tmp_path / "a"))
-    (tmp_path / "a" / "adapter_config.json").write_text('{"lora_alpha": 8}')
-    third = adapter_identity("helper", str(tmp_path / "a"))
-    (tmp_path / "a" / "adapter_config.json").write_text('{"lora_alpha": 16}')
-    assert len({first, second, third, adapter_identity("helper", str(tmp_path / "a"))}) == 4
-    assert adapter_identity("helper", "hub/name") != adapter_identity("helper", "hub/other")
-
-
-def test_an_adapter_of_the_hub_is_its_commit(tmp_path: Path) -> None:
-    def at(commit: str) -> str:
-        file = tmp_path / "models--org--helper" / "snapshots" / commit / "adapter_config.json"
-        with mock.patch.object(identity, "_hub_file", return_value=file):
-            return adapter_identity("helper", "org/helper")
-
-    assert at("a" * 40) == at("a" * 40) != at("b" * 40)
 
 
 def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any) -> ServedModel:
@@ -67,7 +30,10 @@ def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any
 
 
 def fingerprint(model: ServedModel, kv_dtype: str = "float32", form: str = "f") -> bytes:
-    return key_space(model, kv_dtype=kv_dtype, format_fingerprint=form, world=1, chain="sha256:256").fingerprint
+    weights = LiveWeights(model, memory=DigestMemory(None), patience_s=30)
+    live = LiveKeySpace(weights, kv_dtype=kv_dtype, format_fingerprint=form, world=1, chain="sha256:256")
+    assert live.now is not None
+    return live.now.fingerprint
 
 
 LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
@@ -117,5 +83,9 @@ def test_made_up_weights_are_each_engines_own(tmp_path: Path) -> None:
 
 def test_a_snapshot_in_the_hubs_cache_is_the_hubs_name_and_commit(tmp_path: Path) -> None:
     snapshot = write(tmp_path / "models--org--name" / "snapshots" / ("a" * 40))
-    space = key_space(served(snapshot), kv_dtype="float32", format_fingerprint="f", world=1, chain="sha256:256")
+    weights = identify(served(snapshot), DigestMemory(None))
+    assert weights is not None
+    space = key_space(
+        served(snapshot), weights, kv_dtype="float32", format_fingerprint="f", world=1, chain="sha256:256"
+    )
     assert (space.model, space.revision) == ("org/name", "commit-" + "a" * 40)

@@ -23,6 +23,7 @@ def register() -> None:
     base.HostKVCache.__init__ = make_unpinned
     _attend_to_latents()
     _attend_to_windows()
+    _attend_without_denormals()
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
@@ -83,6 +84,28 @@ def _reading_windows(attend: Callable[..., Any]) -> Callable[..., Any]:
         return attend(self, query, output, keys, values, slots, requests, lengths, *rest, **named)
 
     return attend_translated
+
+
+def _attend_without_denormals() -> None:
+    """Have the torch-native attention take numbers near zero as zero.
+
+    In front of a prompt's queries it computes on as many rows of memory as the cache had tokens, without having written
+    any: what lies there may be denormal, and multiplying such numbers is up to seven times slower. Only rows that are
+    thrown away change. The switch is a thread's own, and threads inherit it from the one that starts them.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    torch.set_flush_denormal(True)
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _flushing_denormals(getattr(TorchNativeAttnBackend, name)))
+
+
+def _flushing_denormals(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def attend_flushing(*arguments: Any, **named: Any) -> Any:
+        torch.set_flush_denormal(True)  # for the thread that is here; costs nothing
+        return attend(*arguments, **named)
+
+    return attend_flushing
 
 
 def host_place(pool: Any, layer: int, indices: torch.Tensor) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ have a key space of their own: the names are the same hashes, so a page of one p
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -21,9 +21,10 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
 from kv_tiers import LocalCache
-from kv_tiers.attach.identity import ServedModel, adapter_identity, key_space
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
 from kv_tiers.attach.place import Format, open_here, open_there
-from kv_tiers.attach.settings import Setting, Settings, load
+from kv_tiers.attach.settings import Settings
 from kv_tiers.observe.bus import EventBus
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.launch import ServerProcess
@@ -31,11 +32,10 @@ from kv_tiers.server.launch import ServerProcess
 from kv_sglang import TESTED
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
+from kv_sglang.weights import WeightsWatch
 
 _log = limited_logger(__name__)
 
-SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
-"""What is for SGLang in the extra config that we are handed."""
 KV: Final = "kv"
 
 
@@ -59,15 +59,18 @@ class Rank:
 
 @dataclass(slots=True)
 class Attached:
-    """What was opened. stores: by SGLang's name of the pool."""
+    """What was opened. stores: by SGLang's name of the pool. watch: over the engine's weights."""
 
     stores: dict[str, PageStore] = field(default_factory=dict)
     caches: dict[Format, LocalCache | RemoteCache] = field(default_factory=dict)
     buses: list[EventBus] = field(default_factory=list)
     server: ServerProcess | None = None
+    watch: WeightsWatch | None = None
 
     def close(self) -> None:
         """Store below what is to be stored there, and let go. The caches' memory goes with SGLang's last thread."""
+        if self.watch is not None:
+            self.watch.close()
         for store in self.stores.values():
             store.close()
         for cache in self.caches.values():
@@ -79,29 +82,7 @@ class Attached:
             bus.close()
         if self.server is not None:
             self.server.stop()
-        self.stores, self.caches, self.buses, self.server = {}, {}, [], None
-
-
-def read_settings(extra: Mapping[str, Any], page_size: int) -> Settings:
-    """Our settings out of `--hicache-storage-backend-extra-config`, a file and the environment.
-
-    Raises:
-        ConfigError: one that is wrong, or that SGLang's pages cannot have.
-    """
-    own = {name: value for name, value in extra.items() if name not in SGLANG_TAKES}
-    settings, in_force = load(own, os.environ)
-    origins = {entry.path: entry for entry in in_force}
-    _refuse_other(origins["chunk_tokens"], page_size, "a page of SGLang is a chunk: leave it out, or start with")
-    _refuse_other(origins["algorithm"], "sha256", "SGLang names its pages itself, by sha256: leave it out;")
-    if settings.format == "blocks":
-        raise ConfigError('format is "blocks"; SGLang\'s pages are kept in the canonical format: leave it out')
-    return msgspec.structs.replace(settings, chunk_tokens=page_size, algorithm="sha256")
-
-
-def _refuse_other(given: Setting, wanted: object, why: str) -> None:
-    if given.origin != "default" and given.value != wanted:
-        flag = f" --page-size {given.value}" if given.path == "chunk_tokens" else ""
-        raise ConfigError(f"{given.path} is {given.value} in {given.origin}, but {why}{flag}")
+        self.stores, self.caches, self.buses, self.server, self.watch = {}, {}, [], None, None
 
 
 def check_hashes() -> None:
@@ -132,7 +113,9 @@ def served_model(rank: Rank) -> ServedModel:
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
     # SGLang names the pages of these by the adapter's name and path, which say nothing of its weights. Those that are
     # loaded later have a name for this process alone.
-    adapters = sorted(adapter_identity(each.lora_name, each.lora_path) for each in get_lora().lora_paths or ()) or None
+    beside = [(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
+    if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
+        beside.append(("draft", str(arguments.speculative_draft_model_path)))
     own = read.get("quantization_config")
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     quantization = getattr(model, "quantization", None)
@@ -148,15 +131,19 @@ def served_model(rank: Rank) -> ServedModel:
             # A draft's layers may lie in the same pages.
             "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
             "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
-            "adapters": adapters,
         },
         most_tokens=int(model.context_len),
         read_config=read,
+        beside=beside,
     )
 
 
-def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages]) -> Attached:
+def attach(
+    settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages], *, engine_name: str = ""
+) -> Attached:
     """Open what keeps the pages of each pool.
+
+    engine_name: what the engine's ranks have in common, and nobody else.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine, or by this engine.
@@ -177,7 +164,12 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
     engine = f"sglang-{os.getppid()}-{rank.replica}"
     formats = {name: Format(pages.format.nbytes, pages.format.fingerprint) for name, pages in pools.items()}
     page_bytes = sum(chunks.chunk_nbytes for chunks in formats.values())
-    made = Attached()
+    # Replicas are updated one by one, so what one of them has may differ from the others'.
+    watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
+    made = Attached(watch=watch)
+    keeps = KeptFormat.of(model, pools[KV].format.kind, pools[KV].format.fingerprint)
+    if rank.number == rank.stage == rank.replica == 0:
+        warn_of_other_formats(settings, keeps)
     try:
         for chunks in dict.fromkeys(formats.values()):
             names = [name for name, its in formats.items() if its == chunks]
@@ -192,28 +184,32 @@ def attach(settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[st
                     chunks,
                     engine_id=engine,
                     rank=0 if first else None,
-                    facts={"pool": ", ".join(names), "chunk_tokens": str(settings.chunk_tokens)},
+                    facts={
+                        "pool": ", ".join(names),
+                        "chunk_tokens": str(settings.chunk_tokens),
+                        **(keeps.facts() if KV in names else {}),
+                    },
                     detached=True,
                 )
                 made.server = made.server or server
         for name, pages in pools.items():
             # Where every rank has the same, there is one share of it. States of linear attention never are the same.
             whole = rank.replicated and name != "mamba"
-            space = key_space(
-                model,
+            space = LiveKeySpace(
+                watch.weights,
                 kv_dtype=pages.dtype,
                 format_fingerprint=pages.format.fingerprint,
                 world=1 if whole else rank.ranks,
                 chain=settings.scheme().name,
+                tags=() if name == KV else (("pool", name),),
             )
-            if name != KV:
-                space = replace(space, tags=(*space.tags, ("pool", name)))
             made.stores[name] = PageStore(
                 made.caches[formats[name]],
                 space,
                 pages,
                 shard=0 if whole else rank.number,
                 wait_s=settings.cold.wait_s,
+                holds_old_pages=watch.holds_old_pages,
             )
     except BaseException:
         made.close()

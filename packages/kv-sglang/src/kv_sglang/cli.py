@@ -1,16 +1,29 @@
-"""The command line that makes SGLang use this cache, printed so that it can be pasted."""
+"""The command line that makes SGLang use this cache, printed so that it can be pasted.
+
+What is printed has been checked as the engine will check it, as far as that goes without a model: an engine takes a
+minute to start, and then says of a misspelt option what could have been said here.
+"""
 
 import argparse
 import json
+import math
+import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from kv_core.errors import ConfigError
-from kv_tiers.attach.settings import load
+from kv_tiers.attach.settings import Settings, load
+from kv_tiers.build import check_settings
+from kv_tiers.config import HostConfig
 
 from kv_sglang import TESTED
+from kv_sglang.page_settings import read_settings
+
+_PAGE_TOKENS: Final = 64
+_DIRECTORIES: Final = ("path", "directory")
+"""Options of tiers that name directories; those that end in `_file` name files."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,9 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--page-size",
         type=int,
-        default=64,
-        help="tokens a page, which is a chunk (default: 64); as other engines have it",
+        help="tokens a page, which is a chunk (default: the settings' chunk_tokens, or 64); as other engines have it",
     )
+    host = flags.add_mutually_exclusive_group()
+    host.add_argument(
+        "--hicache-size",
+        type=int,
+        metavar="GB",
+        help="SGLang's own host memory, a rank, in GB (default: what our capacity is). Without a size SGLang takes 80 "
+        "percent of what is left of the machine, or does not start",
+    )
+    host.add_argument("--hicache-ratio", type=float, metavar="R", help="the same in multiples of its device memory")
     flags.add_argument(
         "--linker",
         action="store_true",
@@ -54,21 +75,86 @@ def _flags(chosen: argparse.Namespace) -> int:
     settings: dict[str, Any] = {}
     try:
         if chosen.config_file:
-            settings["config_file"] = chosen.config_file
+            settings["config_file"] = os.path.abspath(chosen.config_file)
         if chosen.capacity:
             settings["host"] = {"capacity": chosen.capacity}
         if chosen.tier:
-            settings["tiers"] = [read_tier(text) for text in chosen.tier]
+            settings["tiers"] = [_absolute(read_tier(text)) for text in chosen.tier]
         if chosen.socket:
-            settings["server"] = {"socket": chosen.socket}
-        load(settings, {})
-        if chosen.page_size < 1:
-            raise ConfigError(f"--page-size is {chosen.page_size}; a page has at least one token")
+            settings["server"] = {"socket": os.path.abspath(chosen.socket)}
+        page_size = _page_size(chosen, settings)
+        in_force = read_settings(settings, page_size, os.environ)
+        _check(in_force)
+        host = {} if chosen.linker else _host_memory(chosen, in_force)
     except ConfigError as error:
         print(f"kv_sglang flags: {error}", file=sys.stderr)
         return 2
-    print(shlex.join(arguments_for(settings, page_size=chosen.page_size, linker=chosen.linker)))
+    named = engine_arguments(settings, page_size=page_size, linker=chosen.linker) | host
+    print(shlex.join(_as_flags(named)))
     return 0
+
+
+def _page_size(chosen: argparse.Namespace, settings: Mapping[str, Any]) -> int:
+    """What was given, else what the settings say a chunk is."""
+    if chosen.page_size is None:
+        _, in_force = load(settings, os.environ)
+        (said,) = [entry for entry in in_force if entry.path == "chunk_tokens"]
+        return _PAGE_TOKENS if said.origin == "default" else int(str(said.value))
+    if chosen.page_size < 1:
+        raise ConfigError(f"--page-size is {chosen.page_size}; a page has at least one token")
+    return int(chosen.page_size)
+
+
+def _host_memory(chosen: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """SGLang's own memory on the host, as large as ours where nothing else is said."""
+    if chosen.hicache_ratio is not None:
+        if not 0 < chosen.hicache_ratio < math.inf:
+            raise ConfigError(f"--hicache-ratio is {chosen.hicache_ratio}; write a number above 0, such as 1.5")
+        return {"hicache_ratio": chosen.hicache_ratio}
+    size = chosen.hicache_size
+    if size is None:
+        size = math.ceil(settings.host.capacity_bytes / 1e9)
+    if size < 1:
+        raise ConfigError(f"--hicache-size is {size}; write a whole number of GB, such as 4")
+    return {"hicache_size": size}
+
+
+def _check(settings: Settings) -> None:
+    """What the engine's start would refuse, as far as that can be seen without its model.
+
+    Raises:
+        ConfigError: it would.
+    """
+    settings.scheme()
+    if settings.server.socket:
+        return  # host, tiers and tenants are the server's own
+    for number, tier in enumerate(settings.tiers):
+        for option, path in _paths(tier):
+            if not os.path.isabs(path):
+                raise ConfigError(
+                    f"tiers[{number}] ({tier['type']}): {option} {path} is relative, and SGLang may start elsewhere: "
+                    f"write {os.path.abspath(path)}"
+                )
+    host = HostConfig(
+        capacity_bytes=settings.host.capacity_bytes, lease_s=settings.host.lease_s, policy=settings.host.policy
+    )
+    check_settings(host, settings.tiers)
+
+
+def _paths(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The options of a tier that name files or directories, one of several paths at a time."""
+    for option, value in tier.items():
+        if option in _DIRECTORIES or option.endswith("_file"):
+            yield from ((option, each) for each in (value if isinstance(value, list) else [value]) if each)
+
+
+def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
+    """The same tier from wherever SGLang is started."""
+    made = dict(tier)
+    for option, _ in _paths(tier):
+        value = tier[option]
+        made[option] = [os.path.abspath(each) for each in value] if isinstance(value, list) else os.path.abspath(value)
+    return made
 
 
 def read_tier(text: str) -> dict[str, Any]:
@@ -118,7 +204,10 @@ def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool =
 
 def arguments_for(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> list[str]:
     """The same as SGLang's command line has them."""
-    named = engine_arguments(settings, page_size=page_size, linker=linker)
+    return _as_flags(engine_arguments(settings, page_size=page_size, linker=linker))
+
+
+def _as_flags(named: Mapping[str, Any]) -> list[str]:
     flags = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
     plain = {flag: json.dumps(value) if isinstance(value, dict) else value for flag, value in flags.items()}
     return [flag if value is True else f"{flag}={value}" for flag, value in plain.items()]

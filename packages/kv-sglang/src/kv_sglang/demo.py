@@ -35,7 +35,8 @@ def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, in
         }
     if cache is not None:
         arguments |= engine_arguments(cache, page_size=_PAGE_TOKENS)
-        arguments["hicache_storage_prefetch_policy"] = "wait_complete"
+        # A size of its own, or SGLang takes most of what memory is left, or refuses to start.
+        arguments |= {"hicache_storage_prefetch_policy": "wait_complete", "hicache_ratio": 2.0}
     engine = sglang.Engine(model_path=model, **arguments)
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 

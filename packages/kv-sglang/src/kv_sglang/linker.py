@@ -12,6 +12,7 @@ question from then on is a miss.
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
@@ -26,11 +27,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.utils import get_device_module
 
 from kv_sglang import TESTED
-from kv_sglang.attach import KV, Rank, attach, check_hashes, read_settings, served_model
+from kv_sglang.attach import KV, Rank, attach, check_hashes, served_model
 from kv_sglang.chains import Chains
 from kv_sglang.device import describe_device
 from kv_sglang.lanes import Loads, Stores
+from kv_sglang.page_settings import read_settings
 from kv_sglang.pools import Wanted
+from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
@@ -100,11 +103,13 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
         refuse_what_is_not_served(params, components)
         self._group = params.attn_tp_cache_group or params.tp_cache_group
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        settings = read_settings(extra_config or {}, int(params.page_size))
+        settings = read_settings(extra_config or {}, int(params.page_size), os.environ)
         described = describe_device(pool, int(params.page_size), cast(Wanted, settings.format))
         rank = _rank(server_args, described.replicated, self._group)
         self._writes = not described.replicated or rank.number == 0
-        self._attached = attach(settings, served_model(rank), rank, {KV: described.pages})
+        watch_updates()
+        name = engine_name(rank.ranks)
+        self._attached = attach(settings, served_model(rank), rank, {KV: described.pages}, engine_name=name)
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = Loads(store, described.copier(), self.turn_off)
@@ -175,6 +180,8 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
         """SGLang empties its caches. What was stored stays."""
         self._loads.reset()
         self._stores.reset()
+        if self._attached.watch is not None:
+            self._attached.watch.emptied()
 
     def close(self) -> None:
         self.off = self.off or "it is closed"

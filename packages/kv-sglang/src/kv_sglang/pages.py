@@ -10,18 +10,19 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
-from kv_core.keys import ChunkKey, KeySpace
+from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadReady, ReadLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.attach.identity import LiveKeySpace
 from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.mapped import MappedPool
 
@@ -65,16 +66,21 @@ class PageStore:
     def __init__(
         self,
         cache: LocalCache | RemoteCache,
-        space: KeySpace,
+        space: LiveKeySpace,
         pages: PoolPages,
         *,
         shard: int,
         wait_s: float,
+        holds_old_pages: Callable[[], bool] = lambda: False,
     ) -> None:
-        """wait_s: how long a question may wait for what slower tiers hold."""
+        """space: while it is not known, nothing is found or written.
+        wait_s: how long a question may wait for what slower tiers hold.
+        holds_old_pages: whether what the engine has may be of other weights than the key space's: it is not written.
+        """
         self.cache = cache
         self.pages = pages
         self._space = space
+        self._holds_old_pages = holds_old_pages
         self._shards = (shard,)
         self._wait_s = wait_s
         self.name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
@@ -85,7 +91,8 @@ class PageStore:
         self._mine = threading.local()
 
     def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
-        """
+        """None at all while the key space is not known.
+
         Raises:
             InputError: not SGLang's page hashes.
         """
@@ -93,7 +100,8 @@ class PageStore:
             digests = [bytes.fromhex(each) for each in hashes]
         except (TypeError, ValueError):
             raise InputError("a page's key is not the hex digits of a SHA-256") from None
-        return self._space.keys(digests, shards=self._shards)
+        space = self._space.now
+        return space.keys(digests, shards=self._shards) if space is not None else []
 
     def held(self, hashes: Sequence[str], until: float | None = None) -> int:
         """How many leading pages can be read now. They stay until they are.
@@ -117,6 +125,9 @@ class PageStore:
         Never waits: what slower tiers hold is brought up meanwhile, and found by a later question.
         """
         keys = self.keys(hashes)
+        if not keys:
+            self.forget_asker(asker)
+            return 0
         plan = self.cache.lookup(keys, asker, patient=True)
         if plan.chunks or plan.ended is Ended.PENDING:
             self._promise(asker, keys[max(plan.chunks, 1) - 1])
@@ -154,6 +165,8 @@ class PageStore:
         copier: between chunks and somewhere else than the host pool.
         """
         keys = self.keys(hashes)
+        if not keys:
+            return [False] * len(hashes)
         holder = self._holder("read")
         good = 0
         try:
@@ -182,11 +195,16 @@ class PageStore:
 
         before: the hashes of the prompt's pages in front of these, so that nothing of it leaves to make room.
         """
+        # In this order: the pages are of the weights that the keys name, if they were so before the keys were made.
+        in_doubt = self._holds_old_pages()
         keys = self.keys(hashes)
+        in_front = self.keys(before)
+        if in_doubt or not keys or self._holds_old_pages():
+            return [False] * len(hashes)
         place = dict(zip(keys, slots, strict=True))
         holder = self._holder("write")
         try:
-            lease = self.cache.begin_store([*self.keys(before), *keys], holder)
+            lease = self.cache.begin_store([*in_front, *keys], holder)
             if not place.keys() >= set(lease.keys):
                 # An earlier page has left the pool, and its bytes are not here to be written again.
                 self.cache.release(lease)
@@ -225,6 +243,8 @@ class PageStore:
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
         """Of exactly these pages, if all can be read at once. It ends when it is released, or with its holder."""
+        if not keys:
+            return None
         ticket = self.cache.begin_load(keys, holder)
         until = time.monotonic() + max(self._wait_s, 1.0)
         while True:

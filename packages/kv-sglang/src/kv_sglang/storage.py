@@ -7,6 +7,7 @@ right is an error that says what to do.
 
 import functools
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +28,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kv_sglang import TESTED
-from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, read_settings, served_model
+from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, served_model
+from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, Wanted, describe, first_slots
+from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
@@ -130,7 +133,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
         from sglang.srt.runtime_context import get_server_args
 
         config, arguments = self._config, get_server_args()
-        settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size))
+        settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size), os.environ)
         self._pages = {name: describe(pool, name, cast(Wanted, settings.format)) for name, pool in self._pools.items()}
         rank = Rank(
             number=config.tp_rank,
@@ -142,7 +145,11 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
             replicas=int(arguments.dp_size),
             nodes=int(arguments.nnodes),
         )
-        self._attached = attach(settings, served_model(rank), rank, self._pages)
+        watch_updates()
+        name = engine_name(rank.ranks)
+        self._attached = attach(settings, served_model(rank), rank, self._pages, engine_name=name)
+        assert self._attached.watch is not None
+        self._attached.watch.see_emptied(self.mem_pool_host)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
         _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)
 

@@ -8,7 +8,7 @@ scheduler reads there what it must know.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
 from kv_cuda import Copier, PagedLayout, make_copier
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.attach.identity import key_space
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights
+from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
 from kv_tiers.attach.place import Format, open_here, open_there, workers_of
 from kv_tiers.attach.settings import Settings
 from kv_tiers.observe.bus import EventBus
@@ -32,6 +33,7 @@ from kv_vllm.canary import LayerGroup, Proof, Refusal, prove
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import ALONE, RankShare, rank_share
 from kv_vllm.translate import served_model
+from kv_vllm.weights import Weights
 
 _log = limited_logger(__name__)
 
@@ -44,6 +46,7 @@ class Engine:
     faults: every reason for which it was ever turned off.
     bus: of a cache in this process.
     server: the private one, in the process that started it.
+    name_weights: finds out which weights the engine has; for the process of the scheduler half alone.
     """
 
     id: str
@@ -53,12 +56,14 @@ class Engine:
     server: ServerProcess | None = None
     shape: ConnectShape | None = None
     described: str = ""
+    name_weights: Callable[[], Weights] | None = None
     formats: tuple[ChunkFormat, ...] = ()
     layouts: tuple[PagedLayout, ...] = ()
     copiers: tuple[Copier, ...] = ()
     scheduler: SchedulerHalf | None = None
     worker: WorkerHalf | None = None
     share: RankShare = ALONE
+    weights: Weights | None = None
     faults: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
     _summary: tuple[int, ...] = (0, 0, 0, 0)
@@ -93,7 +98,8 @@ class Engine:
         return self.worker
 
     def start_scheduler(self) -> SchedulerHalf:
-        assert self.cache is not None and self.shape is not None
+        assert self.cache is not None and self.shape is not None and self.name_weights is not None
+        self.weights = self.name_weights()
         self.scheduler = SchedulerHalf(self.cache, self.shape, name=self.id)
         self.roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self.described)
@@ -171,6 +177,10 @@ def bind_worker(
         "kv_scales": _scales_digest(groups),
         "described": "; ".join(proof.description for proof in proofs),
     }
+    kept = KeptFormat.of(served_model(vllm_config, kv_scales=known["kv_scales"]), formats[0].kind, fingerprint)
+    known |= kept.facts()
+    if bound.share.rank == 0:
+        warn_of_other_formats(settings, kept)
     if in_one_process(vllm_config) and not settings.server.socket:
         bound.cache, bound.bus = open_here(settings, chunks)
     else:
@@ -187,7 +197,7 @@ def bind_worker(
             if bound.share.rank == 0:
                 raise  # the user can mend it
             return bound.refuse(f"rank {bound.share.rank} finds no cache server: {error}")
-    bound.shape = _shape(vllm_config, settings, chunks, known)
+    _make_shape(bound, vllm_config, settings, chunks, known)
     bound.described = _described(bound, settings, known)
     bound.formats, bound.layouts, bound.copiers = (
         tuple(formats),
@@ -213,7 +223,7 @@ def bind_scheduler(bound: Engine, vllm_config: Any, settings: Settings) -> None:
         return bound.refuse("the ranks' chunks are of different formats")
     (only,) = chunks
     bound.cache, _ = open_there(settings, only, engine_id=bound.id, rank=None, facts={})
-    bound.shape = _shape(vllm_config, settings, only, workers[0].facts)
+    _make_shape(bound, vllm_config, settings, only, workers[0].facts)
     bound.described = _described(bound, settings, workers[0].facts)
     return None
 
@@ -228,6 +238,8 @@ def release(engine_id: str, role: str) -> None:
         bound.worker.close()
     if role == "SCHEDULER":
         bound.log_summary()
+        if bound.weights is not None:
+            bound.weights.close()
     if not bound.roles:
         del _ENGINES[engine_id]
         if bound.cache is not None:
@@ -251,25 +263,30 @@ def _scales_digest(groups: Sequence[LayerGroup]) -> str:
     return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]
 
 
-def _shape(vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[str, str]) -> ConnectShape:
+def _make_shape(bound: Engine, vllm_config: Any, settings: Settings, chunks: Format, known: Mapping[str, str]) -> None:
     scheme = settings.scheme()
     shards = int(known["shards"])
     transfer = vllm_config.kv_transfer_config
-    space = key_space(
-        served_model(vllm_config, kv_scales=known["kv_scales"]),
-        kv_dtype=known["kv_dtype"],
-        format_fingerprint=chunks.fingerprint,
-        world=shards,
-        chain=scheme.name,
-    )
-    return ConnectShape(
+    bound.shape = ConnectShape(
         scheme=scheme,
-        space=space,
+        space=None,
         block_tokens=tuple(map(int, known["block_tokens"].split())),
         shards=shards,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
+
+    def name_weights() -> Weights:
+        space = LiveKeySpace(
+            LiveWeights(served_model(vllm_config, kv_scales=known["kv_scales"])),
+            kv_dtype=known["kv_dtype"],
+            format_fingerprint=chunks.fingerprint,
+            world=shards,
+            chain=scheme.name,
+        )
+        return Weights(space, vllm_config)
+
+    bound.name_weights = name_weights
 
 
 def _described(bound: Engine, settings: Settings, known: Mapping[str, str]) -> str:

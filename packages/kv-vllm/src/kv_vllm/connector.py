@@ -121,6 +121,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
+        self._kv_cache_manager: Any = None
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
@@ -175,8 +176,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler half.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+
     @_guarded(_nothing_matched)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._follow_weights()
         tokens = self._known(request)
         if self._scheduler is None or tokens is None:
             return 0, False
@@ -263,7 +268,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _known(self, request: Any) -> RequestTokens | None:
         known = self._requests.get(request.request_id)
         if known is None:
-            tokens = request_tokens(request, save_decode=self._settings.save_decode)
+            weights = self._engine.weights
+            adapter = weights.adapter if weights is not None else None
+            tokens = request_tokens(request, save_decode=self._settings.save_decode, adapter_identity=adapter)
             if tokens is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)
@@ -272,6 +279,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan()
+        self._follow_weights()
         if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler.is_waiting():
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
@@ -310,5 +318,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(_nothing)
     def _reset(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        if self._scheduler is not None and self._engine.weights is not None:
+            manager = self._kv_cache_manager
+            self._scheduler.reset(engine_is_empty=manager is not None and manager.usage == 0)
+            self._engine.weights.identity.changed("vLLM's caches were reset")
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        if self._scheduler is not None and self._engine.weights is not None:
+            self._engine.weights.follow(self._scheduler)

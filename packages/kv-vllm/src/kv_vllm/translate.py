@@ -1,22 +1,27 @@
 """vLLM's requests and scheduler outputs, said in `kv_core.connect`'s words. Reads vLLM's objects, changes none."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kv_core.connect.scheduler import RequestTokens
 from kv_core.sequence import Item
-from kv_tiers.attach.identity import ServedModel, adapter_identity
+from kv_tiers.attach.identity import ServedModel
 
 from kv_vllm.parallel import draft_model
 
 
-def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
+def request_tokens(
+    request: Any, *, save_decode: bool, adapter_identity: Callable[[Any], str | None] | None = None
+) -> RequestTokens | None:
     """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
 
     Without one are prompts given as embeddings, sessions whose earlier tokens are replaced while they stream, adapters
-    that are reloaded in place, and requests that ask not to read caches. Pooling requests are left alone too: some
-    poolers fail on a prompt of which only a part is computed, and which ones is not to be seen from here.
+    that are reloaded in place or whose files have not been read yet, and requests that ask not to read caches. Pooling
+    requests are left alone too: some poolers fail on a prompt of which only a part is computed, and which ones is not
+    to be seen from here.
+
+    adapter_identity: of a `LoRARequest`, the name of its content; None: not known. Without it no adapter has one.
     """
     lora = request.lora_request
     if request.pooling_params is not None:
@@ -24,14 +29,17 @@ def request_tokens(request: Any, *, save_decode: bool) -> RequestTokens | None:
     named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
     if not named_by_tokens or request.resumable or request.skip_reading_prefix_cache:
         return None
-    if lora is not None and lora.load_inplace:
-        return None
+    adapter = None
+    if lora is not None:
+        adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
+        if adapter is None:
+            return None
     return RequestTokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
         keep_tokens=sys.maxsize if save_decode else request.num_prompt_tokens,
         salt=request.cache_salt or None,
-        lora=adapter_identity(lora.lora_name, lora.lora_path) if lora is not None else None,
+        lora=adapter,
         items=tuple(_items(request.mm_features)),
     )
 
@@ -52,7 +60,8 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
     return ServedModel(
         engine="vllm",
-        source=str(model.model),
+        # Weights that come from elsewhere than the directory of the configuration (an object store) have no name here.
+        source=str(getattr(model, "model_weights", "") or model.model),
         revision=model.revision,
         computed_in=str(model.dtype).removeprefix("torch."),
         dummy_seed=model.seed if load_format == "dummy" else None,
@@ -60,10 +69,11 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
             # A function may change anything: then what it made of the configuration is what was given.
             "configuration": read if callable(given) else given,
             "quantization": model.quantization if model.quantization != quantized else None,
-            # The layers of a draft model are in the chunks too.
+            # The layers of a draft model are in the chunks too; its weights are named below.
             "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
             "kv_scales": kv_scales,
         },
         most_tokens=model.max_model_len,
         read_config=read,
+        beside=[("draft", str(draft.model))] if draft else (),
     )

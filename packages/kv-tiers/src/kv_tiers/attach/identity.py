@@ -2,8 +2,10 @@
 
 A model's name is not enough: a local directory is overwritten by the next training run, a hub name moves with its
 branch, and a changed rope or dtype changes every byte of KV. So a key space holds the hub's name and commit or a
-fingerprint of the weights, a digest of the model's own `config.json`, and whatever the engine was told to change of it.
-Nothing of this depends on the engine's version or on the library that reads configurations.
+digest of all bytes of the weights, a digest of the model's own `config.json`, and whatever the engine was configured to
+change of it. Nothing of this depends on the engine's version or on the library that reads configurations. Where neither
+commit nor files are found, and once weights were updated in place, the name is one that no other engine has: what is
+kept under it is found for as long as this engine lives.
 
 Two engines may still keep other numbers for the same model (another order of rotary halves, say), and no configuration
 tells. So chunks are shared between engines only for architectures of which a test of ours has shown that both engines
@@ -13,21 +15,33 @@ keep the same; for any other the engine's name is part of the key space.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from kv_core.keys import KeySpace
+from kv_core.log import limited_logger
+
+from kv_tiers.attach.file_digests import (
+    DigestMemory,
+    FileState,
+    HashingStoppedError,
+    content_digest,
+    content_files,
+    default_memory,
+)
+
+_log = limited_logger(__name__)
 
 SHARED_ARCHITECTURES: Final = frozenset({"LlamaForCausalLM"})
 """Those of which `tests/engine_sglang` shows that vLLM and SGLang keep the same KV, byte for byte up to rounding."""
 
 _ADAPTER: Final = "adapter_config.json"
 """What it is scaled by and which layers it changes."""
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 * 1024
 _TRANSIENT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
 
@@ -42,6 +56,8 @@ class ServedModel:
     overrides: what the engine was told to change of the model's configuration, quantisation included; nothing else.
     most_tokens: the longest sequence that the engine accepts.
     read_config: the configuration as the engine read it. It counts only where the model's own file is not found.
+    beside: other weights that decide the KV, as name and directory or hub's name: a draft's, and adapters' of which the
+        engine's own names of prefixes say no more.
     """
 
     engine: str
@@ -52,18 +68,35 @@ class ServedModel:
     overrides: Mapping[str, object] = field(default_factory=dict)
     most_tokens: int = 0
     read_config: Mapping[str, object] = field(default_factory=dict)
+    beside: Sequence[tuple[str, str]] = ()
 
 
-def key_space(model: ServedModel, *, kv_dtype: str, format_fingerprint: str, world: int, chain: str) -> KeySpace:
-    """The key space of this engine: all that must match for KV bytes to be interchangeable, beside the tokens."""
-    name, revision = _name_and_revision(model)
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What tells a model's weights from any other's.
+
+    revision: a commit, a digest of the weights, or a name that only this engine has. beside: a digest of what else there
+        is, "" for nothing.
+    """
+
+    model: str
+    revision: str
+    beside: str = ""
+
+
+def key_space(
+    model: ServedModel, weights: Weights, *, kv_dtype: str, format_fingerprint: str, world: int, chain: str
+) -> KeySpace:
+    """The key space of an engine: all that must match for KV bytes to be interchangeable, beside the tokens."""
     described, architectures = _configuration(model)
     tags = [("computed-in", model.computed_in), ("config", _digest(described))]
+    if weights.beside:
+        tags.append(("beside", weights.beside))
     if model.dummy_seed is not None or not architectures or not set(architectures) <= SHARED_ARCHITECTURES:
         tags.append(("engine", model.engine))
     return KeySpace(
-        model=name,
-        revision=revision,
+        model=weights.model,
+        revision=weights.revision,
         dtype=kv_dtype,
         format=format_fingerprint,
         world=world,
@@ -72,69 +105,204 @@ def key_space(model: ServedModel, *, kv_dtype: str, format_fingerprint: str, wor
     )
 
 
-def weights_fingerprint(directory: Path) -> str:
-    """A digest over the name and size of each weight file and 16 evenly spaced samples of 64 KiB in each.
+class LiveWeights:
+    """Which weights a running engine has: known at once or after their files have been read, and other ones when they
+    are updated in place. Thread-safe; looking at `now` costs nothing."""
 
-    Reading every byte of a large model at each start would cost minutes. A model trained further differs everywhere,
-    so samples see it; someone who patches single bytes between the samples of a file must also change its size or
-    give the model another name.
+    def __init__(
+        self, model: ServedModel, *, engine: str = "", memory: DigestMemory | None = None, patience_s: float = 1.0
+    ) -> None:
+        """Files that `memory` does not know are read by a thread.
+
+        engine: what only this engine's processes have in common, if several of them must agree on its name.
+        memory: of digests of files; None for the user's own.
+        patience_s: how long to wait for the thread here: a small model is worth it.
+        """
+        self.model = model
+        self._engine = engine or secrets.token_hex(8)
+        self._memory = default_memory() if memory is None else memory
+        self._lock = threading.Lock()
+        self._settled = threading.Event()
+        self._stopped = threading.Event()
+        self._changes = 0
+        self._now: Weights | None = None
+        if _known_at_once(model, self._memory):
+            self._identify()
+            return
+        threading.Thread(target=self._identify, name="kv-weights", daemon=True).start()
+        if not self._settled.wait(patience_s):
+            _log.info(
+                "the files of %s are being read, once, to name its weights: nothing is loaded or stored until then",
+                model.source,
+            )
+
+    @property
+    def now(self) -> Weights | None:
+        """None while it is not known: then nothing may be loaded or stored."""
+        return self._now
+
+    @property
+    def changes(self) -> int:
+        """How often the weights may have changed since the start."""
+        return self._changes
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it is known."""
+        return self._settled.wait(timeout_s)
+
+    def changed(self, why: str) -> None:
+        """From now on the engine's weights may be any: they get a name that nobody has, nor had before."""
+        with self._lock:
+            self._changes += 1
+            self._take(f"engine-{self._engine}-{self._changes}")
+        _log.warning(
+            "%s: the weights of %s may be others now, so what was kept before is not found any more, and what is kept "
+            "from here on lives no longer than this engine",
+            why,
+            self.model.source,
+        )
+
+    def close(self) -> None:
+        """Stop reading files."""
+        self._stopped.set()
+
+    def _identify(self) -> None:
+        began = time.monotonic()
+        try:
+            weights = identify(self.model, self._memory, stopped=self._stopped)
+        except HashingStoppedError:
+            return
+        except Exception as error:  # noqa: BLE001  # a thread of ours: what it cannot tell is unknown, and says so
+            _log.warning("the files of %s cannot be read: %s", self.model.source, error)
+            weights = None
+        with self._lock:
+            if self._changes:
+                return  # they have changed meanwhile
+            if weights is not None:
+                self._now = weights
+                self._settled.set()
+            else:
+                self._take(f"engine-{self._engine}-0")
+        if weights is None:
+            _log.warning(
+                "which weights %s has is not known, neither by a commit nor by files on this machine: what is kept "
+                "lives no longer than this engine",
+                self.model.source,
+            )
+        else:
+            _log.info("the weights of %s are %s (%.1f s)", weights.model, weights.revision, time.monotonic() - began)
+
+    def _take(self, revision: str) -> None:
+        self._now = Weights("local" if _is_local(self.model) else self.model.source, revision)
+        self._settled.set()
+
+
+class LiveKeySpace:
+    """The key space of a running engine. Thread-safe; looking at `now` costs next to nothing."""
+
+    def __init__(
+        self,
+        weights: LiveWeights,
+        *,
+        kv_dtype: str,
+        format_fingerprint: str,
+        world: int,
+        chain: str,
+        tags: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """tags: more of them, by name."""
+        self.weights = weights
+        self._shape = {"kv_dtype": kv_dtype, "format_fingerprint": format_fingerprint, "world": world, "chain": chain}
+        self._tags = tags
+        self._last: tuple[Weights | None, KeySpace | None] = (None, None)
+
+    @property
+    def now(self) -> KeySpace | None:
+        """The same object as long as the weights are the same; None while they are not known."""
+        weights = self.weights.now
+        of, space = self._last
+        if weights is not of:
+            space = None
+            if weights is not None:
+                made = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
+                space = replace(made, tags=(*made.tags, *self._tags))
+            self._last = (weights, space)
+        return space
+
+
+def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Event | None = None) -> Weights | None:
+    """Which weights these are: a hub's name and commit, or all that the files hold. None: that cannot be known.
+
+    The hub's name also where an engine was given the directory in which the hub's cache has it. Any other directory is
+    its content: where it lies and what it is called say nothing.
+
+    Raises:
+        OSError: a file cannot be read.
+        FilesChangedError: one changed meanwhile.
+        HashingStoppedError: `stopped` was set.
     """
-    digest = hashlib.sha256(b"kv-weights-v1")
-    for file in _weight_files(directory):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(directory).as_posix()}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for sample in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+    named = _named(model)
+    if named is None:
+        files = content_files(Path(model.source)) if _is_local(model) else []
+        if not files:
+            return None
+        named = "local", "weights-" + content_digest(files, memory, stopped=stopped)
+    beside = []
+    for name, path in model.beside:
+        content = content_of(path, memory, stopped=stopped)
+        if content is None:
+            return None
+        beside.append(f"{name}@{content}")
+    return Weights(*named, _digest({"beside": sorted(beside)}) if beside else "")
 
 
-def adapter_identity(name: str, path: str) -> str:
-    """A LoRA adapter's name in keys: its weights and scale where they are in a directory, else the hub's commit.
+def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | None = None) -> str | None:
+    """What a LoRA adapter or a draft is: all bytes of its files, or its commit on the hub; None if neither.
 
-    The name alone would serve the KV of whatever adapter had it before.
+    Its name alone would serve the KV of whatever had it before. Raises as `identify` does.
     """
     directory = Path(path)
-    if not path or not directory.is_dir():
-        snapshot = _SNAPSHOT.search(str(_hub_file(path, None, _ADAPTER))) if path else None
-        return f"{name}@{path}" + (f"@{snapshot[2]}" if snapshot else "")
-    files = [*_weight_files(directory), *directory.glob(_ADAPTER)]
-    state = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    return f"{name}@{_adapter_fingerprint(path, state)}"
+    snapshot = _SNAPSHOT.search(path) if path and directory.is_dir() else None
+    if snapshot is None and path and directory.is_dir():
+        files = content_files(directory)
+        return content_digest(files, memory, stopped=stopped) if files else None
+    if snapshot is None and path:
+        snapshot = _SNAPSHOT.search(str(_hub_file(path, None, _ADAPTER) or _hub_file(path, None)))
+    return f"{path}@{snapshot[2]}" if snapshot else None
 
 
-@lru_cache(maxsize=1024)
-def _adapter_fingerprint(path: str, state: tuple[tuple[str, int, int], ...]) -> str:
-    """Samples are read again only when a file's time or size changed, which is what `state` is for."""
-    del state
-    described = Path(path) / _ADAPTER
-    digest = hashlib.sha256(described.read_bytes() if described.is_file() else b"")
-    return f"{weights_fingerprint(Path(path))}-{digest.hexdigest()[:16]}"
-
-
-def _weight_files(directory: Path) -> Iterator[Path]:
-    for file in sorted(directory.rglob("*")):
-        if file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") and file.is_file():
-            yield file
-
-
-def _name_and_revision(model: ServedModel) -> tuple[str, str]:
-    """A hub's name and commit, also where an engine was given the directory that the hub's cache keeps it in.
-
-    Any other directory is its weights: where it lies and what it is called say nothing.
-    """
+def _named(model: ServedModel) -> tuple[str, str] | None:
+    """Name and revision of what needs no reading of files."""
     if model.dummy_seed is not None:
         return model.source, f"dummy-{model.dummy_seed}"
-    path = Path(model.source)
     snapshot = _SNAPSHOT.search(model.source)
-    if snapshot is not None and path.exists():
+    if snapshot is not None and Path(model.source).exists():
         return snapshot[1].replace("--", "/", 1), f"commit-{snapshot[2]}"
-    if path.is_dir() or path.is_file():
-        return "local", "weights-" + weights_fingerprint(path if path.is_dir() else path.parent)
-    found = _hub_file(model.source, model.revision)
-    snapshot = _SNAPSHOT.search(str(found))
-    return model.source, "commit-" + (snapshot[2] if snapshot else str(model.revision or "main"))
+    if _is_local(model):
+        return None
+    snapshot = _SNAPSHOT.search(str(_hub_file(model.source, model.revision)))
+    return (model.source, f"commit-{snapshot[2]}") if snapshot else None
+
+
+def _known_at_once(model: ServedModel, memory: DigestMemory) -> bool:
+    """Whether no file has to be read."""
+    paths = [path for _, path in model.beside]
+    if _named(model) is None:
+        paths.append(model.source)
+    try:
+        states = [FileState.of(file) for path in paths if Path(path).exists() for _, file in content_files(Path(path))]
+    except OSError:
+        return False
+    return len(memory.recall(states)) == len(set(states))
+
+
+def _is_local(model: ServedModel) -> bool:
+    return Path(model.source).exists()
+
+
+def described(model: ServedModel) -> str:
+    """32 hex digits over what the bytes of KV follow from beside the weights; the same for every engine."""
+    return _digest(_configuration(model)[0])
 
 
 def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:

@@ -42,6 +42,18 @@ class Inspect:
         if isinstance(engine.cache, LocalCache):
             engine.cache.below.drain(10)
 
+    def kv_know_weights(self) -> bool:
+        """Wait until it is known which weights and adapters the engine has; whether it is."""
+        weights = _only_engine().weights
+        assert weights is not None
+        return weights.identity.wait(30) and weights.adapters.wait(30)
+
+    def kv_key_space(self) -> str:
+        """The fingerprint of the key space, as hex digits; empty while it is not known."""
+        weights = _only_engine().weights
+        assert weights is not None
+        return weights.space.now.fingerprint.hex() if weights.space.now is not None else ""
+
     def kv_corrupt(self) -> None:
         """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""
         engine = _only_engine()

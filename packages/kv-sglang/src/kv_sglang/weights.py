@@ -1,0 +1,104 @@
+"""When SGLang's weights may have become others, and which of its pages may still be of those before.
+
+SGLang says nothing of it to storage or linker. All its verbs for other weights (`update_weights_from_disk`, `…_tensor`,
+`…_distributed`, `…_ipc`, and `end_weight_update` for those that write past it) end in methods of one class in the
+scheduler's process, and memory that is released and resumed in two of another; those are watched. What the engine has
+on the device and in its host memory is in doubt from then on until its caches are emptied, which the verbs do
+themselves if not told otherwise, and `flush_cache` does.
+"""
+
+import functools
+import secrets
+import threading
+from typing import Any, Final
+from weakref import WeakSet
+
+from kv_core.log import limited_logger
+from kv_tiers.attach.identity import LiveWeights
+
+_log = limited_logger(__name__)
+
+_UPDATES: Final = (
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "load_weights_from_distributed",
+    "begin_weight_update",
+    "end_weight_update",
+)
+_MEMORY: Final = ("release_memory_occupation", "resume_memory_occupation")
+_WATCHES: "WeakSet[WeightsWatch]" = WeakSet()
+_LOCK: Final = threading.Lock()
+
+
+class WeightsWatch:
+    """One engine's weights, in one of its processes. Thread-safe."""
+
+    def __init__(self, weights: LiveWeights) -> None:
+        self.weights = weights
+        self._holds_old_pages = False
+        _WATCHES.add(self)
+
+    def holds_old_pages(self) -> bool:
+        """Whether the engine's own caches may hold pages of the weights before."""
+        return self._holds_old_pages
+
+    def changed(self, what: str) -> None:
+        """The weights may be others now."""
+        self._holds_old_pages = True  # before the name changes: nothing old may be written under the new one
+        self.weights.changed(f"SGLang did {what}")
+
+    def emptied(self) -> None:
+        """The engine's own caches are empty now."""
+        self._holds_old_pages = False
+
+    def see_emptied(self, host_pool: Any) -> None:
+        """SGLang empties its host memory with the device's; that is how storage sees it."""
+        clear = host_pool.clear
+
+        @functools.wraps(clear)
+        def cleared(*args: Any, **kwargs: Any) -> Any:
+            done = clear(*args, **kwargs)
+            self.emptied()
+            return done
+
+        host_pool.clear = cleared
+
+    def close(self) -> None:
+        _WATCHES.discard(self)
+        self.weights.close()
+
+
+def watch_updates() -> None:
+    """See what changes the weights in this process. Once for its life; raises what importing SGLang raises."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    with _LOCK:
+        for owner, names in ((WeightUpdater, _UPDATES), (SchedulerWeightUpdaterManager, _MEMORY)):
+            for name in names:
+                call = getattr(owner, name)
+                if not getattr(call, "_kv_watched", False):
+                    setattr(owner, name, _watched(call, name))
+
+
+def _watched(call: Any, name: str) -> Any:
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before, as threads go on writing pages meanwhile; and also if it fails, as it may have done a part.
+        for watch in list(_WATCHES):
+            watch.changed(name)
+        return call(self, *args, **kwargs)
+
+    called._kv_watched = True  # type: ignore[attr-defined]
+    return called
+
+
+def engine_name(ranks: int) -> str:
+    """A name that all ranks of this engine have and no other engine. One of them says it, so each must call this."""
+    name = secrets.token_hex(8)
+    if ranks > 1:
+        from sglang.srt.runtime_context import get_parallel
+
+        name = str(get_parallel().tp_group.broadcast_object(name, src=0))
+    return name

@@ -1,0 +1,147 @@
+"""Adapters by their content, found out by a thread, so that an engine's scheduler never touches a file.
+
+An engine reads an adapter's files when the adapter is first used, and again when it has left memory since. So files
+that change while the adapter is served leave open which of the two it computes with: from then on it has no name, and
+its requests are not cached, until it is loaded under another path or number.
+"""
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kv_core.log import limited_logger
+
+from kv_tiers.attach.file_digests import (
+    DigestMemory,
+    FilesChangedError,
+    FileState,
+    HashingStoppedError,
+    content_files,
+    default_memory,
+)
+from kv_tiers.attach.identity import content_of
+
+_log = limited_logger(__name__)
+
+_MAX_ADAPTERS: Final = 4096
+"""Those beyond are not cached."""
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """One that was seen. content: None until it is known. is_queued: whether the thread is to look at it."""
+
+    name: str
+    path: str
+    seen_ns: int
+    content: str | None = None
+    states: tuple[FileState, ...] = ()
+    is_void: bool = False
+    is_queued: bool = False
+
+
+class Adapters:
+    """The adapters of one engine. `identity` never waits; one thread reads files, and ends with `close`."""
+
+    def __init__(self, memory: DigestMemory | None = None) -> None:
+        """memory: of digests of files; None for the user's own."""
+        self._memory = default_memory() if memory is None else memory
+        self._process = secrets.token_hex(8)
+        self._known: dict[Hashable, _Adapter] = {}
+        self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._idle = threading.Condition()
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+
+    def identity(self, number: int, name: str, path: str) -> str | None:
+        """The adapter's name in keys; None: it is not known yet or cannot be, and the request must not be cached.
+
+        number: the engine's own of this adapter. Asking again has the files looked at again, in the background.
+        """
+        adapter = self._known.get((number, name, path))
+        if adapter is None:
+            if len(self._known) >= _MAX_ADAPTERS:
+                return None
+            adapter = self._known[number, name, path] = _Adapter(name, path, time.time_ns())
+        if not adapter.is_void and not adapter.is_queued:
+            self._submit(adapter)
+        return f"{name}@{adapter.content}" if adapter.content and not adapter.is_void else None
+
+    def loaded_again(self, number: int, name: str, path: str) -> None:
+        """The engine is about to read its files again, whatever they hold now."""
+        if (adapter := self._known.pop((number, name, path), None)) is not None:
+            adapter.is_void = True
+        self.identity(number, name, path)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the thread has looked at all it was asked to."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self) -> None:
+        """End the thread. Nothing is known afterwards that was not before."""
+        self._stopped.set()
+        self._queue.put(None)
+
+    def _submit(self, adapter: _Adapter) -> None:
+        if self._stopped.is_set():
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-adapters", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._waiting += 1
+        adapter.is_queued = True
+        self._queue.put(adapter)
+
+    def _run(self) -> None:
+        while (adapter := self._queue.get()) is not None:
+            try:
+                self._look_at(adapter)
+            except HashingStoppedError:
+                pass
+            except (OSError, FilesChangedError) as error:
+                self._void(adapter, str(error))
+            except Exception as error:  # noqa: BLE001  # a thread of ours: whatever it is, the adapter has no name
+                self._void(adapter, f"{type(error).__name__}: {error}")
+            finally:
+                adapter.is_queued = False
+                with self._idle:
+                    self._waiting -= 1
+                    self._idle.notify_all()
+
+    def _look_at(self, adapter: _Adapter) -> None:
+        directory = Path(adapter.path)
+        files = content_files(directory) if adapter.path and directory.is_dir() else []
+        states = tuple(FileState.of(path) for _, path in files)
+        if adapter.content is None:
+            content = content_of(adapter.path, self._memory, stopped=self._stopped)
+            if content is None:
+                _log.warning(
+                    "adapter %s has neither files nor a commit at %r on this machine: what is kept of its requests "
+                    "lives no longer than this engine",
+                    adapter.name,
+                    adapter.path,
+                )
+                content = f"{adapter.path}@engine-{self._process}"
+            elif states and max(max(state.mtime_ns, state.ctime_ns) for state in states) > adapter.seen_ns:
+                raise FilesChangedError("its files changed while it was loaded")
+            adapter.states = states
+            adapter.content = content
+        elif states != adapter.states:
+            raise FilesChangedError("its files changed while it was served")
+
+    def _void(self, adapter: _Adapter, why: str) -> None:
+        adapter.is_void = True
+        _log.warning(
+            "requests for adapter %s at %r are not cached: %s; load it under another path to have them cached",
+            adapter.name,
+            adapter.path,
+            why,
+        )

@@ -1,0 +1,222 @@
+"""What is in a model's or an adapter's files: every byte counts, and is read once.
+
+A digest of all of a file is remembered in a small private file by the path, inode, size and times of what was read, so
+that the next start knows in a moment what this one took a minute for. Whoever changes a file changes its times; a file
+that was changed in the last seconds is not remembered, since a clock that ticks slowly could hide another change.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kv_tiers.attach.private_json import cache_directory, read_private, write_private
+
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
+_BESIDE: Final = re.compile(r".*quant.*\.json|.*\.index\.json|adapter_config\.json|.*\.py")
+"""What says how weights are read: scales and methods of quantisation, which file has which layer, code of the model."""
+_SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
+_SEGMENT_BYTES: Final = 64 * 1024**2
+"""Files are hashed in parts of this size, several at a time. It is part of what a digest means."""
+_READ_BYTES: Final = 1024**2
+_MAX_THREADS: Final = 4
+_SETTLED_NS: Final = 2 * 10**9
+_MAX_REMEMBERED: Final = 4096
+
+
+class FilesChangedError(Exception):
+    """A file changed while it was read, so what the engine has loaded of it is not known."""
+
+
+class HashingStoppedError(Exception):
+    """Whoever wanted to know has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A file as its status has it. Equal states have equal content, as far as times tell.
+
+    path: resolved. device, inode: of the file system. size: bytes. mtime_ns, ctime_ns: since the epoch.
+    """
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileState":
+        """
+        Raises:
+            OSError: there is none that we may look at.
+        """
+        resolved = path.resolve()
+        return cls._of(resolved, os.stat(resolved))
+
+    @classmethod
+    def _of(cls, path: Path, status: os.stat_result) -> "FileState":
+        return cls(str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def content_files(source: Path) -> list[tuple[str, Path]]:
+    """The files that decide what a model or an adapter computes, beside its configuration: (name, path), by name.
+
+    source: a directory, or one file of weights, whose split parts and quantisation count too. Empty without weights.
+    """
+    if source.is_dir():
+        found = [path for path in source.rglob("*") if path.suffix in _WEIGHTS or _BESIDE.fullmatch(path.name)]
+        named = [(path.relative_to(source).as_posix(), path) for path in found]
+    else:
+        split = _SPLIT_GGUF.fullmatch(source.name)
+        parts = source.parent.glob(f"{split[1]}-*-of-*.gguf") if split else [source]
+        beside = [path for path in source.parent.iterdir() if _BESIDE.fullmatch(path.name)]
+        named = [(path.name, path) for path in [*parts, *beside]]
+    named = sorted((name, path) for name, path in named if path.is_file())
+    return named if any(path.suffix in _WEIGHTS for _, path in named) else []
+
+
+class DigestMemory:
+    """Digests of files by their state, in a file of this user's alone. Whatever is wrong with it, it is as if empty."""
+
+    def __init__(self, path: Path | None, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+        """path: None to remember nothing."""
+        self._path = path
+        self._now_ns = now_ns
+
+    def recall(self, states: Iterable[FileState]) -> dict[FileState, str]:
+        """The digests of those that are known."""
+        known = self._read()
+        return {state: known[state] for state in states if state in known}
+
+    def remember(self, digests: dict[FileState, str]) -> None:
+        """Keep those whose files have not changed just now. Not being able to costs another reading."""
+        settled = self._now_ns() - _SETTLED_NS
+        lasting = {state: digest for state, digest in digests.items() if max(state.mtime_ns, state.ctime_ns) < settled}
+        if self._path is None or not lasting:
+            return
+        paths = {state.path for state in lasting}
+        older = {state: digest for state, digest in self._read().items() if state.path not in paths}
+        kept = list((older | lasting).items())[-_MAX_REMEMBERED:]
+        write_private(
+            self._path,
+            [
+                [state.path, state.device, state.inode, state.size, state.mtime_ns, state.ctime_ns, digest]
+                for state, digest in kept
+            ],
+        )
+
+    def _read(self) -> dict[FileState, str]:
+        entries = read_private(self._path) if self._path is not None else None
+        known = {}
+        for entry in entries if isinstance(entries, list) else ():
+            match entry:
+                case [str(path), int(device), int(inode), int(size), int(mtime), int(ctime), str(digest)]:
+                    known[FileState(path, device, inode, size, mtime, ctime)] = digest
+        return known
+
+
+@dataclass(slots=True)
+class _Segments:
+    """What is still to be hashed, taken by several threads."""
+
+    tasks: Iterator[tuple[FileState, int]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    digests: dict[tuple[FileState, int], bytes] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def take(self) -> tuple[FileState, int] | None:
+        with self.lock:
+            return None if self.error else next(self.tasks, None)
+
+
+def content_digest(
+    files: Sequence[tuple[str, Path]],
+    memory: DigestMemory,
+    *,
+    threads: int | None = None,
+    stopped: threading.Event | None = None,
+) -> str:
+    """32 hex digits over the names and all bytes of these files. It reads those that `memory` does not know.
+
+    Raises:
+        OSError: a file cannot be read.
+        FilesChangedError: one changed meanwhile.
+        HashingStoppedError: `stopped` was set.
+    """
+    states = {name: FileState.of(path) for name, path in files}
+    known = memory.recall(states.values())
+    unknown = [state for state in dict.fromkeys(states.values()) if state not in known]
+    if unknown:
+        fresh = _hash_all(unknown, threads or _threads(), stopped or threading.Event())
+        memory.remember(fresh)
+        known |= fresh
+    whole = hashlib.sha256(b"kv-files/2")
+    for name, state in states.items():
+        whole.update(json.dumps([name, state.size, known[state]]).encode())
+    return whole.hexdigest()[:32]
+
+
+def _hash_all(states: Sequence[FileState], threads: int, stopped: threading.Event) -> dict[FileState, str]:
+    segments = _Segments((state, offset) for state in states for offset in range(0, max(state.size, 1), _SEGMENT_BYTES))
+    # Daemons: an engine that ends in the middle of it does not wait for it.
+    others = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    _hash_some(segments, stopped)
+    for thread in others:
+        thread.join()
+    if segments.error is not None:
+        raise segments.error
+    digests = {}
+    for state in states:
+        parts = [segments.digests[state, offset] for offset in range(0, max(state.size, 1), _SEGMENT_BYTES)]
+        digests[state] = hashlib.sha256(b"".join(parts)).hexdigest()
+    if changed := [state.path for state in states if FileState.of(Path(state.path)) != state]:
+        raise FilesChangedError(f"{changed[0]} changed while it was read")
+    return digests
+
+
+def _hash_some(segments: _Segments, stopped: threading.Event) -> None:
+    buffer = memoryview(bytearray(_READ_BYTES))
+    while (task := segments.take()) is not None:
+        try:
+            segments.digests[task] = _hash_segment(*task, buffer, stopped)
+        except BaseException as error:  # noqa: BLE001  # it is raised where the answer is waited for
+            segments.error = error
+
+
+def _hash_segment(state: FileState, offset: int, buffer: memoryview, stopped: threading.Event) -> bytes:
+    digest = hashlib.sha256()
+    left = min(_SEGMENT_BYTES, state.size - offset)
+    descriptor = os.open(state.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while left:
+            if stopped.is_set():
+                raise HashingStoppedError
+            count = os.preadv(descriptor, [buffer[: min(left, _READ_BYTES)]], offset)
+            if not count:
+                raise FilesChangedError(f"{state.path} became shorter while it was read")
+            digest.update(buffer[:count])
+            offset, left = offset + count, left - count
+    finally:
+        os.close(descriptor)
+    return digest.digest()
+
+
+def _threads() -> int:
+    """Half of what this process may use: the engine is starting beside us."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+def default_memory() -> DigestMemory:
+    """In the user's cache directory."""
+    directory = cache_directory()
+    return DigestMemory(directory / "file-digests.json" if directory is not None else None)

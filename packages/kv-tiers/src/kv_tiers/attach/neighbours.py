@@ -1,0 +1,145 @@
+"""Engines of another kind beside this one that will never find what it computed, told to whoever starts second.
+
+vLLM and SGLang find each other's chunks where both keep them in the canonical format, of one length and dtype. Where
+one of them cannot, each goes on finding its own, and nothing looks wrong. So an engine says what it keeps when it
+starts, to the server that it joins or, for its tiers, in a small file of this user's; and looks who else did.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kv_core.errors import KVError
+from kv_core.log import limited_logger
+
+from kv_tiers.attach.identity import ServedModel, described
+from kv_tiers.attach.private_json import cache_directory, read_private, write_private
+from kv_tiers.attach.settings import Settings
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
+
+_log = limited_logger(__name__)
+
+_NAMING: Final = ("path", "directory", "url", "bucket", "endpoint", "prefix")
+"""The options of tiers that say where they are."""
+_MAX_NOTES: Final = 1000
+_LAST_S: Final = 30 * 86400.0
+"""An engine that has not been started for so long is not beside us any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFormat:
+    """What an engine keeps. engine: its name. model: what decides its KV beside the weights. kind: of the format.
+
+    fingerprint: of the format; chunks are found by engines of the same one only.
+    """
+
+    engine: str
+    model: str
+    kind: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model: ServedModel, kind: str, fingerprint: str) -> "KeptFormat":
+        return cls(model.engine, described(model), kind, fingerprint)
+
+    def facts(self) -> dict[str, str]:
+        """For a server, beside what it is told anyway."""
+        return {"engine_kind": self.engine, "model": self.model, "format_kind": self.kind}
+
+
+def warn_of_other_formats(
+    settings: Settings, kept: KeptFormat, *, notes: Path | None = None, now_s: Callable[[], float] = time.time
+) -> None:
+    """Say what this engine keeps, and warn of engines of another kind that keep the same model in another format.
+
+    notes: the file of this user's; None for the usual one.
+    """
+    try:
+        for other, where in {**_at_server(settings), **_at_tiers(settings, kept, notes, now_s())}.items():
+            if other.engine != kept.engine and other.model == kept.model and other.fingerprint != kept.fingerprint:
+                _warn(kept, other, where)
+    except (KVError, OSError, ValueError) as error:
+        _log.debug("who else is there is not known: %s", error)
+
+
+def _warn(kept: KeptFormat, other: KeptFormat, where: str) -> None:
+    if "blocks" in (kept.kind, other.kind):
+        opaque = kept.engine if kept.kind == "blocks" else other.engine
+        advice = (
+            f"{opaque} keeps opaque blocks, which no other kind of engine reads: see its log for why, or write "
+            + ("format: canonical, which says why at the start")
+        )
+    else:
+        advice = "both must have the same chunk_tokens (SGLang's --page-size), dtype and format"
+    _log.warning(
+        "%s uses %s with the same model in another format (%s there, %s here), so neither finds what the other "
+        "computed: %s",
+        other.engine,
+        where,
+        other.kind,
+        kept.kind,
+        advice,
+    )
+
+
+def _at_server(settings: Settings) -> dict[KeptFormat, str]:
+    if not settings.server.socket:
+        return {}
+    stated = ask_server(Path(settings.server.socket), wire.Status())
+    assert isinstance(stated, wire.Stated)
+    found = {}
+    for session in stated.report.sessions:
+        facts = session.facts
+        if "engine_kind" in facts:
+            other = KeptFormat(
+                facts["engine_kind"], facts.get("model", ""), facts.get("format_kind", ""), session.fingerprint
+            )
+            found[other] = f"the server at {settings.server.socket}"
+    return found
+
+
+def _at_tiers(settings: Settings, kept: KeptFormat, notes: Path | None, now_s: float) -> dict[KeptFormat, str]:
+    directory = cache_directory()
+    file = notes if notes is not None else directory / "engines.json" if directory is not None else None
+    places = {} if settings.server.socket or file is None else {_place(tier): tier for tier in settings.tiers}
+    if not places or file is None:
+        return {}
+    found = {}
+    fresh = []
+    for note in read_private(file) or ():
+        match note:
+            case [str(place), float(at_s), {**said}] if now_s - at_s < _LAST_S:
+                other = _read(said)
+                if other is None:
+                    continue
+                if place in places and (other.engine, other.model) == (kept.engine, kept.model):
+                    continue  # this kind of engine keeps what this one keeps, from now on
+                fresh.append(note)
+                if place in places:
+                    found[other] = _spelled(places[place])
+    fresh += [[place, now_s, asdict(kept)] for place in places]
+    write_private(file, fresh[-_MAX_NOTES:])
+    return found
+
+
+def _read(said: Mapping[Any, Any]) -> KeptFormat | None:
+    names = ("engine", "model", "kind", "fingerprint")
+    return (
+        KeptFormat(*(said[name] for name in names)) if all(isinstance(said.get(name), str) for name in names) else None
+    )
+
+
+def _place(tier: Mapping[str, Any]) -> str:
+    """Where a tier is, without spelling what may be secret in it."""
+    named = [tier.get("type"), *(tier.get(name) for name in _NAMING)]
+    return hashlib.sha256(json.dumps(named, default=str).encode()).hexdigest()
+
+
+def _spelled(tier: Mapping[str, Any]) -> str:
+    where = tier.get("path") or tier.get("directory") or tier.get("bucket") or ""
+    return f"this {tier.get('type')} tier" + (f" ({where})" if where else "")

@@ -1,0 +1,69 @@
+"""Small files of this user's alone that remember something between processes, and are worth no error."""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+
+from kv_tiers.private_files import open_own_file, own_directory
+
+_log = limited_logger(__name__)
+
+_MAX_BYTES: Final = 4 * 1024**2
+
+
+def cache_directory(environ: "os._Environ[str] | dict[str, str] | None" = None) -> Path | None:
+    """Where this user's programs keep such files, as XDG has it; None for a user without a home."""
+    variables = os.environ if environ is None else environ
+    given = variables.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "kv-tiers"
+    except RuntimeError:
+        return None
+
+
+def read_private(path: Path) -> Any:
+    """What `write_private` put there; None if it is not there, not this user's alone, or not as it was written."""
+    try:
+        descriptor = open_own_file(path, os.O_RDONLY, "remove it")
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError) as error:
+        _log.warning("what %s remembers is not used: %s", path, error)
+        return None
+    with os.fdopen(descriptor, "rb") as stream:
+        text = stream.read(_MAX_BYTES + 1)
+    try:
+        read = json.loads(text) if len(text) <= _MAX_BYTES else None
+        if isinstance(read, dict) and read.get("checksum") == _checksum(read.get("content")):
+            return read["content"]
+    except (ValueError, RecursionError):
+        pass
+    _log.info("%s is damaged and not used", path)
+    return None
+
+
+def write_private(path: Path, content: Any) -> None:
+    """Put lists, dicts, strings and numbers there, whole or not at all. Not being able to is told in the log alone."""
+    text = json.dumps({"checksum": _checksum(content), "content": content})
+    try:
+        own_directory(path.parent, "remove it", parents=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)  # of mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except (OSError, ConfigError) as error:
+        _log.info("%s cannot be written: %s", path, error)
+
+
+def _checksum(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

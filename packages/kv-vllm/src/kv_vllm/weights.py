@@ -1,0 +1,150 @@
+"""Which weights vLLM serves, and when they may have become others.
+
+vLLM tells a connector nothing of weights that are updated in place. What it does for all of them goes through its
+executor's `collective_rpc`, in the scheduler's process: `reload_weights`, `update_weights` and what is around it,
+`sleep`, `wake_up`, a user's function or method of a worker extension. So that is watched, and whatever is not known to
+leave the weights alone counts as a change. Who writes weights past it must call `reset_prefix_cache(
+reset_connector=True)`, which is passed on to us, and counts as well: nothing says why it was called.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from kv_core.connect.scheduler import SchedulerHalf
+from kv_core.log import limited_logger
+from kv_tiers.attach.adapters import Adapters
+from kv_tiers.attach.identity import LiveKeySpace
+
+_log = limited_logger(__name__)
+
+LEAVES_WEIGHTS_ALONE: Final = frozenset(
+    {
+        # What vLLM 0.32 calls by itself while it starts, serves and ends, and what only reads.
+        "add_lora",
+        "check_health",
+        "compile_or_warm_up_model",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "execute_model",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "initialize_from_config",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "sample_tokens",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "set_kv_cache_layout",
+        "shutdown",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "take_draft_token_ids",
+        "update_max_model_len",
+        # `kv_vllm.testing.inspect`.
+        "kv_corrupt",
+        "kv_forget_half",
+        "kv_key_space",
+        "kv_know_weights",
+        "kv_settle",
+        "kv_snapshot",
+    }
+)
+
+_WATCHES: "dict[str, Weights]" = {}
+"""By vLLM's engine id, those of this process."""
+_LOCK: Final = threading.Lock()
+
+
+class Weights:
+    """Keeps a scheduler half in the key space of the weights that its engine has."""
+
+    def __init__(self, space: LiveKeySpace, vllm_config: Any) -> None:
+        self.space = space
+        self.identity = space.weights
+        self.adapters = Adapters()
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._changes = 0
+        _watch(vllm_config)
+        with _LOCK:
+            _WATCHES[self._engine_id] = self
+
+    def follow(self, scheduler: SchedulerHalf) -> None:
+        """Tell the scheduler half what became known or changed. Before every use of it; costs two comparisons."""
+        changes, now = self.identity.changes, self.space.now
+        if changes != self._changes:
+            self._changes = changes
+            scheduler.weights_changed(now)
+        elif now is not scheduler.space and now is not None:
+            scheduler.name_weights(now)
+
+    def adapter(self, lora: Any) -> str | None:
+        """The adapter of a `LoRARequest`, as `Adapters.identity` has it."""
+        return self.adapters.identity(lora.lora_int_id, lora.lora_name, lora.lora_path)
+
+    def called(self, method: object, args: tuple[Any, ...]) -> None:
+        """vLLM has the workers do this."""
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        if method == "add_lora":
+            lora = args[0] if args else None
+            if lora is not None and lora.load_inplace:
+                self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        elif method not in LEAVES_WEIGHTS_ALONE:
+            self.identity.changed(f"vLLM's workers did {name}")
+
+    def close(self) -> None:
+        with _LOCK:
+            if _WATCHES.get(self._engine_id) is self:
+                del _WATCHES[self._engine_id]
+        self.identity.close()
+        self.adapters.close()
+
+
+def _watch(vllm_config: Any) -> None:
+    """See what the executor of this engine is called with. Once a class, for the process's life."""
+    from vllm.v1.executor.abstract import Executor
+
+    executor = Executor.get_class(vllm_config)
+    with _LOCK:
+        call: Callable[..., Any] = executor.collective_rpc
+        if getattr(call, "_kv_watched", False):
+            return
+
+        @functools.wraps(call)
+        def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(method, str) and method in LEAVES_WEIGHTS_ALONE and method != "add_lora":
+                return call(self, method, *args, **kwargs)
+            given = kwargs.get("args", args[1] if len(args) > 1 else ())
+            if method == "add_lora":  # what changes after this may or may not be what is loaded
+                _tell(self, method, given)
+                return call(self, method, *args, **kwargs)
+            try:
+                return call(self, method, *args, **kwargs)
+            finally:
+                # Also where it failed: some workers may have done it. Afterwards, since steps are planned afterwards.
+                _tell(self, method, given)
+
+        collective_rpc._kv_watched = True  # type: ignore[attr-defined]
+        executor.collective_rpc = collective_rpc
+
+
+def _tell(executor: Any, method: object, args: Any) -> None:
+    try:
+        watching = _WATCHES.get(str(executor.vllm_config.kv_transfer_config.engine_id))
+        if watching is not None:
+            watching.called(method, tuple(args))
+    except Exception as error:  # noqa: BLE001  # the engine's own call, which has nothing to do with us
+        _log.exception("what vLLM's workers did was not understood, so nothing kept may be used: %s", error)
+        for each in list(_WATCHES.values()):
+            each.identity.changed("a call to vLLM's workers was not understood")

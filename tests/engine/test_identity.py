@@ -1,0 +1,176 @@
+"""Which weights computed a chunk is part of its name: on disk, and updated in a running engine.
+
+A cache that outlives the engine is the hard case, so the tests here have a named pool or a disk: what one engine left
+under a wrong name, the next would find.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PROMPTS, Answer, Engine, started
+from kv_tiers import HostPool
+from safetensors.torch import load_file, save_file
+
+NAME = "kv-test-identity"
+NAMED: dict[str, Any] = {"host": {"capacity": "64MiB", "name": NAME}}
+ASKED = PROMPTS[:3]
+COLD, WARM = [0, 512, 512], [512, 512, 1023]
+LAYER = 2
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: str) -> Path:
+    return Path(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def of_model(reference: list[Answer]) -> list[Answer]:
+    return reference[:3]
+
+
+@pytest.fixture(scope="module")
+def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same but for one layer's norm, negated: another model, whose KV is other KV from that layer on."""
+    directory = tmp_path_factory.mktemp("tuned") / "model"
+    shutil.copytree(model, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights[f"model.layers.{LAYER}.input_layernorm.weight"] *= -1.0
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_tuned(tuned: Path, of_model: list[Answer]) -> list[Answer]:
+    with started(str(tuned), cache=None) as engine:
+        answered = engine.ask_in_turn(ASKED)
+    assert all(one != other for one, other in zip(answered, of_model, strict=True))
+    return answered
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pool_stays() -> Iterator[None]:
+    yield
+    HostPool.unlink(NAME)
+
+
+def tune(loaded: Any) -> None:
+    """What tells `tuned` from `model`, done to a loaded model; and undone by doing it again."""
+    loaded.model.layers[LAYER].input_layernorm.weight.data.neg_()
+
+
+def warm(engine: Engine, expected: list[Answer]) -> None:
+    """Ask until all has been stored, and see that it is found."""
+    assert engine.ask_in_turn(ASKED) == expected
+    assert engine.ask_in_turn(ASKED) == expected
+    assert engine.hits == WARM
+
+
+def test_one_weight_changed_in_place_between_the_old_samples_is_another_model(
+    model: Path, tmp_path: Path, of_model: list[Answer]
+) -> None:
+    """4 bytes of a middle layer, which 16 samples of 64 KiB of the file do not see."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    with started(str(directory), cache=cache) as engine:
+        warm(engine, of_model)
+    file = directory / "model.safetensors"
+    size, sample = file.stat().st_size, 64 * 1024
+    between = (size - sample) * 7 // 15 + 4 * sample
+    assert (size - sample) * 7 // 15 + sample < between < (size - sample) * 8 // 15
+    with file.open("r+b") as stream:
+        stream.seek(between // 4 * 4)
+        stream.write(torch.tensor([3.0]).numpy().tobytes())
+    assert file.stat().st_size == size
+    with started(str(directory), cache=cache) as engine:
+        engine.ask_in_turn(ASKED[:1])
+        assert engine.hits == [0]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_was_computed_before_an_update_in_place_is_never_found_and_the_next_engine_finds_nothing_of_after(
+    model: Path, tuned: Path, of_model: list[Answer], of_tuned: list[Answer], tmp_path: Path, apart: bool
+) -> None:
+    """vLLM's `reload_weights`, back and forth.
+
+    apart: the worker is in a process of its own, the scheduler in another, the cache in a third.
+    """
+    disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    with started(str(model), cache=cache, own_process=apart) as engine:
+        warm(engine, of_model)
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tuned)})
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == COLD
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == WARM  # in this engine, they are known
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        assert engine.ask_in_turn(ASKED[:1]) == of_model[:1]
+        assert engine.hits == [0]
+        assert engine.inside("kv_snapshot")["faults"] == []
+    for path, expected, hits in ((tuned, of_tuned, 0), (model, of_model, WARM[0]))[apart:]:
+        with started(str(path), cache=cache, own_process=apart) as engine:
+            assert engine.ask_in_turn(ASKED[:1]) == expected[:1]
+            assert engine.hits == [hits], path
+
+
+class TestOneEngine:
+    """One engine after the other of vLLM's verbs, in this order."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, model: Path, of_model: list[Answer], of_tuned: list[Answer]) -> Iterator[Engine]:
+        with started(str(model), cache=NAMED) as running:
+            yield running
+
+    def test_what_only_looks_at_the_weights_costs_no_hit(self, engine: Engine, of_model: list[Answer]) -> None:
+        warm(engine, of_model)
+        engine.llm.collective_rpc("compute_weight_checksums")
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == WARM
+
+    def test_a_function_that_changes_the_model_is_seen(
+        self, engine: Engine, of_model: list[Answer], of_tuned: list[Answer]
+    ) -> None:
+        engine.llm.apply_model(tune)
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == COLD
+        engine.llm.apply_model(tune)
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == COLD
+
+    def test_sleep_and_wake_make_a_new_key_space(self, engine: Engine, of_model: list[Answer]) -> None:
+        """On a CPU vLLM keeps the weights, so the names alone can show it: none of before is found."""
+        warm(engine, of_model)
+        before = engine.inside("kv_key_space")
+        engine.llm.sleep(level=1)
+        asleep = engine.inside("kv_key_space")
+        engine.llm.wake_up()
+        assert len({before, asleep, engine.inside("kv_key_space")}) == 3
+        assert engine.ask_in_turn(ASKED[:1]) == of_model[:1]
+        assert engine.hits == [0]
+
+    def test_weights_written_behind_our_back_need_the_reset_of_connectors_and_have_it(
+        self, engine: Engine, of_model: list[Answer], of_tuned: list[Answer]
+    ) -> None:
+        """Nothing tells a connector of it. Trainers that write so must reset the caches, ours too."""
+        warm(engine, of_model)
+        executor = engine.llm.llm_engine.model_executor
+        tune(executor.driver_worker.worker.model_runner.model)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == COLD
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == WARM
+        engine.assert_at_rest()
+
+
+def test_an_engine_that_starts_after_it_finds_nothing_of_all_that(model: Path, of_model: list[Answer]) -> None:
+    """It left them in a pool that outlives it, and has the same files."""
+    with started(str(model), cache=NAMED) as engine:
+        assert engine.ask_in_turn(ASKED[:1]) == of_model[:1]
+        assert engine.hits == [0]
