@@ -75,8 +75,8 @@ class ServedModel:
 class Weights:
     """What tells a model's weights from any other's.
 
-    revision: a commit, a digest of the weights, or a name that only this engine has. beside: a digest of what else there
-        is, "" for nothing.
+    revision: a commit, a digest of the weights, or a name that only this engine has.
+    beside: a digest of the other weights that count, "" for none.
     """
 
     model: str
