@@ -58,7 +58,7 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
         (["--tier", "disk:path=/tmp/kv,capacity_bytes=lots"], 'such as "4MiB"'),
         (
             ["--tier", "disk:path=/nowhere/at/all,capacity_bytes=1GiB"],
-            "there is no directory /nowhere/at; make that one",
+            "no directory /nowhere/at; make that one",
         ),
         (["--tier", "disk:path=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier"),
         (["--tier", "redis:url=redis://h,password_file=/nowhere"], "/nowhere cannot be read"),
