@@ -1,9 +1,12 @@
 """What no single package can promise: each builds, installs and imports alone, and their version ranges agree."""
 
+import email
+import re
 import subprocess
 import sys
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,8 +90,6 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
     wanted = {package.name} | wanted_alone(package)
     for name in wanted:
         (wheel,) = wheels.glob(f"{name.replace('-', '_')}-*.whl")
-        import zipfile
-
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     third_party = {
@@ -137,13 +138,24 @@ def _borrow(site: Path, names: set[str]) -> None:
 
 
 def test_the_wheels_carry_their_types_and_licence_and_no_tests(wheels: Path) -> None:
-    import zipfile
-
     for package in PACKAGES:
         module = package.name.replace("-", "_")
         (wheel,) = wheels.glob(f"{module}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
+            (described_in,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+            metadata = email.message_from_bytes(archive.read(described_in))
+            (licence,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+            assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        assert metadata["License-Expression"] == "Apache-2.0"
+        assert "Typing :: Typed" in metadata.get_all("Classifier", [])
         assert f"{module}/py.typed" in names
         assert ("kv_tiers/server/http/page.html" in names) == (module == "kv_tiers")
         assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_a_packages_readme_links_to_nothing_that_its_wheel_has_not(wheels: Path) -> None:
+    """On an index it stands alone: a link to a file beside it leads nowhere."""
+    for package in PACKAGES:
+        links = re.findall(r"\]\(([^)]+)\)", (package / "README.md").read_text())
+        assert [link for link in links if not link.startswith(("https://", "#"))] == [], package.name

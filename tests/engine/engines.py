@@ -86,7 +86,13 @@ class Engine:
 
 @contextmanager
 def started(
-    model: str, *, cache: dict[str, Any] | None, own_process: bool = False, policy: str = "recompute", **arguments: Any
+    model: str,
+    *,
+    cache: dict[str, Any] | None,
+    own_process: bool = False,
+    policy: str = "recompute",
+    role: str = "kv_both",
+    **arguments: Any,
 ) -> Iterator[Engine]:
     """A running engine; `cache` is our extra config, None for an engine without us."""
     from vllm import LLM
@@ -96,7 +102,7 @@ def started(
     if cache is not None:
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
-            kv_role="kv_both",
+            kv_role=role,
             kv_load_failure_policy=policy,
             kv_connector_extra_config=cache,
         )

@@ -69,7 +69,13 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("disk")
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+QUICK = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, kind in KINDS.items()],
+)
 def test_what_is_loaded_is_what_vllm_itself_would_have_found(
     kind: Kind, tiny_llama: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +98,7 @@ def test_what_is_loaded_is_what_vllm_itself_would_have_found(
         assert second.ask_in_turn(PROMPTS) != warm
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_AMX, reason="this processor has no AMX")
 def test_a_chunk_stored_with_amx_is_found_without_it(
     tiny_llama: str, disk: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +118,13 @@ LATENTS = {
 }
 
 
-@pytest.mark.parametrize("arguments", LATENTS.values(), ids=LATENTS.keys())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, id=name, marks=pytest.mark.slow if "AMX" in name else ())
+        for name, arguments in LATENTS.items()
+    ],
+)
 def test_latents_of_mla(arguments: dict[str, Any], tiny_deepseek: str, disk: Path) -> None:
     if "dtype" in arguments:
         if not HAS_AMX:

@@ -75,11 +75,19 @@ def read(
 @pytest.mark.parametrize(
     ("groups", "shape", "why"),
     [
-        ([KVCacheGroupSpec(["a"], SLIDING)], (8, 2, 32, 64), "group 0.* SlidingWindowSpec.*--disable-hybrid-kv-cache"),
-        ([KVCacheGroupSpec(["a"], LOCAL)], (8, 2, 32, 64), "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache"),
+        ([KVCacheGroupSpec(["a"], SLIDING)], (8, 2, 32, 64), "group 0.* SlidingWindowSpec.*full attention only"),
+        (
+            [KVCacheGroupSpec(["b"], LOCAL), KVCacheGroupSpec(["a"], FULL)],
+            (8, 2, 32, 64),
+            "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache",
+        ),
         ([KVCacheGroupSpec(["a"], STATE)], (8, 2, 32, 64), "MambaSpec.*full attention only"),
         ([KVCacheGroupSpec(["a"], PREFIX_LM)], (8, 2, 32, 64), "attention is not causal"),
-        ([KVCacheGroupSpec(["b"], SLIDING), KVCacheGroupSpec(["a"], FULL)], (8, 2, 32, 64), "group 0 .*Sliding"),
+        (
+            [KVCacheGroupSpec(["b"], SLIDING), KVCacheGroupSpec(["a"], FULL)],
+            (8, 2, 32, 64),
+            "group 0 .*Sliding.*--disable-hybrid",
+        ),
         ([KVCacheGroupSpec(["a"], FULL)], (16, 2, 16, 64), "kernel blocks smaller"),
         ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), "is \\(8, 2, 2048\\) for 8 blocks"),
         ([KVCacheGroupSpec(["z"], FULL)], (8, 2, 32, 64), "no cache of its own"),

@@ -32,7 +32,8 @@ def read_groups(
     groups = []
     for number, described in enumerate(kv_cache_config.kv_cache_groups):
         spec = described.kv_cache_spec
-        if (why := _why_not(spec)) is not None:
+        kinds = {type(other.kv_cache_spec) for other in kv_cache_config.kv_cache_groups}
+        if (why := _why_not(spec, mixed=len(kinds) > 1)) is not None:
             return Refusal(f"group {number} of this model's layers is {type(spec).__name__}, {why}")
         names = [name for name in described.layer_names if name in kv_caches]
         if not names:
@@ -44,8 +45,11 @@ def read_groups(
     return groups or Refusal("this model keeps no KV")
 
 
-def _why_not(spec: Any) -> str | None:
-    """Why chunks of these layers would not be what a prefix needs; None if they are."""
+def _why_not(spec: Any, *, mixed: bool) -> str | None:
+    """Why chunks of these layers would not be what a prefix needs; None if they are.
+
+    mixed: the model has layers of another kind too. Only then can vLLM be told to keep all of a window's blocks.
+    """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -53,7 +57,7 @@ def _why_not(spec: Any) -> str | None:
         SlidingWindowSpec,
     )
 
-    if type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec):
+    if mixed and type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec):
         return (
             "whose blocks vLLM gives away behind the window; start with --disable-hybrid-kv-cache-manager "
             "(disable_hybrid_kv_cache_manager=True) and they are kept and cached, at the memory of full attention"

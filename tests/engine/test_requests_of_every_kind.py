@@ -1,0 +1,80 @@
+"""Speculation, roles and windows on the real engine: what is kept, what is loaded, and that tokens stay the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from kv_cuda.tiny import TinyLlama
+from kv_vllm import build
+
+CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+
+
+def disk(directory: Path, **settings: Any) -> dict[str, Any]:
+    tier = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "256MiB"}
+    return CACHE | {"tiers": [tier]} | settings
+
+
+@pytest.mark.parametrize("save_decode", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_guessed_tokens_are_not_kept_and_change_no_answer(
+    save_decode: bool, tiny_llama: str, reference: list[Answer]
+) -> None:
+    """A prompt that repeats itself, so that guesses from the prompt are often right and often wrong.
+
+    In a process of its own: vLLM's ngram search imports numba, and after that no engine starts in the same one.
+    """
+    again = (SHARED[:40] * 16)[:600]
+    with started(tiny_llama, cache=None) as plain:
+        expected = plain.ask([again], 300)[0]
+        follow_up = plain.ask([again + list(expected)], 12)[0]
+    guessing = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    cache = CACHE | {"save_decode": save_decode}
+    with started(tiny_llama, cache=cache, own_process=True, speculative_config=guessing) as engine:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+        assert engine.ask([again], 300)[0] == expected
+        assert engine.ask([again + list(expected)], 12)[0] == follow_up
+        assert engine.hits == [768 if save_decode else 512]
+        engine.assert_at_rest()
+
+
+def test_a_draft_models_layers_are_part_of_the_key(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
+    """Two drafts of one shape, whose layers lie in chunks of one format: neither finds what the other has stored."""
+    drafts = [str(TinyLlama(layers=1, seed=seed).write(tmp_path / f"draft{seed}")) for seed in (1, 2)]
+    hits = []
+    for draft in (drafts[0], drafts[1], drafts[0]):
+        guessing = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+        with started(tiny_llama, cache=disk(tmp_path), speculative_config=guessing) as engine:
+            assert engine.ask_in_turn(PROMPTS[:2]) == reference[:2]
+            hits.append(engine.hits)
+            engine.assert_at_rest()
+    assert hits == [[0, 512], [0, 512], [512, 512]]
+
+
+def test_a_producer_never_loads_and_a_consumer_never_stores(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    with started(tiny_llama, cache=disk(tmp_path), role="kv_consumer") as consumer:
+        assert consumer.ask_in_turn(PROMPTS) == reference
+        assert consumer.assert_at_rest()["cache"]["chunks_committed"] == 0
+    with started(tiny_llama, cache=disk(tmp_path), role="kv_producer") as producer:
+        assert producer.ask_in_turn(PROMPTS) == reference
+        assert producer.hits == [0] * len(PROMPTS)
+        assert producer.assert_at_rest()["cache"]["chunks_committed"] > 0
+    with started(tiny_llama, cache=disk(tmp_path), role="kv_consumer") as consumer:
+        assert consumer.ask_in_turn(PROMPTS) == reference
+        assert consumer.hits == WARM_HITS
+
+
+def test_sliding_windows_are_cached_with_the_switch_that_the_log_names(tiny_gemma: str) -> None:
+    with started(tiny_gemma, cache=CACHE) as hybrid:
+        expected = hybrid.ask_in_turn(PROMPTS)
+        (inner,) = build.engines().values()
+        assert "--disable-hybrid-kv-cache-manager" in inner.off
+    with started(tiny_gemma, cache=CACHE, disable_hybrid_kv_cache_manager=True) as engine:
+        assert engine.ask_in_turn(PROMPTS) == expected
+        assert engine.ask_in_turn(PROMPTS) == expected
+        assert engine.hits == WARM_HITS
+        engine.assert_at_rest()

@@ -1,0 +1,133 @@
+"""A long time with everything at once: random prefixes, aborts, resets while chunks are loading, and a disk that fails
+in every way and comes back. No token is wrong, and nothing is left.
+
+2,000 requests over all formats. In float32 a hit is exact in `canonical` and `blocks`, so every answer must be what an
+engine without us gives. The lossy formats change some answers by themselves; a chunk of somebody else's would change
+nearly all.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Answer, Engine, started
+from kv_tiers import build as tiers_build
+from kv_tiers.testing.faults import Fault, FaultyTier
+
+NEW_TOKENS = 4
+FAULTS: tuple[Fault, ...] = ("", "", "", "down", "flip", "truncate", "swap", "unreadable", "refuse", "delay")
+EQUAL = {"canonical": 1.0, "blocks": 1.0, "int8": 0.9, "fp8": 0.5}
+"""The part of the answers that must be those of an engine without us."""
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """120 prompts of 200 to 1,400 tokens that part from each other at random places."""
+    chance = random.Random(7)
+    known: list[tuple[int, ...]] = [tuple(chance.randrange(3, 2000) for _ in range(1400))]
+    while len(known) < 120:
+        parent = chance.choice(known)
+        kept = parent[: chance.randrange(0, len(parent))]
+        length = chance.randrange(200, 1400)
+        known.append((*kept, *(chance.randrange(3, 2000) for _ in range(max(40, length - len(kept)))))[:1400])
+    return known
+
+
+@dataclass
+class Soak:
+    """One engine under load. Everything random comes from `chance`."""
+
+    engine: Engine
+    tiers: list[FaultyTier]
+    prompts: list[tuple[int, ...]]
+    chance: random.Random
+    running: dict[str, int] = field(default_factory=dict)
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    aborted: int = 0
+    resets: int = 0
+
+    def run(self, requests: int) -> None:
+        inner, waiting = self.engine.llm.llm_engine, iter(range(requests))
+        while (number := next(waiting, None)) is not None or self.running:
+            if number is not None:
+                self._ask(inner, number)
+            for _ in range(self.chance.randrange(1, 6) if number is not None else 1):
+                self._step(inner)
+
+    def _ask(self, inner: Any, number: int) -> None:
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+        chosen = self.chance.randrange(len(self.prompts))
+        inner.add_request(str(number), TokensPrompt(prompt_token_ids=list(self.prompts[chosen])), sampling)
+        self.running[str(number)] = chosen
+
+    def _step(self, inner: Any) -> None:
+        if self.chance.random() < 0.02:
+            for tier in self.tiers:
+                tier.fault = self.chance.choice(FAULTS)
+        if self.chance.random() < 0.01:
+            self.engine.llm.reset_prefix_cache(reset_connector=True)
+            self.resets += 1
+        if self.running and self.chance.random() < 0.03:
+            gone = self.chance.choice(list(self.running))
+            inner.abort_request([gone])
+            self.aborted += self.running.pop(gone, None) is not None
+        for output in inner.step():
+            if output.finished and output.request_id in self.running:
+                answer = tuple(output.outputs[0].token_ids)
+                self.answers.append((self.running.pop(output.request_id), answer))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: str) -> list[Answer]:
+    with started(tiny_llama, cache=None) as plain:
+        return plain.ask([list(prompt) for prompt in prompts()], NEW_TOKENS)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
+    """Every tier that is made from now on, with faults around it."""
+    made: list[FaultyTier] = []
+    real = tiers_build.make_tier
+
+    def make_tier(*args: Any, **named: Any) -> FaultyTier:
+        made.append(FaultyTier(real(*args, **named)))
+        return made[-1]
+
+    monkeypatch.setattr(tiers_build, "make_tier", make_tier)
+    yield made
+    for tier in made:
+        tier.let_go()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("kind", "requests"), [("canonical", 800), ("blocks", 600), ("int8", 300), ("fp8", 300)])
+def test_no_wrong_token_and_nothing_left(
+    kind: str,
+    requests: int,
+    tiny_llama: str,
+    expected: list[Answer],
+    faulty: list[FaultyTier],
+    tmp_path: Path,
+) -> None:
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    # The pool and vLLM's own blocks hold a part of what the prompts need: eviction, preemption and cold hits happen.
+    cache = {"format": kind, "host": {"capacity": "24MiB"}, "tiers": [tier], "cold": {"wait_s": 0.05}}
+    with started(tiny_llama, cache=cache, num_gpu_blocks_override=48, max_num_batched_tokens=512) as engine:
+        soak = Soak(engine, faulty, prompts(), random.Random(kind))
+        soak.run(requests)
+        for each in faulty:
+            each.let_go()
+        seen = engine.assert_at_rest()
+    assert len(soak.answers) + soak.aborted == requests
+    assert soak.aborted > 0
+    assert soak.resets > 0
+    assert seen["worker"]["tokens_loaded"] > 10_000
+    assert seen["tiers"]["disk"]["lane"]["loaded"] > 0
+    equal = sum(answer == expected[number] for number, answer in soak.answers)
+    print(f"{kind}: {equal} of {len(soak.answers)} answers equal, {soak.aborted} aborts, {soak.resets} resets, {seen}")
+    assert equal >= EQUAL[kind] * len(soak.answers)
