@@ -165,7 +165,7 @@ def test_without_arguments_it_says_which(home: Path) -> None:
         ({"host": {"capacity_bytes": "4kB"}}, "such as 4GiB"),
         ({"host": {"capacity_bytes": "1024TiB"}}, "write a capacity of at most"),
         ({"host": {"policy": "lru"}}, "--capacity 4GiB"),
-        ({"host": {"capacity_bytes": "1MiB"}, "tiers": [{"type": "disk", "path": "DISK"}]}, "capacity_bytes must be"),
+        ({"host": {"capacity_bytes": "1MiB"}, "tiers": [{"type": "disk", "path": "DISK"}]}, "`capacity_bytes` must be"),
         (
             {"host": {"capacity_bytes": "1MiB"},
              "tiers": [{"type": "disk", "path": "HOME/no/kv", "capacity_bytes": "1GiB"}]},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.keys import ChunkKey
+from kv_core.log import LIMIT
 from kv_core.service import LoadFailed, LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, pool
@@ -144,6 +145,7 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_a_miss(name: str, caplog: pytest.L
         victim = chance.randrange(6)
         at = nbytes_for(SLOTS) + victim * 8192 + chance.randrange(CHUNK_NBYTES)
         flip(path, at, chance.randrange(8))
+        LIMIT.reset()  # each is a fault of its own here, and must be named
         cache = opened(name)
         plan = cache.lookup(keys, "r")
         assert plan.chunks == victim
@@ -246,6 +248,7 @@ def test_a_store_that_finds_no_memory_leaves_nothing(name: str, monkeypatch: pyt
 
 WRITER = """
 import sys
+from kv_core.log import LIMIT
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.testing.contract import content

@@ -916,20 +916,20 @@ def test_opening_a_new_models_tiers_delays_nobody_else(served: Served, monkeypat
 
     before = served.join()
     monkeypatch.setattr(caches_module, "build_local_cache", slow)
-    joined: list[RemoteCache] = []
-    threads = [threading.Thread(target=lambda: joined.append(served.join("new"))) for _ in range(2)]
+    met: list[RemoteCache] = []
+    threads = [threading.Thread(target=lambda: met.append(served.join("new"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for number in range(100):
         store(before, key_chain(2, branch=str(number)))
-    assert joined == []
+    assert met == []
     go_on.set()
     for thread in threads:
         joined(thread)
-    assert len(joined) == 2
-    store(joined[0], key_chain(2))
-    assert read(joined[1], key_chain(2))
-    for cache in (before, *joined):
+    assert len(met) == 2
+    store(met[0], key_chain(2))
+    assert read(met[1], key_chain(2))
+    for cache in (before, *met):
         cache.close()
 
 

@@ -45,7 +45,7 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
             if field.required and field.encode_name not in values
         ]
         if missing:
-            raise ConfigError(f"{where}: {' and '.join(missing)} must be given; write {missing[0]}: …") from None
+            raise ConfigError(f"{where}: `{'` and `'.join(missing)}` must be given; write {missing[0]}: …") from None
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
 
 
