@@ -178,8 +178,8 @@ def test_without_arguments_it_says_which(home: Path) -> None:
         ),
         (
             {"host": {"capacity_bytes": "1MiB"},
-             "tiers": [{"type": "disk", "path": "HOME/open", "capacity_bytes": "1GiB"}]},
-            "0700",
+             "tiers": [{"type": "disk", "path": "HOME/closed", "capacity_bytes": "1GiB"}]},
+            "cannot be written to",
         ),
         (
             {"host": {"capacity_bytes": "1MiB"},
@@ -192,7 +192,6 @@ def test_what_would_refuse_every_client_later_ends_the_start(
     home: Path, settings: dict[str, object], says: str
 ) -> None:
     (home / "file").touch()
-    (home / "open").mkdir(0o755)
     (home / "closed").mkdir(0o500)
     text = json.dumps({"socket": str(home / "s" / "kv.sock"), **settings}).replace("HOME", str(home))
     (home / "kv.json").write_text(text)
@@ -210,6 +209,18 @@ def test_a_disk_whose_directory_can_be_made_is_not_made_yet(home: Path) -> None:
     done = kv_server("--config", str(home / "kv.json"))
     assert done.returncode == 0 and done.stdout.startswith("READY"), done
     assert not (home / "kv").exists()
+
+
+def test_a_disks_directory_may_be_read_by_others(home: Path) -> None:
+    """What lies in it is in directories of its own, which others cannot enter."""
+    (home / "open").mkdir(0o755)
+    text = json.dumps(
+        {"host": {"capacity_bytes": "1MiB"}, "socket": str(home / "s" / "kv.sock"),
+         "tiers": [{"type": "disk", "path": str(home / "open"), "capacity_bytes": "1GiB"}]}
+    )  # fmt: skip
+    (home / "kv.json").write_text(text)
+    done = kv_server("--config", str(home / "kv.json"))
+    assert done.returncode == 0 and done.stdout.startswith("READY"), done
 
 
 def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:

@@ -448,21 +448,20 @@ def check_place(path: Path) -> None:
     Raises:
         ConfigError: it is not and cannot.
     """
-    try:
-        os.close(open_own_directory(path, "remove it or choose another directory"))
-    except FileNotFoundError:
-        parent = path.absolute().parent
-        if not parent.is_dir():
-            raise ConfigError(
-                f"the disk tier's directory {path} cannot be made, as there is no directory {parent}; make that one "
-                f"(mkdir -p {parent}), or write another path"
-            ) from None
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"the disk tier's directory {path} cannot be made, as {parent} cannot be written to by this user; make "
-                "it for this user, with mode 0700, or write another path"
-            ) from None
-    except OSError as error:
+    # Each format has a directory of its own in there, 0700; who may read this one is the user's to say.
+    parent = path.absolute().parent
+    if path.exists():
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a directory, as the disk tier needs one; choose another directory")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"the disk tier's directory {path} cannot be written to by this user; write another path")
+    elif not parent.is_dir():
         raise ConfigError(
-            f"{path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
-        ) from None
+            f"the disk tier's directory {path} cannot be made, as there is no directory {parent}; make that one "
+            f"(mkdir -p {parent}), or write another path"
+        )
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"the disk tier's directory {path} cannot be made, as {parent} cannot be written to by this user; make "
+            "it for this user, with mode 0700, or write another path"
+        )
