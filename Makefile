@@ -11,6 +11,10 @@ SGLANG := .venvs/sglang/bin
 STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
 ENGINE ?= vllm
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
+# Two files of tests at a time. An engine's start is one thread's work, and two that share two cores get in each other's
+# way when each takes both.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 
 help: ## print this
@@ -20,25 +24,28 @@ demo: ## a real engine reuses a prefix across requests and processes (ENGINE=sgl
 	@scripts/setup.sh $(ENGINE)
 	@$(ENGINE_PYTHON) -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
 
-test: lint test-packages test-engine test-sglang ## everything, under 15 minutes on two cores
+test: lint test-packages test-engine test-sglang ## everything but `test-engines`, under 12 minutes on two cores
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
 	@scripts/setup.sh browser
-	$(WORKSPACE)/python -m pytest -q packages tests --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
+	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) packages tests \
+	  --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
-	$(VLLM)/python -m pytest -q tests/engine -m "not gpu"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow"
 
 test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and back
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
-	$(SGLANG)/python -m pytest -q tests/engine_sglang -m "not gpu and not slow"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "not gpu and not slow"
 
-test-engines: test-engine ## both engines, with what `make test` has no time for
+test-engines: ## what of both engines `make test` has no time for, and a soak: half an hour
+	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
-	$(SGLANG)/python -m pytest -q tests/engine_sglang -m "not gpu"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not gpu"
 
 lint: ## formatting, types, imports
 	@scripts/setup.sh workspace

@@ -81,6 +81,7 @@ def complete(url: str, prompt: list[int]) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
     spelling_llama: str, tmp_path: Path, runtime: Path
 ) -> None:

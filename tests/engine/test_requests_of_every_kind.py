@@ -16,7 +16,8 @@ def disk(directory: Path, **settings: Any) -> dict[str, Any]:
     return CACHE | {"tiers": [tier]} | settings
 
 
-@pytest.mark.parametrize("save_decode", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("save_decode", [False, True])
 def test_guessed_tokens_are_not_kept_and_change_no_answer(
     save_decode: bool, tiny_llama: str, reference: list[Answer]
 ) -> None:
