@@ -223,6 +223,12 @@ def test_a_disks_directory_may_be_read_by_others(home: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith("READY"), done
 
 
+def test_a_command_imports_no_torch_because_another_one_needs_it() -> None:
+    code = "import sys\nfrom kv_core.cli import main\nmain(['--help'])\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "bench" in done.stdout and done.stdout.splitlines()[-1] == "False"
+
+
 def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:
     scripts = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="console_scripts")}
     assert scripts["kv"] == "kv_core.command:main"

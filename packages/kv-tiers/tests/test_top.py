@@ -51,7 +51,7 @@ def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
 class Terminal:
@@ -201,10 +201,10 @@ def test_without_rich_it_says_what_to_install(tmp_path: Path) -> None:
     server = start(tmp_path)
     code = "import sys; sys.modules['rich'] = None; from kv_core.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "top", "--socket", str(server.socket)]
-    done = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
     assert "pip install 'kv-tiers[top]'" in done.stderr
-    done = subprocess.run([*command, "--json", "--once"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, "--json", "--once"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0
     server.stop()
 

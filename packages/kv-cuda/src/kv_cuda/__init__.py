@@ -3,10 +3,49 @@
 `PagedLayout` describes the engine's side as named axes and strides, `kv_core.format.ChunkFormat` ours.
 """
 
-from kv_cuda.choose import Copier, make_copier
-from kv_cuda.copier import CpuCopier
-from kv_cuda.layout import PagedLayout, PartLayout, Tile, latent, split_parts, tiled_keys_and_values, transposed_keys
-from kv_cuda.rows import pages_of, probe_rows, read_rows, write_rows
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_cuda.choose import Copier, make_copier
+    from kv_cuda.copier import CpuCopier
+    from kv_cuda.layout import (
+        PagedLayout,
+        PartLayout,
+        Tile,
+        latent,
+        split_parts,
+        tiled_keys_and_values,
+        transposed_keys,
+    )
+    from kv_cuda.rows import pages_of, probe_rows, read_rows, write_rows
+else:
+    from kv_core.lazy import exports  # torch takes seconds, and `kv` asks this package for its commands
+
+    __getattr__ = exports(
+        __name__,
+        {
+            "kv_cuda.choose": (
+                "Copier",
+                "make_copier",
+            ),
+            "kv_cuda.copier": ("CpuCopier",),
+            "kv_cuda.layout": (
+                "PagedLayout",
+                "PartLayout",
+                "Tile",
+                "latent",
+                "split_parts",
+                "tiled_keys_and_values",
+                "transposed_keys",
+            ),
+            "kv_cuda.rows": (
+                "pages_of",
+                "probe_rows",
+                "read_rows",
+                "write_rows",
+            ),
+        },
+    )
 
 __all__ = [
     "Copier",
