@@ -452,7 +452,9 @@ def check_place(path: Path) -> None:
     parent = path.absolute().parent
     if path.exists():
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a directory, as the disk tier needs one; choose another directory")
+            raise ConfigError(
+                f"{path} cannot be used for the disk tier: it is not a directory; choose another directory"
+            )
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"the disk tier's directory {path} cannot be written to by this user; write another path")
     elif not parent.is_dir():
