@@ -49,8 +49,8 @@ KINDS = {
 
 
 def cache(directory: Path, **settings: Any) -> dict[str, Any]:
-    tier = {"type": "disk", "path": str(directory), "capacity_bytes": "256MiB"}
-    return {"chunk_tokens": BLOCK, "host": {"capacity": "256MiB"}, "tiers": [tier], **settings}
+    tier = {"type": "disk", "path": str(directory), "capacity_bytes": "64MiB"}
+    return {"chunk_tokens": BLOCK, "host": {"capacity": "64MiB"}, "tiers": [tier], **settings}
 
 
 def own_hits(model: str, **arguments: Any) -> tuple[list[Answer], list[Answer]]:
@@ -96,6 +96,7 @@ def test_what_is_loaded_is_what_vllm_itself_would_have_found(
         assert from_disk == warm
         second.inside("kv_scramble")
         assert second.ask_in_turn(PROMPTS) != warm
+        assert second.hits == WARM
 
 
 @pytest.mark.slow
@@ -146,6 +147,7 @@ def test_latents_of_mla(arguments: dict[str, Any], tiny_deepseek: str, disk: Pat
             assert seen["layouts"] == ["vLLM MLA"]
             engine.inside("kv_scramble")
             assert engine.ask_in_turn(PROMPTS) != warm
+            assert engine.hits == WARM
 
 
 def test_of_two_ranks_with_the_same_latents_one_stores_for_both(

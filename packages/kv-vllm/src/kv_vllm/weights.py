@@ -55,6 +55,7 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
         # `kv_vllm.testing.inspect`.
         "kv_corrupt",
         "kv_forget_half",
+        "kv_scramble",
         "kv_key_space",
         "kv_know_weights",
         "kv_settle",
