@@ -58,39 +58,9 @@ def written(config: Any, directory: Path) -> str:
 @pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with multi-head latent attention and no experts."""
-    from transformers import DeepseekV2Config
+    from kv_cuda.tiny import write_tiny_deepseek
 
-    config = DeepseekV2Config(
-        architectures=["DeepseekV2ForCausalLM"],
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        moe_layer_freq=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    return written(config, tmp_path_factory.mktemp("tiny-deepseek"))
+    return str(write_tiny_deepseek(tmp_path_factory.mktemp("tiny-deepseek"), kv_lora_rank=64, rope_dim=16))
 
 
 @pytest.fixture(scope="session")
