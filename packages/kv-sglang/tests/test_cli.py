@@ -60,7 +60,7 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
             ["--tier", "disk:path=/nowhere/at/all,capacity_bytes=1GiB"],
             "no directory /nowhere/at; make that one",
         ),
-        (["--tier", "disk:path=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier: it is not a directory"),
+        (["--tier", "disk:path=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier"),
         (["--tier", "redis:url=redis://h,password_file=/nowhere"], "/nowhere cannot be read"),
         (["--tier", "dram:capacity_bytes=1GiB", "--tier", "dram:capacity_bytes=1GiB"], "two tiers are called 'dram'"),
         (["--config-file", "/nowhere.yaml"], "cannot be read"),
