@@ -9,9 +9,9 @@ vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms 
 0.65 ms. The scratch's size hardly matters between 0.5 and 16 MiB.
 
 Tiled parts (`Tile`) are copied as they are, in the widest words: the two neighbours of dim that a matrix unit wants
-together are one word of twice the size, about three times as fast as element by element on one thread. Where it wants two neighbours of token
-together there is no such word, and what helps a scatter is one call for each of them, so that torch's innermost loop is
-not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove makes 7.4).
+together are one word of twice the size, about three times as fast as element by element on one thread. Where it wants
+two neighbours of token together there is no such word, and what helps a scatter is one call for each of them, so that
+torch's innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove makes 7.4).
 
 Everything is written with device-neutral torch calls, so tensors on a GPU work too, synchronously and without speed.
 """
