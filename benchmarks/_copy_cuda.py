@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from kv_core.extent import HostExtent
 from kv_core.transfer import plan_transfer
-from kv_cuda.cufile import find_cufile
-from kv_cuda.gpu import GpuCopier
-from kv_cuda.measure import Measured, Sizes, measure_layout, measure_roads
-from kv_cuda.measure_files import measure_files
-from kv_cuda.ops import driver
-from kv_cuda.ops.rows import row_kernel
-from kv_cuda.ops.xxh3 import ChunkSums
-from kv_cuda.plan import copy_shape
-from kv_cuda.roads import Road, Roads
+from kv_cuda.copy.copy_paths import Road, Roads
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.copy.ops import driver
+from kv_cuda.copy.ops.rows import row_kernel
+from kv_cuda.copy.ops.xxh3 import ChunkSums
+from kv_cuda.copy.plan import copy_shape
+from kv_cuda.files.cufile import find_cufile
+from kv_cuda.tune.measure import Measured, Sizes, measure_layout, measure_roads
+from kv_cuda.tune.measure_files import measure_files
 
 from benchmarks._report import Row
 
@@ -49,7 +49,7 @@ def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
     yield from _device_rows(device)
     yield _sums_row(device)
     for file in measure_files(device, directory, find_cufile(device)):
-        name = f"{file.direction} files {file.road}, {file.chunk_nbytes >> 20} MiB, in {file.directory}"
+        name = f"{file.direction} files {file.road}, {file.chunk_bytes >> 20} MiB, in {file.directory}"
         ratio = file.gbps / file.limit_gbps
         yield Row(name, file.gbps, "GB/s", file.limit_gbps, ratio, FILE_TARGET, at_most=False)
     for road in roads:
@@ -57,7 +57,7 @@ def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
 
 
 def _bus_row(one: Measured) -> Row:
-    name = f"{one.direction} {one.road}, {one.layout}, {one.chunk_nbytes >> 20} MiB"
+    name = f"{one.direction} {one.road}, {one.layout}, {one.chunk_bytes >> 20} MiB"
     ratio = one.gbps / one.limit_gbps
     return Row(name, one.gbps, "GB/s", one.limit_gbps, ratio, BUS_TARGET, at_most=False)
 
@@ -68,12 +68,12 @@ def _device_rows(device: torch.device) -> Iterator[Row]:
     layout = sizes.layout(16)
     described = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
-    kernel = row_kernel(layout, copy_shape(layout, layout.layers, described), list(cache), described.layer_nbytes)
+    kernel = row_kernel(layout, copy_shape(layout, layout.layers, described), list(cache), described.layer_bytes)
     ring = torch.ones(described.nbytes, dtype=torch.uint8, device=device)
     beside = torch.ones_like(ring)
     slots = torch.randperm(layout.blocks, device=device)[: sizes.chunk_tokens // 16].repeat_interleave(16) * 16
     slots = slots + torch.arange(sizes.chunk_tokens, device=device) % 16
-    rows = torch.arange(sizes.chunk_tokens, device=device) * kernel.row_nbytes
+    rows = torch.arange(sizes.chunk_tokens, device=device) * kernel.row_bytes
 
     def move(to_engine: bool) -> Callable[[], None]:
         span = (0, kernel.plane_count)

@@ -15,7 +15,7 @@ from unittest import mock
 import redis
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
-from kv_tiers.pool import HostPool
+from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.servers import ValkeyServer
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.redis import RedisTier

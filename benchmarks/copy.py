@@ -31,7 +31,7 @@ from benchmarks._report import Row, paired_medians_s, parser, report
 CHUNK_TOKENS = 256
 LAYERS = 32
 DIM = 128
-CHUNK_NBYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 POOL_CHUNKS = 4
 
 
@@ -58,7 +58,7 @@ def _cases() -> list[tuple[str, PagedLayout, Kind, float]]:
             "layers": LAYERS,
             "blocks": 2 * CHUNK_TOKENS // tokens + 2,
             "block_tokens": tokens,
-            "heads": CHUNK_NBYTES // (LAYERS * CHUNK_TOKENS * 2 * DIM * itemsize),
+            "heads": CHUNK_BYTES // (LAYERS * CHUNK_TOKENS * 2 * DIM * itemsize),
             "head_dim": DIM,
         }
 
@@ -114,7 +114,7 @@ def _measure(name: str, layout: PagedLayout, kind: Kind, target: float) -> list[
     nbytes = chunk_format.nbytes
     copier = make_copier(layout, list(cache), chunk_format)
     # Quantised chunks are counted as what they stand for: the engine's bytes are what a request waits for.
-    moved = POOL_CHUNKS * CHUNK_NBYTES
+    moved = POOL_CHUNKS * CHUNK_BYTES
     pool = bytearray(b"\x01") * (POOL_CHUNKS * nbytes)
     source, target_bytes = (bytearray(b"\x01") * moved for _ in range(2))
     copier.attach("pool", memoryview(pool))
@@ -135,7 +135,7 @@ def _measure(name: str, layout: PagedLayout, kind: Kind, target: float) -> list[
 
     def memmove() -> None:
         for number in range(POOL_CHUNKS):
-            ctypes.memmove(there + number * CHUNK_NBYTES, here + number * CHUNK_NBYTES, CHUNK_NBYTES)
+            ctypes.memmove(there + number * CHUNK_BYTES, here + number * CHUNK_BYTES, CHUNK_BYTES)
 
     def each(move: Callable[[TransferPlan], object]) -> Callable[[], None]:
         def run() -> None:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 from kv_core import ChunkKey
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.events import LookedUp
 from kv_tiers.eviction import make_policy
-from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
-from kv_tiers.observe.events import LookedUp
 
 from benchmarks._report import Row, parser, report
 
@@ -32,7 +32,7 @@ FEW = 1_000
 MANY = 1_000_000
 ROUNDS = 301
 LIMIT_S = 0.5e-3
-LEAST_CHURNED = 30
+MIN_CHURNED = 30
 """Prompts, that a median over them says something."""
 POLICIES = ("lru", "prefix")
 KEY_HEAD = bytes([1]) + bytes(29)
@@ -152,7 +152,7 @@ def churned_lookup_s(cache: LocalCache, prompts: int) -> float:
     # Each once: the first lookup of a prompt makes the next one quicker.
     lookups = [timed_lookup(cache, keys_of(prompt)) for prompt in whole if prompt]
     samples = [seconds for seconds, chunks in lookups if chunks == CHUNKS]
-    assert len(samples) >= LEAST_CHURNED
+    assert len(samples) >= MIN_CHURNED
     return statistics.median(samples)
 
 

@@ -134,12 +134,12 @@ def main() -> int:
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
     chunk_tokens = 256 if chosen.engine == "vllm" else PAGE_TOKENS
-    chunk_nbytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * chunk_tokens * 4
+    chunk_bytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * chunk_tokens * 4
     pool_chunks = POOL_TOKENS // chunk_tokens
     working_set = round(1.8 * pool_chunks / (PROMPT_TOKENS // chunk_tokens))
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
         model = str(shape.write(Path(scratch) / "model"))
-        host = {"capacity": str(pool_chunks * chunk_nbytes), "policy": "lru"}
+        host = {"capacity": str(pool_chunks * chunk_bytes), "policy": "lru"}
         directory = Path(scratch) / "kv"
         disk = {"type": "disk", "path": str(directory), "capacity_bytes": "512MiB"}
         turns = list(range(working_set)) * chosen.rounds

@@ -116,8 +116,8 @@ class Ours:
         batches = iter([[write] for write in traffic.prepare()])
         return self._closed(traffic, tier, median_s(lambda: tier.store(next(batches)), DISK_REPEATS))
 
-    def _disk(self, chunk_nbytes: int, slots: int, batch: int = BATCH) -> tuple[Traffic, DiskTier]:
-        traffic = Traffic(chunk_nbytes, batch)
+    def _disk(self, chunk_bytes: int, slots: int, batch: int = BATCH) -> tuple[Traffic, DiskTier]:
+        traffic = Traffic(chunk_bytes, batch)
         path = tempfile.mkdtemp(dir=self._directory)
         config = DiskConfig(path=path, capacity_bytes=bytes_for(traffic.context, slots))
         return traffic, DiskTier(config, traffic.context, LruPolicy())

@@ -24,13 +24,13 @@ from kv_tiers.server import RemoteCache, ServerProcess, launch
 from benchmarks._report import Row, parser, report
 
 CHUNKS = 512
-CHUNK_NBYTES = 4096
+CHUNK_BYTES = 4096
 SLOTS = 1 << 16
 ROUNDS = 1001
 CLIENTS = 8
 SECONDS = 2.0
 KEY_HEAD = bytes([1]) + bytes(29)
-CONFIG = {"host": {"capacity_bytes": SLOTS * CHUNK_NBYTES}}
+CONFIG = {"host": {"capacity_bytes": SLOTS * CHUNK_BYTES}}
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
         Row(f"its memory, {SLOTS} chunks known", resident / 2**20, "MiB", 100.0, resident / 100 / 2**20, 1, True)
     )
 
-    local = LocalCache(HostPool.anonymous("local", CHUNK_NBYTES, SLOTS))
+    local = LocalCache(HostPool.anonymous("local", CHUNK_BYTES, SLOTS))
     for prompt in prompts:
         local.commit(local.begin_store(keys_of(prompt), "w"))
     looked_up, in_process, pings = lookups_in_turn(cache, local, prompts)
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def join(server: ServerProcess) -> RemoteCache:
-    return RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="benchmark", timeout_s=10)
+    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="benchmark", timeout_s=10)
 
 
 def new_prompt() -> list[bytes]:

@@ -31,9 +31,9 @@ from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.pool import PAGE_NBYTES, HostPool
+from kv_tiers.pool.host_pool import PAGE_BYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
@@ -48,7 +48,7 @@ FULL_CHUNKS = 100_000
 LAYOUT_CHUNKS = 128
 LAYOUT_MIB = 4
 FINGERPRINT = "benchmark"
-FORMAT = codec.format_id(FINGERPRINT)
+FORMAT = chunk_header.format_id(FINGERPRINT)
 
 
 def main() -> int:
@@ -85,14 +85,14 @@ def disk_rows(path: Path) -> list[Row]:
 class Traffic:
     """Batches of chunks between a tier and the pages of a pool."""
 
-    def __init__(self, chunk_nbytes: int, batch_chunks: int) -> None:
-        self.context = TierContext(chunk_nbytes, chunk_nbytes, FINGERPRINT)
-        self.nbytes = chunk_nbytes * batch_chunks
+    def __init__(self, chunk_bytes: int, batch_chunks: int) -> None:
+        self.context = TierContext(chunk_bytes, chunk_bytes, FINGERPRINT)
+        self.nbytes = chunk_bytes * batch_chunks
         self._batch_chunks = batch_chunks
-        self._pool = HostPool.anonymous("benchmark", chunk_nbytes, batch_chunks)
-        self.pages = [self._pool.view[at * chunk_nbytes : (at + 1) * chunk_nbytes] for at in range(batch_chunks)]
+        self._pool = HostPool.anonymous("benchmark", chunk_bytes, batch_chunks)
+        self.pages = [self._pool.view[at * chunk_bytes : (at + 1) * chunk_bytes] for at in range(batch_chunks)]
         for pages in self.pages:
-            pages[:] = os.urandom(PAGE_NBYTES) * (chunk_nbytes // PAGE_NBYTES)
+            pages[:] = os.urandom(PAGE_BYTES) * (chunk_bytes // PAGE_BYTES)
         # The checksum is over the same bytes each time, so a header made before is right for the rows without it.
         self._checksums = [checksum_of(page) for page in self.pages]
         self._numbers = itertools.count()
@@ -103,7 +103,7 @@ class Traffic:
         keys = key_chain(self._batch_chunks, branch=f"benchmark {next(self._numbers)}")
         writes = []
         for key, parent, pages, checksum in zip(keys, [None, *keys], self.pages, self._checksums, strict=False):
-            header = codec.make_header(codec.Header(key, parent, len(pages), FORMAT, checksum))
+            header = chunk_header.make_header(chunk_header.Header(key, parent, len(pages), FORMAT, checksum))
             writes.append(Write(key, parent, header, pages, len(pages)))
         return writes
 
@@ -113,11 +113,11 @@ class Traffic:
 
     def make_headers(self, writes: list[Write]) -> None:
         for write in writes:
-            codec.pack_header(write.key, write.parent, write.chunk, FORMAT)
+            chunk_header.pack_header(write.key, write.parent, write.chunk, FORMAT)
 
     def load(self, tier: Tier, keys: list[ChunkKey]) -> list[Read]:
         reads = [
-            Read(key, bytearray(codec.HEADER_NBYTES), pages, len(pages))
+            Read(key, bytearray(chunk_header.HEADER_BYTES), pages, len(pages))
             for key, pages in zip(keys, self.pages, strict=True)
         ]
         assert tier.load(reads) == [Loaded(len(pages)) for pages in self.pages]
@@ -125,7 +125,7 @@ class Traffic:
 
     def check(self, reads: list[Read]) -> None:
         for read in reads:
-            assert codec.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
+            assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
 
     def digest(self) -> None:
         for pages in self.pages:
@@ -216,14 +216,14 @@ def _rate(name: str, nbytes: int, seconds: tuple[float, float]) -> Row:
 def _disk_bookkeeping(path: Path) -> list[Row]:
     """Of a tier full of tiny chunks. A put is one chunk's share of a store of eight, all of it but for the two system
     calls that write: which victim, which slot, the record, what is durable."""
-    traffic = Traffic(PAGE_NBYTES, 1)
+    traffic = Traffic(PAGE_BYTES, 1)
     context, pages = traffic.context, traffic.pages[0]
     config = DiskConfig(path=str(path), capacity_bytes=bytes_for(context, FULL_CHUNKS), durability="process")
 
     def writes(chunks: int, branch: str) -> list[Write]:
         keys = key_chain(chunks, branch=branch)
         return [
-            Write(key, parent, codec.pack_header(key, parent, pages, FORMAT), pages, PAGE_NBYTES)
+            Write(key, parent, chunk_header.pack_header(key, parent, pages, FORMAT), pages, PAGE_BYTES)
             for key, parent in zip(keys, [None, *keys], strict=False)
         ]
 
@@ -363,7 +363,7 @@ def layout_rows(path: Path) -> list[Row]:
         for what, seconds in (("store", store_s), ("load", load_s)):
             value, limit = nbytes / median(seconds[name]) / 1e9, nbytes / median(seconds["slots"]) / 1e9
             rows.append(Row(f"{name}, {what} of 4 MiB, against slots", value, "GB/s", limit, value / limit, 1.05, True))
-    headers_s = median_s(lambda: [slots.read(at, traffic.pages[0][:PAGE_NBYTES]) for at in range(64)]) / 64
+    headers_s = median_s(lambda: [slots.read(at, traffic.pages[0][:PAGE_BYTES]) for at in range(64)]) / 64
     traffic.close()
     value = headers_s * FULL_CHUNKS
     rows.append(Row("restart from 100 000 headers in their slots, against 1 s", value, "s", 1.0, value, 1.0, False))

@@ -10,7 +10,7 @@ from kv_core.sequence import KeySequence
 from kv_core.service import LoadReady
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 
-CHUNK_NBYTES = 4096
+CHUNK_BYTES = 4096
 scheme = ChainScheme(chunk_tokens=4)
 space = KeySpace(model="demo", revision="1", dtype="float32", format="demo", world=1, chain=scheme.name)
 
@@ -36,8 +36,8 @@ def look_up(cache: LocalCache, keys: list[ChunkKey]) -> LookupPlan:
 
 with tempfile.TemporaryDirectory() as scratch:
     disk = {"type": "disk", "path": f"{scratch}/kv", "capacity_bytes": "64MiB"}
-    pool = HostConfig(capacity_bytes=8 * CHUNK_NBYTES)
-    cache = build_local_cache(pool, chunk_nbytes=CHUNK_NBYTES, fingerprint="demo", tiers=[disk])
+    pool = HostConfig(capacity_bytes=8 * CHUNK_BYTES)
+    cache = build_local_cache(pool, chunk_bytes=CHUNK_BYTES, fingerprint="demo", tiers=[disk])
 
     store(cache, keys_of(list(range(16))))
     plan = look_up(cache, keys_of([*range(12), 99, 99, 99, 99]))  # the same 12 tokens, then its own way
@@ -56,7 +56,7 @@ with tempfile.TemporaryDirectory() as scratch:
     cache.end("request")
     cache.close()
 
-    again = build_local_cache(pool, chunk_nbytes=CHUNK_NBYTES, fingerprint="demo", tiers=[disk])
+    again = build_local_cache(pool, chunk_bytes=CHUNK_BYTES, fingerprint="demo", tiers=[disk])
     plan = look_up(again, keys_of(list(range(16))))
     print(f"after a restart: {plan.chunks} of 4 chunks, from {', '.join(plan.tiers)}")
     again.end("request")

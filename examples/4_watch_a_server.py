@@ -18,7 +18,7 @@ from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
 from kv_tiers.server import RemoteCache, launch
 
 CHUNK_TOKENS = 256
-CHUNK_NBYTES = 256 << 10
+CHUNK_BYTES = 256 << 10
 PROMPT_CHUNKS = 12
 SHARED_CHUNKS = 8
 
@@ -64,7 +64,7 @@ def engine(socket: Path, number: int, until: float) -> None:
     """Serve made-up prompts, most of which begin as others did."""
     cache = RemoteCache(
         socket,
-        chunk_nbytes=CHUNK_NBYTES,
+        chunk_bytes=CHUNK_BYTES,
         fingerprint="made-up",
         engine=f"engine-{number}",
         facts={"chunk_tokens": str(CHUNK_TOKENS)},

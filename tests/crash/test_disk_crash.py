@@ -21,7 +21,7 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -30,7 +30,7 @@ from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 
 CONTEXT = TierContext(9000, 12288, "crash")
-FORMAT = codec.format_id("crash")
+FORMAT = chunk_header.format_id("crash")
 SLOTS = 40
 CHAINS = [key_chain(6, branch=str(number)) for number in range(12)]
 KEYS = [key for chain in CHAINS for key in chain]
@@ -48,9 +48,11 @@ def writes_of(chain: list[ChunkKey], first: int, last: int) -> list[Write]:
     for at in range(first, last):
         parent = chain[at - 1] if at else None
         pages = aligned_pages(CONTEXT.slot_bytes)
-        pages[: CONTEXT.chunk_nbytes] = content(chain[at], CONTEXT.chunk_nbytes)
-        chunk = pages[: CONTEXT.chunk_nbytes]
-        made.append(Write(chain[at], parent, codec.pack_header(chain[at], parent, chunk, FORMAT), pages, len(chunk)))
+        pages[: CONTEXT.chunk_bytes] = content(chain[at], CONTEXT.chunk_bytes)
+        chunk = pages[: CONTEXT.chunk_bytes]
+        made.append(
+            Write(chain[at], parent, chunk_header.pack_header(chain[at], parent, chunk, FORMAT), pages, len(chunk))
+        )
     return made
 
 
@@ -68,7 +70,7 @@ def carry(tier: DiskTier, writes: list[Write]) -> None:
     tier.commit(
         room,
         [
-            codec.checksum_in(write.header) if extent else None
+            chunk_header.checksum_in(write.header) if extent else None
             for write, extent in zip(writes, room.extents, strict=True)
         ],
     )
@@ -105,9 +107,9 @@ class Known:
         # A store under way may have made room for itself, and one ahead of the next.
         assert len(lost) <= (len(self.storing) + 1 if self.storing else 0), "acknowledged chunks are lost"
         for number in found:
-            read = Read(KEYS[number], bytearray(256), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_nbytes)
-            assert tier.load([read]) == [Loaded(CONTEXT.chunk_nbytes)]
-            assert codec.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
+            read = Read(KEYS[number], bytearray(256), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_bytes)
+            assert tier.load([read]) == [Loaded(CONTEXT.chunk_bytes)]
+            assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
         self.held, self.storing, self.discarding = found, set(), set()
         return len(found)
 
@@ -132,7 +134,7 @@ def live(tier: DiskTier, rng: random.Random, say: Callable[[str], object]) -> No
             tier.discard([KEYS[number] for number in numbers])
         else:
             pages = aligned_pages(CONTEXT.slot_bytes)
-            tier.load([Read(KEYS[number], bytearray(256), pages, CONTEXT.chunk_nbytes) for number in numbers])
+            tier.load([Read(KEYS[number], bytearray(256), pages, CONTEXT.chunk_bytes) for number in numbers])
         held = [str(number) for number, is_held in enumerate(tier.holds(KEYS)) if is_held]
         say(f"held {' '.join(held)}\n")
 

@@ -11,12 +11,12 @@ from kv_core.lookup import Ended
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
 from kv_core.transfer import plan_transfer
-from kv_cuda.cufile import NoCuFile
-from kv_cuda.direct import DirectCopier
-from kv_cuda.files import HostFiles
-from kv_cuda.gpu import GpuCopier
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.files.cufile import NoCuFile
+from kv_cuda.files.direct import DirectCopier
+from kv_cuda.files.host_files import HostFiles
 from kv_cuda.testing import TOKENS, small_caches
-from kv_tiers import HostConfig, LocalCache, build_local_cache, codec
+from kv_tiers import HostConfig, LocalCache, build_local_cache, chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, TierContext, Write
@@ -26,7 +26,7 @@ CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 2 * TOKENS
 FORMAT = CACHE.layout.canonical_format(CHUNK)
 CONTEXT = TierContext(FORMAT.nbytes, -(-FORMAT.nbytes // 4096) * 4096, FORMAT.fingerprint)
-FORM = codec.format_id(FORMAT.fingerprint)
+FORM = chunk_header.format_id(FORMAT.fingerprint)
 CPU = torch.device("cpu")
 KEYS = key_chain(3)
 TABLE = [5, 0, 3, 6, 1, 2]
@@ -95,10 +95,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 def by_the_pool(tier: DiskTier, key: ChunkKey) -> tuple[Read, LoadOutcome]:
     """As a promotion reads, with the lane's check."""
-    read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(CONTEXT.slot_bytes), FORMAT.nbytes)
+    read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), FORMAT.nbytes)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        outcome = codec.check(read.header, read.chunk, key=key, format_id=FORM) or outcome
+        outcome = chunk_header.check(read.header, read.chunk, key=key, format_id=FORM) or outcome
     return read, outcome
 
 
@@ -121,7 +121,7 @@ def test_what_went_down_through_the_pool_comes_straight_from_the_disk(bench: Ben
     reads = [by_the_pool(bench.tier, key)[0] for key in KEYS]
     bench.tier.clear()
     writes = [
-        Write(key, above, codec.pack_header(key, above, read.chunk, FORM), read.pages, FORMAT.nbytes)
+        Write(key, above, chunk_header.pack_header(key, above, read.chunk, FORM), read.pages, FORMAT.nbytes)
         for key, above, read in zip(KEYS, [None, *KEYS], reads, strict=False)
     ]
     assert bench.tier.store(writes) == [Stored()] * 3
@@ -170,7 +170,7 @@ def cache(tmp_path: Path) -> Iterator[LocalCache]:
     disk = {"type": "disk", "path": str(tmp_path / "cached"), "capacity_bytes": bytes_for(CONTEXT, 16)}
     made = build_local_cache(
         HostConfig(capacity_bytes=4 * CONTEXT.slot_bytes),
-        chunk_nbytes=FORMAT.nbytes,
+        chunk_bytes=FORMAT.nbytes,
         fingerprint=FORMAT.fingerprint,
         tiers=[disk],
     )

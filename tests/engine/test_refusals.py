@@ -8,10 +8,10 @@ import pytest
 import torch
 from engines import Engine, started
 from kv_core.errors import ConfigError
+from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.tiny import TinyLlama
 from kv_tiers.attach.settings import load
 from kv_vllm import build
-from kv_vllm.canary import LayerGroup, Refusal
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import check_parallelism, share_of

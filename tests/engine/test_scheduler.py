@@ -141,7 +141,7 @@ def test_loads_that_fail_one_after_another_turn_the_cache_off(make: Make, monkey
     def fail(plan: object) -> None:
         raise CopyFailed("the bus is on fire")
 
-    monkeypatch.setattr(connector, "_MOST_FAILURES", 3)
+    monkeypatch.setattr(connector, "_MAX_FAILURES", 3)
     monkeypatch.setattr(oracle.engine.copiers[0], "load", fail)
     ask(oracle, "stores", SHARED[:200])
     for number in range(3):

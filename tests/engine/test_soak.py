@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engines import Answer, Engine, started
 from kv_tiers import build as tiers_build
-from kv_tiers.lane import Lane
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.testing.faults import Fault, FaultyTier
 from kv_tiers.tier import Tier
 

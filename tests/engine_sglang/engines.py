@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_sglang.cli import engine_arguments
-from kv_tiers.pool import pool_path
+from kv_tiers.pool.host_pool import pool_path
 from kv_tiers.testing.wait import until
 
 PAGE = 16

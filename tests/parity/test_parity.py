@@ -23,10 +23,10 @@ from kv_core.lookup import Ended
 from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from kv_tiers.testing.contract import CHUNK_BYTES, content
 
 SLOTS = 8
 Tiers = list[dict[str, object]]
@@ -50,7 +50,7 @@ class Address:
 
 
 def config(policy: str) -> HostConfig:
-    return HostConfig(capacity_bytes=SLOTS * slot_bytes_for(CHUNK_NBYTES), policy=policy)
+    return HostConfig(capacity_bytes=SLOTS * slot_bytes_for(CHUNK_BYTES), policy=policy)
 
 
 COLD = ColdConfig(batch_bytes=1 << 20, prefetch_share=1.0, spill_share=1.0)
@@ -59,7 +59,7 @@ COLD = ColdConfig(batch_bytes=1 << 20, prefetch_share=1.0, spill_share=1.0)
 def in_process(tiers: Tiers, policy: str) -> Address:
     clock = HandClock()
     cache = build_local_cache(
-        config(policy), chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tiers=tiers, cold=COLD, clock=clock
+        config(policy), chunk_bytes=CHUNK_BYTES, fingerprint="f", tiers=tiers, cold=COLD, clock=clock
     )
     return Address(cache, cache.pool.view, cache, clock, cache.close)
 
@@ -71,7 +71,7 @@ def at_a_server(tiers: Tiers, policy: str) -> Address:
     server = CacheServer(ServerConfig(host=config(policy), tiers=tiers, cold=COLD, socket=str(path)), clock=clock)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    cache = RemoteCache(path, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", timeout_s=10)
+    cache = RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=10)
     (behind,) = server.caches.values()
 
     def close() -> None:

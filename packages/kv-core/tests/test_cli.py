@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core import ChainScheme, InputError, Item, KeySequence, KeySpace, cli, tenant_tag
-from kv_core.cli import main, read_tokens
+from kv_core import ChainScheme, InputError, Item, KeySequence, KeySpace, tenant_tag
 from kv_core.testing import SECRET, prompts
+from kv_core.tools import cli
+from kv_core.tools.cli import main, read_tokens
 
 relaxed = settings(deadline=None, max_examples=80)
 
@@ -247,7 +248,9 @@ def test_help_is_complete_and_no_command_is_an_error(capsys: pytest.CaptureFixtu
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     """`kv keys … | head` must not end in a traceback, nor in a message as the interpreter goes."""
     (tmp_path / "tokens").write_text("1 " * 50_000)
-    program = "import sys; from kv_core.cli import main; sys.exit(main(['keys', 'tokens', '--chunk-tokens', '1']))"
+    program = (
+        "import sys; from kv_core.tools.cli import main; sys.exit(main(['keys', 'tokens', '--chunk-tokens', '1']))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as run:

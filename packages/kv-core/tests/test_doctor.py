@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from kv_core.cli import main
-from kv_core.doctor import CHECKS, Asked, Finding, version_of
+from kv_core.tools.cli import main
+from kv_core.tools.doctor import CHECKS, Asked, Finding, version_of
 
 
 def well(asked: Asked) -> Iterator[Finding]:

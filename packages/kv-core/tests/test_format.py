@@ -19,8 +19,8 @@ BLOCKS = ChunkFormat("blocks", ("blocks",), 2, 8, 1, 100, "uint8", 1, 4, "engine
 @relaxed
 def test_layers_of_parts_fill_the_chunk_with_no_gap_and_no_overlap(made: ChunkFormat) -> None:
     starts = [made.layer_offset(part, layer) for part in range(len(made.parts)) for layer in range(made.layers)]
-    assert starts == list(range(0, made.nbytes, made.layer_nbytes))
-    assert made.layer_nbytes == made.chunk_tokens * made.token_nbytes
+    assert starts == list(range(0, made.nbytes, made.layer_bytes))
+    assert made.layer_bytes == made.chunk_tokens * made.token_bytes
 
 
 @given(one=chunk_formats(), other=chunk_formats())
@@ -58,10 +58,10 @@ def test_the_sizes_of_a_known_model() -> None:
 
 
 def test_a_layer_in_one_byte_an_element_is_codes_and_then_scales() -> None:
-    assert INT8.codes_nbytes == 8 * 4 * 16
-    assert INT8.layer_nbytes == 8 * 4 * 16 + 8 * 4 * 4
+    assert INT8.codes_bytes == 8 * 4 * 16
+    assert INT8.layer_bytes == 8 * 4 * 16 + 8 * 4 * 4
     assert INT8.layer_offset(1, 0) == INT8.nbytes // 2
-    assert KV.codes_nbytes == KV.layer_nbytes
+    assert KV.codes_bytes == KV.layer_bytes
 
 
 def test_fingerprints_are_what_they_have_always_been() -> None:

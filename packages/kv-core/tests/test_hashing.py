@@ -148,7 +148,7 @@ def test_extending_by_hand_is_what_a_sequence_does(scheme: ChainScheme, tokens: 
         here = [each for each in item if each.touches(at, at + step)]
         parent = scheme.extend(parent, tokens[at : at + step], here)
         assert parent == digest
-        assert len(digest) == scheme.digest_nbytes
+        assert len(digest) == scheme.digest_bytes
 
 
 def test_a_tail_is_never_a_chunk_even_if_its_tokens_spell_a_parent() -> None:

@@ -17,8 +17,8 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
-from kv_cuda.gpu import GpuCopier
-from kv_cuda.roads import Road, Roads
+from kv_cuda.copy.copy_paths import Road, Roads
+from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, place_of, small_caches
 
 CHUNK = 3 * TOKENS
@@ -94,7 +94,7 @@ def places(layout: PagedLayout, kind: str, copy: Copy) -> Iterator[tuple[int, in
             block, offset = divmod(copy.first_slot + token, layout.block_tokens)
             in_chunk = copy.first_token + token
             if kind == "blocks":
-                row = layout.page_nbytes // layout.block_tokens
+                row = layout.page_bytes // layout.block_tokens
                 at = block * layout.parts[0].block * size + offset * row
                 yield layer, at, (layer * CHUNK + in_chunk) * row, row
                 continue
@@ -286,7 +286,7 @@ def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(hands: Hands) 
     copier.store(coarse).wait()
     slots = torch.tensor([16 + token if token < manager else token - manager for token in range(3, 2 * manager)])
     keys = read_rows(cache.layout, tensors, 1, slots.to(hands.device))["k"].cpu().numpy().tobytes()
-    row = described.token_nbytes
+    row = described.token_bytes
     assert pool[described.layer_offset(0, 1) :][3 * row : 2 * manager * row] == keys
 
 
@@ -405,7 +405,7 @@ def test_an_itemsize_that_is_not_the_dtypes_is_refused(itemsize: int) -> None:
 
 def test_tensors_that_start_inside_an_element_are_refused() -> None:
     layout = CACHES["K and V apart"].layout
-    size = layout.blocks * layout.page_nbytes
+    size = layout.blocks * layout.page_bytes
     memory = torch.zeros(3 * size + 4, dtype=torch.uint8)
     tensors = [memory[2 + layer * size :][:size] for layer in range(3)]
     with pytest.raises(InputError, match="starts inside an element"):

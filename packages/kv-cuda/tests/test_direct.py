@@ -22,11 +22,11 @@ from kv_core.format import ChunkFormat
 from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import make_copier
-from kv_cuda.cufile import CuFiles, NoCuFile, find_cufile, what_is_missing
-from kv_cuda.direct import Carried, DirectCopier, make_direct_copier
-from kv_cuda.files import Files, HostFiles, OpenFile, Transfer
-from kv_cuda.gpu import GpuCopier
-from kv_cuda.roads import FileRoads
+from kv_cuda.copy.copy_paths import FileRoads
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.files.cufile import CuFiles, NoCuFile, find_cufile, what_is_missing
+from kv_cuda.files.direct import Carried, DirectCopier, make_direct_copier
+from kv_cuda.files.host_files import Files, HostFiles, OpenFile, Transfer
 from kv_cuda.testing import BLOCKS, TOKENS, small_caches
 
 CACHE = small_caches()["NHD, K‖V"]
@@ -213,7 +213,7 @@ def test_more_chunks_than_the_ring_holds_take_turns(
     slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Halves of one chunk, so that the first is used again while the last begins."""
-    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
+    monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
     tensors, empty = filled(), CACHE.make()
     checksums = store(hands(tensors, files), slab)
     assert checksums == [extent.checksum for extent in kept(tensors, slab)]
@@ -269,7 +269,7 @@ def test_a_read_that_goes_wrong_is_staged_and_said_once(
     assert copier.has_direct_road
     name, does = FAILURES[failure]
     setattr(files, name, does)
-    with caplog.at_level(logging.WARNING, "kv_cuda.direct"):
+    with caplog.at_level(logging.WARNING, "kv_cuda.files.direct"):
         for _ in range(3):
             for tensor in empty:
                 tensor.zero_()
@@ -402,7 +402,7 @@ def test_a_half_of_the_ring_is_left_alone_until_its_chunk_was_scattered(
     slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files know nothing of the device's queues: the host waits for the first chunk before it reads the third."""
-    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
+    monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
     happened: list[str] = []
 
     class Scattered:
@@ -441,7 +441,7 @@ def test_a_device_that_fails_leaves_no_transfer_behind(
     slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the call ends its files are given back, and are somebody else's. The second read is under way then."""
-    monkeypatch.setattr("kv_cuda.direct._MOST_CHUNKS_IN_HALF", 1)
+    monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
     extents = kept(filled(), slab)
     ended: list[int] = []
 
@@ -537,7 +537,7 @@ KVIKIO = """
 import sys
 import kvikio
 import numpy
-from kv_cuda.cufile import CuFiles
+from kv_cuda.files.cufile import CuFiles
 
 class Memory(numpy.ndarray):
     def numel(self):

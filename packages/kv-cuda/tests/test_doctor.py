@@ -4,11 +4,11 @@ import resource
 
 import pytest
 import torch
-from kv_core.doctor import Asked
+from kv_core.tools.doctor import Asked
 from kv_cuda import doctor
-from kv_cuda.cufile import NoCuFile
-from kv_cuda.files import HostFiles
-from kv_cuda.roads import FileRoads
+from kv_cuda.copy.copy_paths import FileRoads
+from kv_cuda.files.cufile import NoCuFile
+from kv_cuda.files.host_files import HostFiles
 
 
 def test_without_a_driver_the_cpu_is_all_right() -> None:

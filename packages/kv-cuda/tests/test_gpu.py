@@ -14,19 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_core.cli import main
 from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.extent import HostExtent
+from kv_core.tools.cli import main
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
-from kv_cuda import CpuCopier, bench_cli, make_copier
-from kv_cuda.cufile import NoCuFile
-from kv_cuda.files import HostFiles
-from kv_cuda.gpu import GpuCopier
-from kv_cuda.layout import split_parts
-from kv_cuda.measure import Sizes, measure_roads, roads_from
-from kv_cuda.measure_files import file_roads_from, measure_files
-from kv_cuda.pinned import PinnedMapping, give_back_mapping, share_mapping
-from kv_cuda.roads import (
+from kv_cuda import CpuCopier, make_copier
+from kv_cuda.copy.copy_paths import (
     FileRoads,
     Road,
     Roads,
@@ -38,7 +31,15 @@ from kv_cuda.roads import (
     write_file_roads,
     write_roads,
 )
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.copy.pinned import PinnedMapping, give_back_mapping, share_mapping
+from kv_cuda.files.cufile import NoCuFile
+from kv_cuda.files.host_files import HostFiles
+from kv_cuda.layout import split_parts
 from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
+from kv_cuda.tune import bench_cli
+from kv_cuda.tune.measure import Sizes, measure_roads, roads_from
+from kv_cuda.tune.measure_files import file_roads_from, measure_files
 
 CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 3 * TOKENS
@@ -73,7 +74,7 @@ def gathered(copier: GpuCopier | CpuCopier, plan: TransferPlan) -> bytes:
 
 def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six planes through four slots of one plane each, so that the ring turns."""
-    monkeypatch.setattr("kv_cuda.gpu._RING_SLOT_NBYTES", FORMAT.layer_nbytes)
+    monkeypatch.setattr("kv_cuda.copy.gpu._RING_SLOT_BYTES", FORMAT.layer_bytes)
     tensors = filled()
     expected = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
     staged = GpuCopier(CACHE.layout, tensors, FORMAT, roads=only("staged"))
@@ -88,7 +89,7 @@ def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pyt
 
 @pytest.mark.parametrize("road", ["direct", "staged"])
 def test_more_tokens_than_a_launch_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
-    monkeypatch.setattr("kv_cuda.gpu._LIST_TOKENS", 1)  # then a launch holds one chunk
+    monkeypatch.setattr("kv_cuda.copy.gpu._LIST_TOKENS", 1)  # then a launch holds one chunk
     tensors = filled()
     extents = [HostExtent("pool", number * FORMAT.nbytes, FORMAT.nbytes) for number in range(2)]
     plan = plan_transfer(
@@ -130,9 +131,9 @@ def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:
     kept = bytes(pool)
     pool[:] = b"\xee" * FORMAT.nbytes
     copier.store(TransferPlan((Copy(HostExtent("pool", 0, FORMAT.nbytes), 0, 5 * TOKENS, 1),), CHUNK)).wait()
-    row = FORMAT.token_nbytes
+    row = FORMAT.token_bytes
     assert pool[:row] == kept[:row]
-    assert pool[row : FORMAT.layer_nbytes] == b"\xee" * (FORMAT.layer_nbytes - row)
+    assert pool[row : FORMAT.layer_bytes] == b"\xee" * (FORMAT.layer_bytes - row)
 
 
 @pytest.mark.parametrize("road", ["direct", "staged"])
@@ -196,7 +197,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_cuda.ops.rows import RowKernel, move_rows
+from kv_cuda.copy.ops.rows import RowKernel, move_rows
 
 made = {}
 for name, (run, row) in json.loads(sys.argv[1]).items():
@@ -204,7 +205,7 @@ for name, (run, row) in json.loads(sys.argv[1]).items():
     for to_engine in (True, False):
         constants = dict(kernel.constants, TO_ENGINE=to_engine)
         signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32",
-                     "first_plane": "i32", "plane_count": "i32", "plane_nbytes": "i64"}
+                     "first_plane": "i32", "plane_count": "i32", "plane_bytes": "i64"}
         signature |= {constant: "constexpr" for constant in constants}
         source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
         for architecture in (80, 90, 100):
@@ -255,20 +256,20 @@ class Driver:
 
 @given(
     pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
-    slice_nbytes=st.integers(1, 300),
+    slice_bytes=st.integers(1, 300),
 )
 def test_exactly_the_slices_that_are_used_are_pinned_and_each_once(
-    pins: list[tuple[int, int]], slice_nbytes: int
+    pins: list[tuple[int, int]], slice_bytes: int
 ) -> None:
     driver = Driver()
-    pinned = PinnedMapping(5000, 1000, driver, slice_nbytes=slice_nbytes)
+    pinned = PinnedMapping(5000, 1000, driver, slice_bytes=slice_bytes)
     wanted = set()
     for offset, nbytes in pins:
         nbytes = min(nbytes, 1000 - offset)
         pinned.pin(offset, nbytes)
-        wanted |= {at // slice_nbytes for at in range(offset, offset + nbytes)}
-    assert driver.held == {5000 + at * slice_nbytes: min(slice_nbytes, 1000 - at * slice_nbytes) for at in wanted}
-    assert pinned.pinned_nbytes == sum(driver.held.values())
+        wanted |= {at // slice_bytes for at in range(offset, offset + nbytes)}
+    assert driver.held == {5000 + at * slice_bytes: min(slice_bytes, 1000 - at * slice_bytes) for at in wanted}
+    assert pinned.pinned_bytes == sum(driver.held.values())
     pinned.unpin()
     assert not driver.held
 
@@ -281,7 +282,7 @@ def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with pytest.raises(ConfigError, match="make the host tier smaller"):
         pinned.pin(0, 1)
-    assert pinned.pinned_nbytes == 0
+    assert pinned.pinned_bytes == 0
 
 
 def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
@@ -290,8 +291,8 @@ def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None
 
 def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
     driver = Driver()
-    first, second = (share_mapping(1 << 20, 4096, driver, slice_nbytes=1024) for _ in range(2))
-    other = share_mapping(1 << 21, 4096, driver, slice_nbytes=1024)
+    first, second = (share_mapping(1 << 20, 4096, driver, slice_bytes=1024) for _ in range(2))
+    other = share_mapping(1 << 21, 4096, driver, slice_bytes=1024)
     assert first is second is not other
     first.pin(0, 4096)
     second.pin(0, 4096)
@@ -302,7 +303,7 @@ def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() ->
     assert list(driver.held) == [1 << 21]
     give_back_mapping(other)
     assert not driver.held
-    again = share_mapping(1 << 20, 4096, driver, slice_nbytes=2048)
+    again = share_mapping(1 << 20, 4096, driver, slice_bytes=2048)
     assert again is not first
     give_back_mapping(again)
 
@@ -375,12 +376,10 @@ def test_measuring_finds_every_road_in_both_directions() -> None:
     assert {(one.direction, one.road) for one in measured} == {
         (direction, road) for direction in ("load", "store") for road in ("direct", "staged")
     }
-    assert {one.run_nbytes for one in measured} == {256, 1024}
+    assert {one.run_bytes for one in measured} == {256, 1024}
     assert all(one.gbps > 0 and one.limit_gbps > 0 for one in measured)
     table = roads_from(measured)
-    best = max(
-        (one for one in measured if one.run_nbytes == 1024 and one.direction == "load"), key=lambda one: one.gbps
-    )
+    best = max((one for one in measured if one.run_bytes == 1024 and one.direction == "load"), key=lambda one: one.gbps)
     assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.road
 
 
@@ -410,8 +409,8 @@ def test_the_command_keeps_which_road_is_faster_for_a_directory(
     """As `kv bench copy --file` does on a GPU, with small chunks, and the host's files where cuFile would be."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
-    monkeypatch.setattr("kv_cuda.measure_files.Sizes", lambda: small)
-    monkeypatch.setattr("kv_cuda.cufile.find_cufile", lambda device: HostFiles())
+    monkeypatch.setattr("kv_cuda.tune.measure_files.Sizes", lambda: small)
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: HostFiles())
     for number, json_lines in (("1", False), ("2", True)):
         disk = tmp_path / number
         disk.mkdir()
@@ -422,7 +421,7 @@ def test_the_command_keeps_which_road_is_faster_for_a_directory(
         assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
     assert kept is not None
     assert set(read_file_roads(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
-    monkeypatch.setattr("kv_cuda.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
     assert bench_cli._file_roads(torch.device("cpu"), "test", asked) is None
     assert "no direct road: no driver. get one" in capsys.readouterr().err
     asked.dry_run = True

@@ -8,7 +8,7 @@ from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import PartLayout, pages_of, read_rows, split_parts, transposed_keys, write_rows
-from kv_cuda.plan import WholeBlocks, check_and_cut
+from kv_cuda.copy.plan import WholeBlocks, check_and_cut
 from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches
 
 CACHES = small_caches()
@@ -119,10 +119,10 @@ def test_pages_are_the_bytes_of_whole_blocks() -> None:
     for cache in RUNS.values():
         tensors = cache.make()
         pages = pages_of(tensors[1], BLOCKS)
-        assert pages.shape == (BLOCKS, cache.layout.page_nbytes)
+        assert pages.shape == (BLOCKS, cache.layout.page_bytes)
         pages[2] = 255
         flat = torch.empty(0, dtype=torch.uint8).set_(tensors[1].untyped_storage())
-        assert int((flat == 255).sum()) == cache.layout.page_nbytes
+        assert int((flat == 255).sum()) == cache.layout.page_bytes
     with pytest.raises(ValueError, match="7 blocks, not 6"):
         pages_of(CACHES["MLA"].make()[0], 6)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_cuda.numa import node_at, node_of, prefer
-from kv_cuda.pinned import PinnedMapping
+from kv_cuda.copy.numa import node_at, node_of, prefer
+from kv_cuda.copy.pinned import PinnedMapping
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _OF_ADDRESS, _PREFERRED = 2, 1
@@ -64,7 +64,7 @@ def test_the_pages_are_asked_for_before_they_are_registered_and_only_those() -> 
         def unregister(self, address: int) -> int:
             return 0
 
-    PinnedMapping(start, NBYTES, Driver(), slice_nbytes=mmap.PAGESIZE, node=0).pin(mmap.PAGESIZE, 1)
+    PinnedMapping(start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=0).pin(mmap.PAGESIZE, 1)
     assert seen == [(mmap.PAGESIZE, (_PREFERRED, 1), (0, 0))]
     del held
     mapping.close()
@@ -85,7 +85,7 @@ def test_a_node_that_is_not_there_is_said_once_and_pinning_goes_on(
 
     assert not prefer(memory, NBYTES, 1000)
     assert not prefer(memory, NBYTES, 5000)
-    pinned = PinnedMapping(memory, NBYTES, Driver(), slice_nbytes=mmap.PAGESIZE, node=1000)
+    pinned = PinnedMapping(memory, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=1000)
     pinned.pin(0, NBYTES)
     assert len(registered) == 4
     assert caplog.text.count("NUMA node 1000") == 1

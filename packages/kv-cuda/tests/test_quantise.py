@@ -20,9 +20,9 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, make_copier, read_rows, write_rows
-from kv_cuda.codes import Codes
-from kv_cuda.gpu import GpuCopier
-from kv_cuda.quantise import QuantisingCopier
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.quantise.codes import Codes
+from kv_cuda.quantise.copier import QuantisingCopier
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
 
 Kind = Literal["int8", "fp8"]

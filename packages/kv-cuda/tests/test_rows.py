@@ -100,7 +100,7 @@ def test_a_slot_that_does_not_exist_is_refused_and_never_counted_from_the_end(sl
 
 def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
     layout = CACHES["K and V apart"].layout
-    memory = torch.zeros(layout.blocks * layout.page_nbytes + 4, dtype=torch.uint8)
+    memory = torch.zeros(layout.blocks * layout.page_bytes + 4, dtype=torch.uint8)
     with pytest.raises(InputError, match="starts inside an element"):
         read_rows(layout, [memory[2:]], 0, torch.tensor([0]))
 

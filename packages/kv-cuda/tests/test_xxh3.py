@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.checksum import checksum_of
 from kv_core.errors import InputError
-from kv_cuda.ops.xxh3 import LEAST_NBYTES, ChunkSums
+from kv_cuda.copy.ops.xxh3 import MIN_BYTES, ChunkSums
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def expected(chunks: torch.Tensor, nbytes: int) -> list[bytes]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    nbytes=st.integers(LEAST_NBYTES, 20_000),
+    nbytes=st.integers(MIN_BYTES, 20_000),
     count=st.integers(1, 3),
     spare=st.integers(0, 3),
     seed=st.integers(0, 2**32 - 1),
@@ -83,7 +83,7 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_cuda.ops.xxh3 import AHEAD, TILE_BLOCKS, fold_blocks, sum_blocks
+from kv_cuda.copy.ops.xxh3 import AHEAD, TILE_BLOCKS, fold_blocks, sum_blocks
 
 kernels = {
     "sum_blocks": (sum_blocks, {"TILE": TILE_BLOCKS}, 4),
@@ -128,7 +128,7 @@ def test_the_fold_compiles_for_every_gpu(compiled: dict[str, str], architecture:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", [LEAST_NBYTES, 4096, 9001, 4 << 20, 32 << 20])
+@pytest.mark.parametrize("nbytes", [MIN_BYTES, 4096, 9001, 4 << 20, 32 << 20])
 def test_the_gpu_agrees_with_the_host(nbytes: int) -> None:
     chunks = rows(3, nbytes, 1, nbytes)
     device = torch.device("cuda")

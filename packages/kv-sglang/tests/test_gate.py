@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from kv_core.errors import CopyFailed
-from kv_cuda.streams import DoneEvent
-from kv_sglang.gate import LayerGate
+from kv_cuda.copy.streams import DoneEvent
+from kv_sglang.linker.gate import LayerGate
 
 SOON_S = 10.0
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from kv_core.clock import HandClock
 from kv_cuda import PagedLayout, PartLayout, make_copier
-from kv_sglang import lanes
-from kv_sglang.lanes import Loads, Stores
+from kv_sglang.linker import lanes
+from kv_sglang.linker.lanes import Loads, Stores
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE, PAGES, ROW, LAYERS = 4, 8, 16, 3
@@ -78,7 +78,7 @@ class Engine:
         self.clock = HandClock()
         self.cache: LocalCache = build_local_cache(
             HostConfig(capacity_bytes=pages * slot_bytes_for(FORMAT.nbytes)),
-            chunk_nbytes=FORMAT.nbytes,
+            chunk_bytes=FORMAT.nbytes,
             fingerprint=FORMAT.fingerprint,
             tiers=tiers or [],
             cold=ColdConfig(wait_s=5.0),
@@ -252,7 +252,7 @@ def test_a_page_that_is_held_is_not_copied_again(engine: Engine) -> None:
 
 
 def test_offers_that_wait_have_a_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MOST_WAITING_PAGES", 3)
+    monkeypatch.setattr(lanes, "MAX_WAITING_PAGES", 3)
     held, names = Held(), hashes(4)
     engine.stores.offer(names[:2], [], indices(0, 1), [held])
     engine.stores.offer(names[2:], [], indices(2, 3), [Now()])  # four would wait

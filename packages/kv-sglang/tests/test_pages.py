@@ -13,9 +13,9 @@ from kv_sglang.pages import PageStore
 from kv_sglang.pools import Wanted, describe
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
-from kv_tiers.pool import slot_bytes_for
-from kv_tiers.server.client import RemoteCache
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server.launch import launch
+from kv_tiers.server.remote_cache import RemoteCache
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4
@@ -51,7 +51,7 @@ class Cache:
         if fingerprint not in self.opened:
             self.opened[fingerprint] = build_local_cache(
                 HostConfig(capacity_bytes=self._pages * slot_bytes_for(nbytes)),
-                chunk_nbytes=nbytes,
+                chunk_bytes=nbytes,
                 fingerprint=fingerprint,
                 tiers=self._tiers,
                 cold=ColdConfig(wait_s=wait_s),
@@ -344,7 +344,7 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
     fill(pool)
     described = describe(pool, "kv")
     nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
-    remote = RemoteCache(socket, chunk_nbytes=nbytes, fingerprint=fingerprint)
+    remote = RemoteCache(socket, chunk_bytes=nbytes, fingerprint=fingerprint)
     space = LiveKeySpace(WEIGHTS, kv_dtype="float32", format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}")
     store = PageStore(remote, space, described, shard=0, wait_s=1.0)
     try:

@@ -8,10 +8,10 @@ import pytest
 from kv_core.errors import InputError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
-from kv_tiers.archive import Imported, export_prefix, import_prefix
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.cache.archive import Imported, export_prefix, import_prefix
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import FINGERPRINT, Tower
 
 KEYS = key_chain(6)
@@ -108,7 +108,7 @@ def test_every_flipped_bit_is_noticed(exported: Path) -> None:
         broken = bytearray(whole)
         broken[at] ^= 1 << at % 8
         exported.write_bytes(broken)
-        cache = LocalCache(HostPool.anonymous("h", CHUNK_NBYTES, 8))
+        cache = LocalCache(HostPool.anonymous("h", CHUNK_BYTES, 8))
         try:
             imported = import_prefix(cache, exported, fingerprint=FINGERPRINT)
         except InputError:
@@ -119,7 +119,7 @@ def test_every_flipped_bit_is_noticed(exported: Path) -> None:
 
 
 def test_what_is_no_export_of_this_format_is_refused(exported: Path, tmp_path: Path) -> None:
-    cache = LocalCache(HostPool.anonymous("h", CHUNK_NBYTES, 8))
+    cache = LocalCache(HostPool.anonymous("h", CHUNK_BYTES, 8))
     with pytest.raises(InputError, match="another format"):
         import_prefix(cache, exported, fingerprint="other")
     exported.write_bytes(exported.read_bytes()[:-1])

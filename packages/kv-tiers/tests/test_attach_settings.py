@@ -6,10 +6,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from kv_core.cli import main
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
-from kv_tiers.attach.place import Format, open_here, open_there
+from kv_core.tools.cli import main
+from kv_tiers.attach.connect import Format, open_here, open_there
 from kv_tiers.attach.settings import Settings, load
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server

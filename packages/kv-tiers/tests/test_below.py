@@ -5,11 +5,11 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import LookupProgress
 from kv_core.testing import key_chain
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
-from kv_tiers.lane import Health
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.lanes.lane import Health
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import until
 
@@ -391,11 +391,11 @@ def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
 def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> None:
     HostPool.unlink("below-test")
     try:
-        tower = Tower(pool=HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))
+        tower = Tower(pool=HostPool.named("below-test", CHUNK_BYTES, 8, fingerprint="t"))
         tower.store_below(KEYS)
         assert tower.fetch(KEYS).chunks == 6
         tower.close()
-        again = LocalCache(HostPool.named("below-test", CHUNK_NBYTES, 8, fingerprint="t"))
+        again = LocalCache(HostPool.named("below-test", CHUNK_BYTES, 8, fingerprint="t"))
         assert again.lookup(KEYS, "r").chunks == 6
         assert again.counts().chunks_damaged == 0
         again.close()

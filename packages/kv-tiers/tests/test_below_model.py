@@ -14,14 +14,14 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadReady, WriteLease
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Lane
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool
-from kv_tiers.spill import WriteMode
-from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, content
 from kv_tiers.testing.faults import FAULTS, Fault, FaultyTier
 from kv_tiers.tiers.dram import DramTier
 
@@ -50,18 +50,18 @@ class Hierarchy(RuleBasedStateMachine):
         self.clock = HandClock()
         self.tiers = [
             FaultyTier(
-                DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}"),
+                DramTier(HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}"),
                 answers_from_memory=not far[number],
                 sleep=lambda seconds: None,
             )
             for number in range(2)
         ]
         self.lanes = [
-            Lane(tier, codec.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0, clock=self.clock)
+            Lane(tier, chunk_header.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0, clock=self.clock)
             for tier in self.tiers
         ]
         self.cache = LocalCache(
-            HostPool.anonymous("host", CHUNK_NBYTES, slots),
+            HostPool.anonymous("host", CHUNK_BYTES, slots),
             policy=LruPolicy(),
             clock=self.clock,
             lanes=list(zip(self.lanes, modes, strict=True)),
@@ -74,7 +74,7 @@ class Hierarchy(RuleBasedStateMachine):
         self.stored = {"through", "back"} & set(modes[:1])
 
     def data(self, key: ChunkKey, version: int) -> bytes:
-        return content(ChunkKey(bytes([version % 256]) + key), CHUNK_NBYTES)
+        return content(ChunkKey(bytes([version % 256]) + key), CHUNK_BYTES)
 
     @rule(chain=chains, length=lengths, writes=st.booleans())
     def store(self, chain: int, length: int, writes: bool) -> None:

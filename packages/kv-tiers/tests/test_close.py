@@ -15,11 +15,11 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.outcome import StoreOutcome
 from kv_core.testing import key_chain
-from kv_tiers import HostPool, LocalCache, codec
+from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Lane
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.media import slabs_of, unreadable_device
 from kv_tiers.testing.servers import free_port
@@ -28,7 +28,7 @@ from kv_tiers.tier import Write
 from kv_tiers.tiers.disk import DiskTier
 from kv_tiers.tiers.dram import DramTier
 
-CHUNK_NBYTES = 5000
+CHUNK_BYTES = 5000
 SLOTS = 8
 
 Fault = Literal["directory removed", "parent removed", "EIO"]
@@ -53,7 +53,7 @@ def _no_collector() -> Iterator[None]:
 def opened(name: str, *tiers: Mapping[str, object]) -> LocalCache:
     return build_local_cache(
         HostConfig(capacity_bytes=SLOTS * 8192, name=name),
-        chunk_nbytes=CHUNK_NBYTES,
+        chunk_bytes=CHUNK_BYTES,
         fingerprint="close",
         tiers=tiers,
         cold=ColdConfig(drain_s=0.2),
@@ -97,7 +97,7 @@ def break_medium(fault: Fault, cache: LocalCache, directory: Path) -> ExitStack:
 
 def assert_free(name: str, keys: Collection[ChunkKey]) -> None:
     """This process opens the named pool, and finds these in it."""
-    again = HostPool.named(name, CHUNK_NBYTES, SLOTS, fingerprint="close")
+    again = HostPool.named(name, CHUNK_BYTES, SLOTS, fingerprint="close")
     assert again.directory is not None
     assert {record.key for record in again.directory.records()} == set(keys)
     again.close()
@@ -127,7 +127,7 @@ def test_after_a_load_from_below_failed_the_pool_is_unmapped_and_free(name: str,
     with break_medium("EIO", cache, directory):
         fetch(cache, keys)
         cache.close()
-    again = HostPool.named(name, CHUNK_NBYTES, SLOTS, fingerprint="close")
+    again = HostPool.named(name, CHUNK_BYTES, SLOTS, fingerprint="close")
     again.close()
 
 
@@ -177,9 +177,9 @@ class HelpfulTier(DramTier):
 
 
 def test_a_third_partys_error_that_is_part_of_a_cycle_keeps_nothing(name: str) -> None:
-    tier = HelpfulTier(HostPool.anonymous("below", CHUNK_NBYTES, 4), LruPolicy())
-    lane = Lane(tier, codec.format_id("close"))
-    pool = HostPool.named(name, CHUNK_NBYTES, SLOTS, fingerprint="close")
+    tier = HelpfulTier(HostPool.anonymous("below", CHUNK_BYTES, 4), LruPolicy())
+    lane = Lane(tier, chunk_header.format_id("close"))
+    pool = HostPool.named(name, CHUNK_BYTES, SLOTS, fingerprint="close")
     cache = LocalCache(pool, lanes=[(lane, "through")], cold=ColdConfig(drain_s=0.2))
     keys = key_chain(3)
     store(cache, keys)

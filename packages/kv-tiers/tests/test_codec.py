@@ -15,27 +15,27 @@ from kv_core.keys import ChunkKey, KeySpace
 from kv_core.outcome import Damaged
 from kv_core.sequence import KeySequence
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 
 KEYS = key_chain(3)
-FORM = codec.format_id("a format")
+FORM = chunk_header.format_id("a format")
 CHUNK = memoryview(bytearray(b"what was computed" * 7))
-HEADER = codec.pack_header(KEYS[1], KEYS[0], CHUNK, FORM)
+HEADER = chunk_header.pack_header(KEYS[1], KEYS[0], CHUNK, FORM)
 
 
 def damage(header: bytes, chunk: memoryview = CHUNK, key: ChunkKey = KEYS[1], form: bytes = FORM) -> str:
-    found = codec.check(header, chunk, key=key, format_id=form)
+    found = chunk_header.check(header, chunk, key=key, format_id=form)
     return "" if found is None else found.reason
 
 
 def test_what_was_packed_is_read_back() -> None:
     assert damage(HEADER) == ""
-    read = codec.read_header(HEADER)
-    assert isinstance(read, codec.Header)
+    read = chunk_header.read_header(HEADER)
+    assert isinstance(read, chunk_header.Header)
     assert (read.key, read.parent, read.nbytes, read.format_id) == (KEYS[1], KEYS[0], CHUNK.nbytes, FORM)
-    assert read.checksum == checksum_of(CHUNK) == codec.checksum_in(HEADER)
-    first = codec.read_header(codec.pack_header(KEYS[0], None, CHUNK, FORM))
-    assert isinstance(first, codec.Header)
+    assert read.checksum == checksum_of(CHUNK) == chunk_header.checksum_in(HEADER)
+    first = chunk_header.read_header(chunk_header.pack_header(KEYS[0], None, CHUNK, FORM))
+    assert isinstance(first, chunk_header.Header)
     assert first.parent is None
 
 
@@ -63,12 +63,12 @@ def test_every_other_length_is_damage(length: int) -> None:
 
 def test_another_key_or_format_is_damage() -> None:
     assert "names chunk" in damage(HEADER, key=KEYS[2])
-    assert "another chunk format" in damage(HEADER, form=codec.format_id("another"))
+    assert "another chunk format" in damage(HEADER, form=chunk_header.format_id("another"))
 
 
 @given(st.binary(max_size=600))
 def test_strangers_bytes_are_no_header_and_no_error(data: bytes) -> None:
-    assert isinstance(codec.read_header(data), Damaged)
+    assert isinstance(chunk_header.read_header(data), Damaged)
 
 
 def test_a_header_that_lies_consistently_about_a_later_version_is_refused() -> None:
@@ -84,7 +84,7 @@ def test_a_header_that_lies_consistently_about_a_later_version_is_refused() -> N
 
 def test_a_key_too_long_for_the_header_is_a_bug_of_ours() -> None:
     with pytest.raises(MisuseError, match="72"):
-        codec.pack_header(ChunkKey(bytes(73)), None, CHUNK, FORM)
+        chunk_header.pack_header(ChunkKey(bytes(73)), None, CHUNK, FORM)
 
 
 def test_the_documents_example_is_what_is_written() -> None:
@@ -94,5 +94,5 @@ def test_the_documents_example_is_what_is_written() -> None:
     space = KeySpace(model="example", revision="1", dtype="float32", format="f0", world=1, chain=scheme.name)
     keys = space.keys(KeySequence(scheme).append(range(1, 9)))
     assert keys[1].hex() == written
-    header = codec.pack_header(keys[1], keys[0], memoryview(bytes(range(64))), codec.format_id("f0"))
+    header = chunk_header.pack_header(keys[1], keys[0], memoryview(bytes(range(64))), chunk_header.format_id("f0"))
     assert bytes.fromhex("".join(line[4:] for line in dump.splitlines())) == header

@@ -52,15 +52,15 @@ def interrupted(command: str, moment: str, *arguments: str) -> "subprocess.Compl
 @pytest.mark.parametrize(
     ("command", "moment", "arguments"),
     [
-        ("kv", "kv_core.cli", ["keys", "-"]),
+        ("kv", "kv_core.tools.cli", ["keys", "-"]),
         ("kv", "argparse", ["keys", "-"]),
         ("kv", "xxhash", ["keys", "-"]),
-        ("kv", "kv_tiers.sim_cli", ["sim", "--help"]),
+        ("kv", "kv_tiers.tools.sim_cli", ["sim", "--help"]),
         ("kv", "msgspec", ["top", "--once"]),
         ("kv", "kv_tiers.server.config", ["top", "--once"]),
         ("kv-server", "kv_tiers.server.cli", SERVER),
         ("kv-server", "argparse", SERVER),
-        ("kv-server", "kv_tiers.local", SERVER),
+        ("kv-server", "kv_tiers.cache.local", SERVER),
         ("kv-server", "msgspec", SERVER),
     ],
 )
@@ -224,12 +224,12 @@ def test_a_disks_directory_may_be_read_by_others(home: Path) -> None:
 
 
 def test_a_command_imports_no_torch_because_another_one_needs_it() -> None:
-    code = "import sys\nfrom kv_core.cli import main\nmain(['--help'])\nprint('torch' in sys.modules)"
+    code = "import sys\nfrom kv_core.tools.cli import main\nmain(['--help'])\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "bench" in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
 def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:
     scripts = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="console_scripts")}
-    assert scripts["kv"] == "kv_core.command:main"
-    assert scripts["kv-server"] == "kv_tiers.server_command:main"
+    assert scripts["kv"] == "kv_core.tools.command:main"
+    assert scripts["kv-server"] == "kv_tiers.tools.server_command:main"

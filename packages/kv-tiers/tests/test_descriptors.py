@@ -91,7 +91,7 @@ def test_without_descriptors_it_neither_spins_nor_fills_the_log(server: Server, 
             assert all(data.startswith(b"HTTP/1.1 503 ") for data in told)
         else:
             assert told
-            frames = wire.Frames(wire.MAX_ANSWER_NBYTES)
+            frames = wire.Frames(wire.MAX_ANSWER_BYTES)
             frames.feed(told[0])
             body = frames.next()
             assert body is not None
@@ -99,7 +99,7 @@ def test_without_descriptors_it_neither_spins_nor_fills_the_log(server: Server, 
             assert isinstance(refused, wire.Failed) and "ulimit -n" in refused.text
     # They are gone, and everybody is served as before.
     until(lambda: is_served(server))
-    RemoteCache(server.socket, chunk_nbytes=4096, fingerprint="f").close()
+    RemoteCache(server.socket, chunk_bytes=4096, fingerprint="f").close()
 
 
 def is_served(server: Server) -> bool:

@@ -15,12 +15,13 @@ from kv_core.keys import ChunkKey
 from kv_core.log import LIMIT
 from kv_core.service import LoadFailed, LoadReady
 from kv_core.testing import key_chain
-from kv_tiers import HostPool, LocalCache, pool
-from kv_tiers.directory import HEADER_NBYTES, RECORD_NBYTES, nbytes_for
+from kv_tiers import HostPool, LocalCache
+from kv_tiers.pool import host_pool
+from kv_tiers.pool.directory import HEADER_BYTES, RECORD_BYTES, nbytes_for
 from kv_tiers.testing.contract import assert_adds_up, content
 from kv_tiers.testing.wait import line
 
-CHUNK_NBYTES = 6000
+CHUNK_BYTES = 6000
 SLOTS = 8
 
 
@@ -31,8 +32,8 @@ def name() -> Iterator[str]:
     HostPool.unlink(name)
 
 
-def opened(name: str, *, chunk_nbytes: int = CHUNK_NBYTES, slots: int = SLOTS, fingerprint: str = "f") -> LocalCache:
-    return LocalCache(HostPool.named(name, chunk_nbytes, slots, fingerprint=fingerprint))
+def opened(name: str, *, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOTS, fingerprint: str = "f") -> LocalCache:
+    return LocalCache(HostPool.named(name, chunk_bytes, slots, fingerprint=fingerprint))
 
 
 def store(cache: LocalCache, keys: list[ChunkKey]) -> None:
@@ -63,7 +64,7 @@ def filled(name: str, keys: list[ChunkKey]) -> Path:
     cache = opened(name)
     store(cache, keys)
     cache.close()
-    return pool.pool_path(name)
+    return host_pool.pool_path(name)
 
 
 def test_the_next_process_finds_what_was_committed_and_nothing_else(name: str) -> None:
@@ -115,7 +116,7 @@ def test_after_a_restart_tails_still_leave_before_their_heads(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "other", [{"fingerprint": "g"}, {"slots": SLOTS + 1}, {"slots": 2}, {"chunk_nbytes": 6001}, {"chunk_nbytes": 100}]
+    "other", [{"fingerprint": "g"}, {"slots": SLOTS + 1}, {"slots": 2}, {"chunk_bytes": 6001}, {"chunk_bytes": 100}]
 )
 def test_a_pool_made_for_something_else_starts_empty_and_says_so(
     name: str, other: dict[str, int], caplog: pytest.LogCaptureFixture
@@ -143,7 +144,7 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_a_miss(name: str, caplog: pytest.L
     chance = random.Random(3)
     for _ in range(20):
         victim = chance.randrange(6)
-        at = nbytes_for(SLOTS) + victim * 8192 + chance.randrange(CHUNK_NBYTES)
+        at = nbytes_for(SLOTS) + victim * 8192 + chance.randrange(CHUNK_BYTES)
         flip(path, at, chance.randrange(8))
         LIMIT.reset()  # each is a fault of its own here, and must be named
         cache = opened(name)
@@ -164,7 +165,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_at_most_a_miss(name: str) -> None
     chance = random.Random(5)
     for _ in range(60):
         victim = chance.randrange(6)
-        flip(path, HEADER_NBYTES + victim * RECORD_NBYTES + chance.randrange(RECORD_NBYTES), chance.randrange(8))
+        flip(path, HEADER_BYTES + victim * RECORD_BYTES + chance.randrange(RECORD_BYTES), chance.randrange(8))
         cache = opened(name)
         assert verified(cache, keys) == [key for key in keys if key != keys[victim]]
         store(cache, keys)
@@ -175,9 +176,9 @@ def test_a_record_in_another_slots_place_is_not_believed(name: str) -> None:
     keys = key_chain(6)
     path = filled(name, keys)
     with path.open("r+b") as file:
-        file.seek(HEADER_NBYTES)
-        record = file.read(RECORD_NBYTES)
-        file.seek(HEADER_NBYTES + 7 * RECORD_NBYTES)
+        file.seek(HEADER_BYTES)
+        record = file.read(RECORD_BYTES)
+        file.seek(HEADER_BYTES + 7 * RECORD_BYTES)
         file.write(record)
     cache = opened(name)
     assert cache.counts().chunks_adopted == 6
@@ -201,10 +202,10 @@ def test_a_truncated_file_serves_only_what_is_whole(name: str) -> None:
     path = filled(name, keys)
     whole = path.read_bytes()
     chance = random.Random(9)
-    for nbytes in [0, 1, 60, HEADER_NBYTES, nbytes_for(SLOTS), *(chance.randrange(len(whole)) for _ in range(20))]:
+    for nbytes in [0, 1, 60, HEADER_BYTES, nbytes_for(SLOTS), *(chance.randrange(len(whole)) for _ in range(20))]:
         path.write_bytes(whole[:nbytes])
         cache = opened(name)
-        chunks = max(0, min(6, (nbytes - nbytes_for(SLOTS) + 8192 - CHUNK_NBYTES) // 8192))
+        chunks = max(0, min(6, (nbytes - nbytes_for(SLOTS) + 8192 - CHUNK_BYTES) // 8192))
         assert verified(cache, keys) == keys[:chunks]
         cache.close()
 
@@ -253,8 +254,8 @@ from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.testing.contract import content
 
-name, chunk_nbytes, slots, seed = sys.argv[1], *map(int, sys.argv[2:])
-cache = LocalCache(HostPool.named(name, chunk_nbytes, slots, fingerprint="f"))
+name, chunk_bytes, slots, seed = sys.argv[1], *map(int, sys.argv[2:])
+cache = LocalCache(HostPool.named(name, chunk_bytes, slots, fingerprint="f"))
 chains = [key_chain(5, branch=str(branch)) for branch in range(6)]
 print("ready", flush=True)
 turn = seed
@@ -282,7 +283,7 @@ def test_killed_at_any_moment_it_serves_whole_chunks_only(name: str) -> None:
     chance = random.Random(11)
     adopted = 0
     for turn in range(24):
-        command = [sys.executable, "-c", WRITER, name, str(CHUNK_NBYTES), str(SLOTS), str(turn)]
+        command = [sys.executable, "-c", WRITER, name, str(CHUNK_BYTES), str(SLOTS), str(turn)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             assert line(writer.stdout) == b"ready\n"

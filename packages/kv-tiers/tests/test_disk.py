@@ -24,7 +24,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.media import slabs_of, unreadable_device
@@ -83,7 +83,7 @@ class TestTwoDirectories(DiskContract):
 
 
 CONTEXT = TierContext(5000, 8192, "disk")
-FORMAT = codec.format_id("disk")
+FORMAT = chunk_header.format_id("disk")
 CHUNK_AT = 4096
 """Bytes of a slot before the chunk's own."""
 
@@ -122,9 +122,9 @@ def writes_of(keys: list[ChunkKey], parent: ChunkKey | None = None) -> list[Writ
     made = []
     for above, key in zip([parent, *keys], keys, strict=False):
         pages = aligned_pages(CONTEXT.slot_bytes)
-        pages[: CONTEXT.chunk_nbytes] = content(key, CONTEXT.chunk_nbytes)
-        chunk = pages[: CONTEXT.chunk_nbytes]
-        made.append(Write(key, above, codec.pack_header(key, above, chunk, FORMAT), pages, len(chunk)))
+        pages[: CONTEXT.chunk_bytes] = content(key, CONTEXT.chunk_bytes)
+        chunk = pages[: CONTEXT.chunk_bytes]
+        made.append(Write(key, above, chunk_header.pack_header(key, above, chunk, FORMAT), pages, len(chunk)))
     return made
 
 
@@ -134,10 +134,10 @@ def store(tier: DiskTier, keys: list[ChunkKey], parent: ChunkKey | None = None) 
 
 def load(tier: DiskTier, key: ChunkKey) -> LoadOutcome:
     """As the lane does: loaded is what the checksum says is whole."""
-    read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_nbytes)
+    read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_bytes)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        return codec.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
+        return chunk_header.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
     return outcome
 
 
@@ -158,12 +158,12 @@ def test_a_bit_that_flips_anywhere_in_a_chunk_is_a_miss(box: Box) -> None:
     (key,) = key_chain(1)
     store(tier, [key])
     slab = box.inside / "slab-0000"
-    chunk_positions = [*range(0, CONTEXT.chunk_nbytes, 37), CONTEXT.chunk_nbytes - 1]
-    for at in [*range(codec.HEADER_NBYTES), *(CHUNK_AT + at for at in chunk_positions)]:
+    chunk_positions = [*range(0, CONTEXT.chunk_bytes, 37), CONTEXT.chunk_bytes - 1]
+    for at in [*range(chunk_header.HEADER_BYTES), *(CHUNK_AT + at for at in chunk_positions)]:
         flip(slab, at, at % 8)
         assert isinstance(load(tier, key), Damaged), at
         flip(slab, at, at % 8)
-    assert load(tier, key) == Loaded(CONTEXT.chunk_nbytes)
+    assert load(tier, key) == Loaded(CONTEXT.chunk_bytes)
 
 
 def test_a_bit_that_flips_anywhere_in_a_record_is_a_miss_after_the_restart(box: Box) -> None:
@@ -176,7 +176,7 @@ def test_a_bit_that_flips_anywhere_in_a_record_is_a_miss_after_the_restart(box: 
         assert tier.holds(keys) == [False, True], at
         box.stop()
         flip(box.inside / "index", 4096 + at, at % 8)
-    assert load(box.start(), keys[0]) == Loaded(CONTEXT.chunk_nbytes)
+    assert load(box.start(), keys[0]) == Loaded(CONTEXT.chunk_bytes)
 
 
 def test_a_bit_that_flips_anywhere_in_the_index_header_is_a_start_from_nothing_or_a_refusal(box: Box) -> None:
@@ -251,7 +251,7 @@ def test_two_records_of_a_chunk_are_one_chunk(box: Box) -> None:
         store(box.start(path=only), [key])
     tier = box.start(path=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2))
     assert tier.usage().chunks == 1
-    assert load(tier, key) == Loaded(CONTEXT.chunk_nbytes)
+    assert load(tier, key) == Loaded(CONTEXT.chunk_bytes)
     tier.discard([key])
     store(tier, [other])
     assert box.start(path=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2)).holds([key, other]) == [False, True]
@@ -305,7 +305,7 @@ def test_an_index_of_another_version_is_an_empty_tier_and_a_line_in_the_log(
 
 def test_what_others_take_is_told(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     store(box.start(), key_chain(1))
-    other = TierContext(CONTEXT.chunk_nbytes, CONTEXT.slot_bytes, "another format")
+    other = TierContext(CONTEXT.chunk_bytes, CONTEXT.slot_bytes, "another format")
     config = DiskConfig(path=str(box.path), capacity_bytes=bytes_for(other, 4))
     DiskTier(config, other, LruPolicy()).close()
     assert "chunks of other formats take" in caplog.text
@@ -613,7 +613,7 @@ def test_a_directory_that_was_replaced_by_another_is_taken_over(box: Box) -> Non
     shutil.rmtree(box.path)
     backup.rename(box.path)
     tier.probe()
-    assert [load(tier, key) for key in keys] == [Loaded(CONTEXT.chunk_nbytes)] * 3
+    assert [load(tier, key) for key in keys] == [Loaded(CONTEXT.chunk_bytes)] * 3
 
 
 # Threads.
@@ -642,7 +642,7 @@ def test_reading_holds_nobody_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> N
     assert tier.holds(keys) == [False] * 3
     go_on.set()
     joined(reader)
-    assert outcomes == [Loaded(CONTEXT.chunk_nbytes)]
+    assert outcomes == [Loaded(CONTEXT.chunk_bytes)]
 
 
 def test_a_store_waits_for_readers_to_make_room(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -692,7 +692,7 @@ def test_a_store_does_not_wait_for_ever(box: Box, monkeypatch: pytest.MonkeyPatc
         return real(self, buffers, offset)
 
     monkeypatch.setattr(File, "read", read)
-    assert load(tier, key) == Loaded(CONTEXT.chunk_nbytes)
+    assert load(tier, key) == Loaded(CONTEXT.chunk_bytes)
 
 
 def test_room_that_others_always_take_ends_the_wait_too(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -721,7 +721,7 @@ def test_what_the_system_does_in_part_is_finished(box: Box, monkeypatch: pytest.
     monkeypatch.setattr(os, "pwritev", lambda file, buffers, offset: pwritev(file, part(buffers), offset))
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, part(buffers), offset))
     store(tier, keys)
-    assert [load(tier, key) for key in keys] == [Loaded(CONTEXT.chunk_nbytes)] * 2
+    assert [load(tier, key) for key in keys] == [Loaded(CONTEXT.chunk_bytes)] * 2
 
 
 def test_a_discard_during_the_store_holds_after_a_restart(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Refused, Stored
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -23,9 +23,9 @@ from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
 
 CONTEXT = TierContext(5000, 8192, "lent")
-FORMAT = codec.format_id("lent")
+FORMAT = chunk_header.format_id("lent")
 SLOTS = 6
-NBYTES = CONTEXT.chunk_nbytes
+NBYTES = CONTEXT.chunk_bytes
 KEYS = key_chain(4)
 
 
@@ -64,16 +64,16 @@ def store(tier: DiskTier, keys: list[ChunkKey], parent: ChunkKey | None = None) 
     for above, key in zip([parent, *keys], keys, strict=False):
         pages = aligned_pages(CONTEXT.slot_bytes)
         pages[:NBYTES] = content(key, NBYTES)
-        writes.append(Write(key, above, codec.pack_header(key, above, pages[:NBYTES], FORMAT), pages, NBYTES))
+        writes.append(Write(key, above, chunk_header.pack_header(key, above, pages[:NBYTES], FORMAT), pages, NBYTES))
     return list(tier.store(writes))
 
 
 def load(tier: DiskTier, key: ChunkKey) -> LoadOutcome:
     """As the lane does: loaded is what the checksum says is whole."""
-    read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(CONTEXT.slot_bytes), NBYTES)
+    read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), NBYTES)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        return codec.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
+        return chunk_header.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
     return outcome
 
 

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kv_core.doctor import Asked
-from kv_tiers import doctor
+from kv_core.tools.doctor import Asked
+from kv_tiers.tools import doctor
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -13,16 +13,16 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.observe.explain import ChunkState, Explanation, explain
-from kv_tiers.observe.history import Fate, History, Memory
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.events.bus import EventBus
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.launch import ServerProcess
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import until
+from kv_tiers.watch.explain import ChunkState, Explanation, explain
+from kv_tiers.watch.history import Fate, History, Memory
 
 CHUNK_TOKENS = 4
 
@@ -36,10 +36,10 @@ class Remembered:
         self.history = History(max_keys, 0.0)
         self.bus.subscribe(self.history)
         self.cache = LocalCache(
-            HostPool.anonymous("test", CHUNK_NBYTES, slots),
+            HostPool.anonymous("test", CHUNK_BYTES, slots),
             clock=self.clock,
             policy=LruPolicy(),
-            events=self.bus.source("c", CHUNK_NBYTES),
+            events=self.bus.source("c", CHUNK_BYTES),
         )
 
     def store(self, keys: list[ChunkKey]) -> None:
@@ -124,7 +124,7 @@ def test_refused_aborted_forgotten_and_being_written_are_told_apart(kept: Rememb
 def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_was() -> None:
     bus, history = EventBus(interval_s=0.001), History(1000, 0.0)
     bus.subscribe(history)
-    tower = Tower("through", events=bus.source("c", CHUNK_NBYTES))
+    tower = Tower("through", events=bus.source("c", CHUNK_BYTES))
     keys = key_chain(2)
     tower.store_below(keys)
     assert bus.flush()
@@ -214,15 +214,15 @@ class Asked:
 
     def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], **options: object) -> None:
         self.home, self.capsys = home, capsys
-        host = {"capacity_bytes": 8 * slot_bytes_for(CHUNK_NBYTES), "policy": "lru"}
+        host = {"capacity_bytes": 8 * slot_bytes_for(CHUNK_BYTES), "policy": "lru"}
         self.server: ServerProcess = launch({"host": host, **options})
-        self.remote = RemoteCache(self.server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", engine="an engine")
+        self.remote = RemoteCache(self.server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", engine="an engine")
 
     def store(self, keys: list[ChunkKey]) -> None:
         self.remote.commit(self.remote.begin_store(keys, "w"))
 
     def run(self, tokens: list[int], *options: str) -> tuple[int, str]:
-        from kv_core.cli import main
+        from kv_core.tools.cli import main
 
         prompt = self.home / "prompt"
         prompt.write_text(" ".join(map(str, tokens)))
@@ -327,7 +327,7 @@ def test_json_has_everything_and_no_salt(asked: Asked) -> None:
 def test_a_server_that_is_not_there_and_a_prompt_without_a_chunk_are_said(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kv_core.cli import main
+    from kv_core.tools.cli import main
 
     prompt = asked.home / "prompt"
     prompt.write_text("1 2 3 4")

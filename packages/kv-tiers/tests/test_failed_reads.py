@@ -13,11 +13,11 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, ReadFailed, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Health, Lane
-from kv_tiers.lane_jobs import Arrival, Outgoing
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.lanes.jobs import Arrival, Outgoing
+from kv_tiers.lanes.lane import Health, Lane
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.media import full_device, slabs_of, unreadable_device
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -26,7 +26,7 @@ from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.shared_fs import make_shared_fs_tier
 
 CONTEXT = TierContext(5000, 8192, "failed reads")
-FORM = codec.format_id(CONTEXT.fingerprint)
+FORM = chunk_header.format_id(CONTEXT.fingerprint)
 KEYS = key_chain(4)
 
 
@@ -45,9 +45,9 @@ class Bench:
     def store(self, keys: list[ChunkKey]) -> list[StoreOutcome]:
         chunks, stored = [], []
         for key, parent in zip(keys, [None, *keys], strict=False):
-            pages = aligned_pages(slot_bytes_for(CONTEXT.chunk_nbytes))
-            pages[: CONTEXT.chunk_nbytes] = content(key, CONTEXT.chunk_nbytes)
-            chunks.append(Outgoing(key, parent, pages, CONTEXT.chunk_nbytes))
+            pages = aligned_pages(slot_bytes_for(CONTEXT.chunk_bytes))
+            pages[: CONTEXT.chunk_bytes] = content(key, CONTEXT.chunk_bytes)
+            chunks.append(Outgoing(key, parent, pages, CONTEXT.chunk_bytes))
         assert self.lane.store(chunks, stored.extend)
         self.run()
         return stored
@@ -55,13 +55,13 @@ class Bench:
     def load(self, keys: list[ChunkKey]) -> list[type]:
         """What became of each; those that were loaded are the bytes that were stored."""
         pages = [aligned_pages(CONTEXT.slot_bytes) for _ in keys]
-        reads = [Read(key, bytearray(256), page, CONTEXT.chunk_nbytes) for key, page in zip(keys, pages, strict=True)]
+        reads = [Read(key, bytearray(256), page, CONTEXT.chunk_bytes) for key, page in zip(keys, pages, strict=True)]
         arrived: list[Arrival] = []
         assert self.lane.load(reads, arrived.extend)
         self.run()
         for key, page, arrival in zip(keys, pages, arrived, strict=True):
             if isinstance(arrival.outcome, Loaded):
-                assert bytes(page[: CONTEXT.chunk_nbytes]) == content(key, CONTEXT.chunk_nbytes)
+                assert bytes(page[: CONTEXT.chunk_bytes]) == content(key, CONTEXT.chunk_bytes)
         return [type(arrival.outcome) for arrival in arrived]
 
     def pass_time(self, seconds: float) -> None:

@@ -23,7 +23,7 @@ from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers.config import HostConfig
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
@@ -42,14 +42,14 @@ from kv_tiers.server.http.token import read_token
 from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
-from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from kv_tiers.testing.contract import CHUNK_BYTES, content
 from kv_tiers.testing.wait import joined, until
 from schemathesis import GenerationMode
 from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import ignored_auth
 from starlette.types import ASGIApp
 
-SLOT_NBYTES = slot_bytes_for(CHUNK_NBYTES)
+SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
 TOKEN = "a-token-for-these-tests"
 
 
@@ -65,7 +65,7 @@ class Served:
         self.token_file.write_text(TOKEN)
         given: dict[str, object] = {"listen": "127.0.0.1:0", "token_file": str(self.token_file), **http}
         config = ServerConfig(
-            host=HostConfig(capacity_bytes=slots * SLOT_NBYTES),
+            host=HostConfig(capacity_bytes=slots * SLOT_BYTES),
             tiers=list(tiers),
             tenants=[Tenant("acme", tenant_tag("salt of acme")), Tenant("globex", tenant_tag("salt of globex"))],
             socket=str(self.path),
@@ -81,7 +81,7 @@ class Served:
         self.client = httpx.Client(base_url=self.http.url, timeout=30)
 
     def join(self, fingerprint: str = "f") -> RemoteCache:
-        return RemoteCache(self.path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint)
+        return RemoteCache(self.path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=headers)
@@ -232,7 +232,7 @@ def test_metrics_are_what_happened(served: Served) -> None:
     told = served.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain; version=")
     assert f'kv_chunks_hit_total{{{label},tier="host"}} 3.0' in told.text
-    assert f'kv_pool_bytes{{{label},state="resident"}} {3.0 * SLOT_NBYTES}' in told.text
+    assert f'kv_pool_bytes{{{label},state="resident"}} {3.0 * SLOT_BYTES}' in told.text
     cache.close()
 
 
@@ -243,7 +243,7 @@ def test_clear_forgets_everything_or_one_format(served: Served) -> None:
     caches = [served.join("one"), served.join("two")]
     for cache in caches:
         store(cache, 4)
-    assert served.post("/clear", {"fingerprint": "one", "chunk_nbytes": CHUNK_NBYTES}).json() == {
+    assert served.post("/clear", {"fingerprint": "one", "chunk_bytes": CHUNK_BYTES}).json() == {
         "caches": 1,
         "chunks": 4,
     }
@@ -337,16 +337,16 @@ def test_a_quota_is_set_and_seen_and_taken_away(served: Served) -> None:
     tag = tenant_tag("salt of acme").hex()
     assert before == {
         "name": "acme", "tag": tag,
-        "caches": [{"chunk_nbytes": CHUNK_NBYTES, "fingerprint": "f", "chunks": 6, "used_bytes": 6 * SLOT_NBYTES,
+        "caches": [{"chunk_bytes": CHUNK_BYTES, "fingerprint": "f", "chunks": 6, "used_bytes": 6 * SLOT_BYTES,
                     "quota_bytes": None}],
         "note": before["note"],
     }  # fmt: skip
-    quota = {"quota_bytes": 4 * SLOT_NBYTES}
+    quota = {"quota_bytes": 4 * SLOT_BYTES}
     after = served.client.put("/quota/acme", json=quota, headers=headers).json()
-    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_NBYTES and "until the server ends" in after["note"]
+    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_BYTES and "until the server ends" in after["note"]
     assert after["caches"][0]["chunks"] == 4
     assert served.get(f"/quota/{tag}").json() == after
-    assert served.get("/status").json()["caches"][0]["tenants"][0]["quota_bytes"] == 4 * SLOT_NBYTES
+    assert served.get("/status").json()["caches"][0]["tenants"][0]["quota_bytes"] == 4 * SLOT_BYTES
     store_keys(cache, keys_of("globex", 16))
     assert cache.lookup(keys_of("acme", 4), "r").chunks == 4  # nobody else's chunks get there
     cache.end("r")
@@ -358,8 +358,8 @@ def test_a_quota_is_set_and_seen_and_taken_away(served: Served) -> None:
 def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:
     caches = [served.join("one"), served.join("two")]
     headers = {"authorization": f"Bearer {TOKEN}"}
-    whole = 16 * SLOT_NBYTES
-    mine = {"quota_bytes": 10 * SLOT_NBYTES, "fingerprint": "two"}
+    whole = 16 * SLOT_BYTES
+    mine = {"quota_bytes": 10 * SLOT_BYTES, "fingerprint": "two"}
     assert served.client.put("/quota/globex", json=mine, headers=headers).status_code == 200
     refused = served.client.put("/quota/acme", json={"quota_bytes": whole}, headers=headers)
     assert problem(refused, 409)
@@ -383,7 +383,7 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned(served: Served) -> None:
     store(cache, 4)
     assert served.post("/prefixes/pin", {"name": "system", "keys": keys}).json() == {"chunks": 4}
     assert served.get("/prefixes").json()["pins"] == [
-        {"chunk_nbytes": CHUNK_NBYTES, "fingerprint": "f", "name": "system", "chunks": 4}
+        {"chunk_bytes": CHUNK_BYTES, "fingerprint": "f", "name": "system", "chunks": 4}
     ]
     for number in range(10):
         store(cache, 12, branch=str(number))
@@ -590,7 +590,7 @@ def test_what_is_wrong_is_said_with_what_to_do(served: Served) -> None:
 
 def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-    many = b" " * (operation_module.MAX_BODY_NBYTES + 1)
+    many = b" " * (operation_module.MAX_BODY_BYTES + 1)
     assert "at most" in problem(served.client.post("/clear", content=many, headers=headers), 413)
     in_parts = (many[:65536] for _ in range(len(many) // 65536 + 1))
     with contextlib.suppress(httpx.WriteError):  # it hangs up on who goes on
@@ -741,8 +741,8 @@ def test_every_answer_is_as_the_document_says(described: Served, mode: Generatio
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, mode: GenerationMode) -> None:
     http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_dir": str(tmp_path)}
-    server = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}, "http": http})
-    cache = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    server = launch({"host": {"capacity_bytes": 16 * SLOT_BYTES}, "http": http})
+    cache = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     store(cache, 3)
     try:
         schema = schemathesis.openapi.from_url(f"{server.url}openapi.json")
@@ -798,11 +798,11 @@ def test_a_server_without_http_does_not_import_its_packages() -> None:
 
 
 def test_the_command_tells_where_it_serves_http(tmp_path: Path) -> None:
-    server = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}, "http": {"listen": "127.0.0.1:0"}})
+    server = launch({"host": {"capacity_bytes": 16 * SLOT_BYTES}, "http": {"listen": "127.0.0.1:0"}})
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", server.url)
     assert httpx.get(f"{server.url}status").json()["pid"] == server.pid
     server.stop()
-    plain = launch({"host": {"capacity_bytes": 16 * SLOT_NBYTES}})
+    plain = launch({"host": {"capacity_bytes": 16 * SLOT_BYTES}})
     assert plain.url == ""
     plain.stop()
 

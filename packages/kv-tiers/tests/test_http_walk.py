@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from kv_core.testing import key_chain
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerProcess, launch
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.wait import line, until
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +71,7 @@ def test_the_documented_walk_works_on_the_documented_server() -> None:
 def server() -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         http = {"listen": "127.0.0.1:0", "token_file": f"{home}/token", "archive_dir": home}
-        made = launch({"host": {"capacity_bytes": 16 * slot_bytes_for(CHUNK_NBYTES)}, "http": http})
+        made = launch({"host": {"capacity_bytes": 16 * slot_bytes_for(CHUNK_BYTES)}, "http": http})
         made.home = Path(home)  # type: ignore[attr-defined]
         yield made
         made.stop()
@@ -80,7 +80,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("what", ["warm-up", "export"])
 def test_a_job_that_found_nothing_has_failed_and_says_so(server: ServerProcess, what: str) -> None:
     home: Path = server.home  # type: ignore[attr-defined]
-    cache = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    cache = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     headers = {"authorization": f"Bearer {(home / 'token').read_text().strip()}"}
     body = {"keys": [key.hex() for key in key_chain(3)], **({"file": "x.kv"} if what == "export" else {"name": "x"})}
     job = httpx.post(f"{server.url}prefixes/{what}", json=body, headers=headers).json()

@@ -9,11 +9,12 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
-from kv_tiers import codec, lane_jobs
+from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Health, Lane
-from kv_tiers.lane_jobs import Arrival, Outgoing
-from kv_tiers.pool import HostPool, slot_bytes_for
+from kv_tiers.lanes import jobs
+from kv_tiers.lanes.jobs import Arrival, Outgoing
+from kv_tiers.lanes.lane import Health, Lane
+from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.faults import FaultyTier
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -22,7 +23,7 @@ from kv_tiers.tier import Read
 from kv_tiers.tiers.dram import DramTier
 
 NBYTES = 500
-FORM = codec.format_id("lanes")
+FORM = chunk_header.format_id("lanes")
 
 
 class Bench:
@@ -231,7 +232,7 @@ def test_cleared_hides_everything_at_once_and_what_is_on_its_way(bench: Bench) -
 
 
 def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_jobs, "MAX_DISCARDS", 3)
+    monkeypatch.setattr(jobs, "MAX_DISCARDS", 3)
     keys = key_chain(6)
     bench.store(keys)
     bench.run()

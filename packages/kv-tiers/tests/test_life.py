@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from kv_core.errors import MisuseError
-from kv_tiers.life import Event, Life, advance
+from kv_tiers.index.life import Event, Life, advance
 
 # Said a second time and differently: what each state allows.
 ALLOWED = {

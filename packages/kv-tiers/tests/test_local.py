@@ -8,13 +8,13 @@ from kv_core.errors import ConfigError, MisuseError
 from kv_core.service import CacheService
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
-from kv_tiers.testing.contract import CHUNK_NBYTES, ServiceContract
+from kv_tiers.testing.contract import CHUNK_BYTES, ServiceContract
 
 
 class TestInAnAnonymousPool(ServiceContract):
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         self.teardown_method()
-        self.cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, slots), clock=clock)
+        self.cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
     def teardown_method(self) -> None:
@@ -26,7 +26,7 @@ class TestInANamedPool(ServiceContract):
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         self.teardown_method()
         self.name = f"test-{uuid.uuid4().hex}"
-        self.cache = LocalCache(HostPool.named(self.name, CHUNK_NBYTES, slots), clock=clock)
+        self.cache = LocalCache(HostPool.named(self.name, CHUNK_BYTES, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
     def teardown_method(self) -> None:
@@ -36,7 +36,7 @@ class TestInANamedPool(ServiceContract):
 
 
 def make(slots: int = 4) -> LocalCache:
-    return LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, slots), clock=HandClock())
+    return LocalCache(HostPool.anonymous("test", CHUNK_BYTES, slots), clock=HandClock())
 
 
 def test_a_closed_cache_says_so_and_takes_no_harm() -> None:
@@ -63,7 +63,7 @@ def test_a_pool_that_somebody_still_uses_is_not_unmapped_under_them() -> None:
 
 
 def test_a_lease_must_last_longer_than_nothing() -> None:
-    pool = HostPool.anonymous("test", CHUNK_NBYTES, 1)
+    pool = HostPool.anonymous("test", CHUNK_BYTES, 1)
     for lease_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="lease_s"):
             LocalCache(pool, lease_s=lease_s)
@@ -81,7 +81,7 @@ def test_a_thousand_leased_chunks_are_met_once_by_those_who_need_room() -> None:
             return super().victim()
 
     policy = CountingPolicy()
-    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 1010), policy=policy, clock=HandClock())
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 1010), policy=policy, clock=HandClock())
     for number in range(100):
         keys = key_chain(10, branch=f"leased {number}")
         cache.commit(cache.begin_store(keys, "w"))

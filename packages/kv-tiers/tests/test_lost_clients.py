@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from kv_core.testing import key_chain
 from kv_tiers.config import HostConfig
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
-from kv_tiers.server import clients as clients_module
+from kv_tiers.server import connections as clients_module
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.wait import line, until
 
 SLOTS = 8
@@ -39,7 +39,7 @@ opening = Opening(path, 10, register)
 answer = opening.finish(10)
 pool = None
 if does_map:
-    pool = MappedPool(answer.name, answer.chunk_nbytes, answer.slots, opening.connection.take_descriptor())
+    pool = MappedPool(answer.name, answer.chunk_bytes, answer.slots, opening.connection.take_descriptor())
 opening.connection.drop_descriptors()
 leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w"))
 assert len(leased.slots) == 4
@@ -54,13 +54,13 @@ sys.stdin.readline()
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    made = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_NBYTES)}, "max_sessions": 8})
+    made = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "max_sessions": 8})
     yield made
     made.stop()
 
 
 def join(server: ServerProcess, **options: object) -> RemoteCache:
-    return RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", **options)  # type: ignore[arg-type]
+    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", **options)  # type: ignore[arg-type]
 
 
 def report(server: ServerProcess) -> Report:
@@ -78,7 +78,7 @@ def cut(cache: RemoteCache) -> None:
 @contextlib.contextmanager
 def lost_process(server: ServerProcess, does_map: str) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOST, str(server.socket), does_map, str(CHUNK_NBYTES)],
+        [sys.executable, "-c", LOST, str(server.socket), does_map, str(CHUNK_BYTES)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -132,7 +132,7 @@ def test_one_that_is_closed_without_its_connection_gives_everything_back(server:
 def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> None:
     """Its pool is exchanged for the old one's only in a call, when nobody copies."""
     home = Path(tempfile.mkdtemp(dir=tmp_path)) / "s"
-    settings = {"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_NBYTES)}}
+    settings = {"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}}
     first = launch(settings, socket=home / "kv.sock")
     pools: list[str] = []
     cache = join(first, on_new_pool=lambda pool: pools.append(pool.name))
@@ -183,7 +183,7 @@ def silent(server: ServerProcess, data: bytes = b"") -> socket.socket:
 
 def refusal(connection: socket.socket) -> str:
     """Why the server hangs up, which it must within the socket's patience."""
-    frames = wire.Frames(wire.MAX_ANSWER_NBYTES)
+    frames = wire.Frames(wire.MAX_ANSWER_BYTES)
     why = ""
     while data := connection.recv(1 << 16):
         frames.feed(data)
@@ -212,7 +212,7 @@ def is_served(server: ServerProcess) -> bool:
 def within() -> Iterator[CacheServer]:
     """A server on a thread of this process, whose times a test can change."""
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        host = HostConfig(capacity_bytes=SLOTS * slot_bytes_for(CHUNK_NBYTES), lease_s=0.5)
+        host = HostConfig(capacity_bytes=SLOTS * slot_bytes_for(CHUNK_BYTES), lease_s=0.5)
         made = CacheServer(ServerConfig(host=host, socket=str(Path(home) / "s" / "kv.sock")))
         thread = threading.Thread(target=made.serve)
         thread.start()
@@ -226,7 +226,7 @@ def test_who_registers_nothing_and_asks_nothing_is_not_kept(
     within: CacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients_module, "UNREGISTERED_S", 0.3)
-    registered = RemoteCache(within.socket_path, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    registered = RemoteCache(within.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
         connection.settimeout(20)
         connection.connect(str(within.socket_path))
@@ -242,7 +242,7 @@ def test_who_registers_nothing_and_asks_nothing_is_not_kept(
 def test_one_that_may_be_writing_still_is_named_in_the_log(
     within: CacheServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = RemoteCache(within.socket_path, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    writer = RemoteCache(within.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     assert len(writer.begin_store(key_chain(3), "w").keys) == 3
     cut(writer)  # and it makes no call that would tell it so
     until(lambda: "writing 3 chunks, and has not come back" in caplog.text, 30)

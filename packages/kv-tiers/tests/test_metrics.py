@@ -9,11 +9,11 @@ from kv_core import KeySpace, tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.observe import metrics as metrics_module
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.observe.metrics import BUCKETS_S, Metrics
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.events.bus import EventBus
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.watch import metrics as metrics_module
+from kv_tiers.watch.metrics import BUCKETS_S, Metrics
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +23,7 @@ class Scraped:
 
     def __init__(self) -> None:
         self.bus = EventBus(interval_s=0.001)
-        self.tower = Tower("through", events=self.bus.source("c", CHUNK_NBYTES))
+        self.tower = Tower("through", events=self.bus.source("c", CHUNK_BYTES))
         self.metrics = Metrics(self.bus, lambda: [self.tower.cache])
 
     def families(self) -> dict[str, Metric]:
@@ -99,14 +99,14 @@ def test_hits_are_counted_by_where_they_came_from_and_questions_asked_again_are_
     assert scraped.value("kv_lookups_total", ended="all_held") == 1
     assert scraped.value("kv_chunks_asked_total") == 4
     assert scraped.value("kv_chunks_hit_total", tier="tier0") == 4
-    assert scraped.value("kv_hit_bytes_total", tier="tier0") == 4 * CHUNK_NBYTES
+    assert scraped.value("kv_hit_bytes_total", tier="tier0") == 4 * CHUNK_BYTES
     tower.read(keys)
     tower.fetch(keys, "r2")
     tower.cache.end("r2")
     assert scraped.value("kv_chunks_hit_total", tier="host") == 4
-    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="load") == 4 * CHUNK_NBYTES
-    assert scraped.value("kv_transfer_bytes_total", tier="host", direction="load") == 4 * CHUNK_NBYTES
-    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="store") >= 4 * CHUNK_NBYTES
+    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="load") == 4 * CHUNK_BYTES
+    assert scraped.value("kv_transfer_bytes_total", tier="host", direction="load") == 4 * CHUNK_BYTES
+    assert scraped.value("kv_transfer_bytes_total", tier="tier0", direction="store") >= 4 * CHUNK_BYTES
 
 
 def test_why_chunks_left_and_what_was_damaged(scraped: Scraped) -> None:
@@ -168,7 +168,7 @@ def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkey
 
 def test_dropped_events_are_told() -> None:
     bus = EventBus(max_queued=0, interval_s=0.001)
-    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source("c", CHUNK_NBYTES))
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=bus.source("c", CHUNK_BYTES))
     metrics = Metrics(bus, lambda: [cache])
     cache.lookup(key_chain(1), "r")
     body, _ = metrics.exposition()
@@ -202,7 +202,7 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
         "import sys; sys.modules['prometheus_client'] = None\n"
         "import kv_tiers, kv_tiers.server.cli\n"
         "from kv_core.errors import ConfigError\n"
-        "try:\n    import kv_tiers.observe.metrics\n"
+        "try:\n    import kv_tiers.watch.metrics\n"
         "except ConfigError as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)

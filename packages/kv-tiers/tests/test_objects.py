@@ -203,7 +203,7 @@ def test_the_lent_memory_can_be_unmapped_after_a_store_that_failed() -> None:
         gc.disable()
         try:
             with contextlib.suppress(TierDown):
-                contract.tier.store([Write(key, None, bytes(256), lent, contract.context.chunk_nbytes)])
+                contract.tier.store([Write(key, None, bytes(256), lent, contract.context.chunk_bytes)])
             until(lambda: is_released(lent), within_s=2)
         finally:
             gc.enable()

@@ -14,18 +14,18 @@ from kv_core.keys import tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.lane import Health
-from kv_tiers.observe import events
-from kv_tiers.observe.bus import EventBus, Occurred, Subscriber
-from kv_tiers.observe.metrics import Metrics
+from kv_tiers.events import events
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.lanes.lane import Health
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
 from kv_tiers.server.server import CacheServer
-from kv_tiers.spill import WriteMode
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import joined, until
+from kv_tiers.watch.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")
@@ -68,7 +68,7 @@ def bus() -> Iterator[EventBus]:
 
 def test_nobody_subscribes_and_nothing_is_made() -> None:
     bus = EventBus()
-    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source())
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=bus.source())
     assert not cache.events.on
     cache.commit(cache.begin_store(key_chain(2), "w"))
     cache.lookup(key_chain(2), "r")
@@ -205,8 +205,8 @@ class Watched:
         self.clock = HandClock()
         self.gathered = Gathered()
         self.bus.subscribe(self.gathered)
-        pool = HostPool.anonymous("test", CHUNK_NBYTES, slots)
-        source = self.bus.source("c", CHUNK_NBYTES)
+        pool = HostPool.anonymous("test", CHUNK_BYTES, slots)
+        source = self.bus.source("c", CHUNK_BYTES)
         self.cache = LocalCache(pool, clock=self.clock, policy=LruPolicy(), events=source, **options)  # type: ignore[arg-type]
 
     def told(self) -> list[events.Event]:
@@ -265,7 +265,7 @@ def test_a_request_is_not_told_of_where_nobody_wants_to_know_of_any() -> None:
 
     bus, changes = EventBus(interval_s=0.001), Changes()
     bus.subscribe(changes)
-    cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=bus.source())
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=bus.source())
 
     def a_request() -> list[str]:
         cache.commit(cache.begin_store(key_chain(1), "w"))
@@ -325,7 +325,7 @@ def test_what_was_forgotten_is_told(watched: Watched) -> None:
 def watched_tower(*modes: WriteMode, **options: Any) -> tuple[Tower, EventBus, Gathered]:
     bus, gathered = EventBus(interval_s=0.001), Gathered()
     bus.subscribe(gathered)
-    return Tower(*modes, events=bus.source("tower", CHUNK_NBYTES), **options), bus, gathered
+    return Tower(*modes, events=bus.source("tower", CHUNK_BYTES), **options), bus, gathered
 
 
 def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
@@ -337,7 +337,7 @@ def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
     down = gathered.of(events.Spilled)
     assert [key for event in down for key in event.keys][:4] == keys
     assert {event.tier for event in down} == {"tier0"} and not any(event.refused for event in down)
-    assert sum(event.nbytes for event in down[:2]) == 4 * CHUNK_NBYTES
+    assert sum(event.nbytes for event in down[:2]) == 4 * CHUNK_BYTES
     up = gathered.of(events.Promoted)
     assert [key for event in up for key in event.keys] == keys
     assert all(event.tier == "tier0" and event.holder == "r" and not event.missing for event in up)
@@ -402,13 +402,13 @@ def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
         thread = threading.Thread(target=server.serve)
         thread.start()
         for fingerprint in ("f", "g"):
-            remote = RemoteCache(server.socket_path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint)
+            remote = RemoteCache(server.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint)
             remote.lookup(key_chain(1), "r")
             remote.close()
         server.stop()
         thread.join(30)
         asked = [one.source.name for one in gathered.all if isinstance(one.event, events.LookedUp)]
-        assert asked == [cache_name((CHUNK_NBYTES, "f")), cache_name((CHUNK_NBYTES, "g"))]
+        assert asked == [cache_name((CHUNK_BYTES, "f")), cache_name((CHUNK_BYTES, "g"))]
         assert gathered.is_closed
 
 

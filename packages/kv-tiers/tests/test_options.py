@@ -79,7 +79,7 @@ def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: py
             ("twice", "another:make"),
             ("broken", "no_such_module_at_all:make"),
             ("lacking", "kv_tiers.tier:make_nothing"),
-            ("number", "kv_tiers.codec:VERSION"),
+            ("number", "kv_tiers.chunk_header:VERSION"),
         ]
     )
     monkeypatch.setattr(registry, "entry_points", lambda group: offered)

@@ -21,7 +21,7 @@ from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.testing.wait import line, until
 
-CHUNK_NBYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 PENDING = ("waiting", "under_way")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -147,7 +147,7 @@ def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
     facts = {"chunk_tokens": "256"}
-    return RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="llama", engine=engine, facts=facts)
+    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="llama", engine=engine, facts=facts)
 
 
 def store(cache: RemoteCache, chunks: int, branch: str) -> None:
@@ -209,7 +209,7 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     until(lambda: comes_up(cache, 60, "c"))
     until(lambda: browser.value("latest.caches[0].tiers[0].loaded") == 60)
     # What came up from the disk is in the pool, and was not stored by an engine.
-    assert browser.value("samples.at(-1).storedBytes") == (30 + 4 * 60) * CHUNK_NBYTES
+    assert browser.value("samples.at(-1).storedBytes") == (30 + 4 * 60) * CHUNK_BYTES
     cache.close()
     until(lambda: "Nobody is connected" in browser.text())
     assert "Tokens saved" in browser.text()

@@ -15,9 +15,9 @@ from kv_tiers import EvictionPolicy, LruPolicy
 from kv_tiers.eviction import POLICY_NAMES, make_policy
 from kv_tiers.eviction.arc import ArcPolicy
 from kv_tiers.eviction.returns import Returns, Trait
-from kv_tiers.sim import TierPlan, simulate
-from kv_tiers.sim_trace import Trace, read_trace
 from kv_tiers.testing.contract import PolicyContract
+from kv_tiers.tools.sim import TierPlan, simulate
+from kv_tiers.watch.trace_file import Trace, read_trace
 
 TRACES = Path(__file__).parents[3] / "benchmarks/traces/mooncake"
 
@@ -418,8 +418,8 @@ LEASED_AND_SPLIT = """
 import random
 from kv_core.testing import key_chain
 from kv_tiers.eviction.prefix import PrefixPolicy
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.pool.host_pool import HostPool
 
 for seed in range(3):  # it took the second some hundred calls
     rng = random.Random(seed)

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.extent import HostExtent
-from kv_tiers import HostPool, pool
-from kv_tiers.machine import memory_limit_bytes, spelled
+from kv_tiers import HostPool
+from kv_tiers.pool import host_pool
+from kv_tiers.pool.machine import memory_limit_bytes, spelled
 
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A pool's name, in a directory that only this test uses."""
-    monkeypatch.setattr(pool, "_parent", lambda: tmp_path)
+    monkeypatch.setattr(host_pool, "_parent", lambda: tmp_path)
     return f"pool-{uuid.uuid4().hex}"
 
 
@@ -73,14 +74,14 @@ def test_slots_start_at_pages_and_chunks_keep_their_size() -> None:
 
 
 def test_a_big_pool_takes_no_memory_until_it_is_used() -> None:
-    def resident_nbytes() -> int:
+    def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    before = resident_nbytes()
+    before = resident_bytes()
     made = HostPool.anonymous("p", 2**20, 1024)
-    assert resident_nbytes() - before < 2**26
+    assert resident_bytes() - before < 2**26
     made.view[:10] = b"0123456789"
-    assert resident_nbytes() - before < 2**26
+    assert resident_bytes() - before < 2**26
     made.close()
 
 
@@ -107,14 +108,14 @@ def test_more_than_the_machine_has_is_refused_with_what_to_write() -> None:
 
 
 def test_a_pool_of_nothing_is_refused() -> None:
-    for chunk_nbytes, slots in ((0, 1), (1, 0), (-1, 1)):
+    for chunk_bytes, slots in ((0, 1), (1, 0), (-1, 1)):
         with pytest.raises(ConfigError, match="positive"):
-            HostPool.anonymous("p", chunk_nbytes, slots)
+            HostPool.anonymous("p", chunk_bytes, slots)
 
 
 def test_a_file_is_the_users_alone(name: str) -> None:
     made = HostPool.named(name, 100, 3)
-    path = pool.pool_path(name)
+    path = host_pool.pool_path(name)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     made.close()
@@ -130,8 +131,9 @@ def test_a_file_has_one_owner_at_a_time(name: str) -> None:
         HostPool.named(name, 100, 3)
     other = f"""if True:
         from pathlib import Path
-        from kv_tiers import HostPool, pool
-        pool._parent = lambda: Path({str(pool._parent())!r})
+        from kv_tiers import HostPool
+        from kv_tiers.pool import host_pool
+        host_pool._parent = lambda: Path({str(host_pool._parent())!r})
         HostPool.named({name!r}, 100, 3)
     """
     ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False, timeout=99)
@@ -144,7 +146,7 @@ def test_a_file_has_one_owner_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("spoil", ["symlink", "readable", "fifo", "directory", "hard link"])
 def test_what_somebody_else_may_have_made_is_refused(name: str, tmp_path: Path, spoil: str) -> None:
     HostPool.named("first", 100, 3).close()
-    path = pool.pool_path(name)
+    path = host_pool.pool_path(name)
     target = tmp_path / "target"
     target.write_bytes(b"precious")
     match spoil:
@@ -167,7 +169,7 @@ def test_what_somebody_else_may_have_made_is_refused(name: str, tmp_path: Path, 
 
 @pytest.mark.parametrize("spoil", ["symlink", "open to others", "file"])
 def test_a_directory_that_is_not_ours_alone_is_refused(name: str, tmp_path: Path, spoil: str) -> None:
-    directory = pool.pool_path(name).parent
+    directory = host_pool.pool_path(name).parent
     match spoil:
         case "symlink":
             (tmp_path / "elsewhere").mkdir(0o700)
@@ -183,9 +185,9 @@ def test_a_directory_that_is_not_ours_alone_is_refused(name: str, tmp_path: Path
 
 def test_the_file_of_another_user_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     HostPool.named(name, 100, 3).close()
-    path = pool.pool_path(name)
+    path = host_pool.pool_path(name)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(pool, "pool_path", lambda name: path)
+    monkeypatch.setattr(host_pool, "pool_path", lambda name: path)
     with pytest.raises(ConfigError, match="of this user"):
         HostPool.named(name, 100, 3)
 

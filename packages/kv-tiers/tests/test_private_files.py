@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError
-from kv_tiers import HostPool, pool
+from kv_tiers import HostPool
 from kv_tiers.attach.settings import Settings
-from kv_tiers.private_files import own_directory, read_secret
+from kv_tiers.pool import host_pool
+from kv_tiers.pool.private_files import own_directory, read_secret
 from kv_tiers.server.address import Address
 from kv_tiers.server.http.token import read_token
 from kv_tiers.tenants import read_tenants
@@ -149,7 +150,7 @@ def test_newlines_at_the_end_do_not_count_and_spaces_do(path: Path) -> None:
 
 
 def _pool(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_parent", lambda: directory.parent)
+    monkeypatch.setattr(host_pool, "_parent", lambda: directory.parent)
     directory.rename(directory.parent / f"kv-tiers-{os.geteuid()}")
     HostPool.named("p", 4096, 1).close()
 
@@ -197,7 +198,7 @@ def test_a_directory_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> 
 def test_a_trace_is_written_into_no_pipe_and_no_link(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace", 0o600)
     script = (
-        "from kv_tiers.observe.recorder import _TraceFile; from pathlib import Path\n"
+        "from kv_tiers.watch.recorder import _TraceFile; from pathlib import Path\n"
         f"try: _TraceFile(Path({str(tmp_path / 'trace')!r}), 1000)\n"
         "except OSError as error: print(error)"
     )

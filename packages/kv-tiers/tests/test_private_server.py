@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 from kv_core.testing import key_chain
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.launch import ServerProcess
-from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from kv_tiers.testing.contract import CHUNK_BYTES, content
 from kv_tiers.testing.wait import line, until
 
 SLOTS = 40
@@ -32,12 +32,12 @@ ENGINE = """
 import json, signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from kv_core.testing import key_chain
-from kv_tiers.attach.place import Format, open_there
+from kv_tiers.attach.connect import Format, open_there
 from kv_tiers.attach.settings import load
-from kv_tiers.testing.contract import CHUNK_NBYTES, content
+from kv_tiers.testing.contract import CHUNK_BYTES, content
 
 settings, _ = load(json.loads(sys.argv[1]), {})
-cache, server = open_there(settings, Format(CHUNK_NBYTES, "f"), engine_id=sys.argv[2], rank=0, facts={})
+cache, server = open_there(settings, Format(CHUNK_BYTES, "f"), engine_id=sys.argv[2], rank=0, facts={})
 lease = cache.begin_store(key_chain(int(sys.argv[3])), "w")
 for key, extent in zip(lease.keys, lease.extents, strict=True):
     cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self, home: Path) -> None:
         self.disk = {"type": "disk", "path": str(home / "disk"), "capacity_bytes": "64MiB", "write": "back"}
-        extra = {"host": {"capacity": str(SLOTS * slot_bytes_for(CHUNK_NBYTES))}, "tiers": [self.disk]}
+        extra = {"host": {"capacity": str(SLOTS * slot_bytes_for(CHUNK_BYTES))}, "tiers": [self.disk]}
         self.id = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-c", ENGINE, json.dumps(extra), self.id, str(CHUNKS)],
@@ -144,8 +144,8 @@ def test_what_waits_is_stored_when_the_engine_ends(engine: Engine, end: Callable
     end(engine)
     assert engine.server_ends()
     assert left_in(engine) == []
-    heir = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_NBYTES)}, "tiers": [engine.disk]})
-    cache = RemoteCache(heir.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    heir = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "tiers": [engine.disk]})
+    cache = RemoteCache(heir.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     until(lambda: cache.lookup(key_chain(CHUNKS), "r", patient=True).chunks == CHUNKS)
     cache.begin_load(key_chain(CHUNKS), "l")
     (done,) = cache.poll("l")
@@ -215,7 +215,7 @@ def test_a_killed_server_hinders_no_later_one_and_its_files_go(tmp_path: Path) -
     other = start(tmp_path, "engine-2")  # whoever comes next into the directory tidies up
     assert sorted(path.name for path in directory(tmp_path).iterdir()) == ["engine-2.sock", "engine-2.sock.lock"]
     again = start(tmp_path, "engine-1")
-    RemoteCache(again.socket, chunk_nbytes=4096, fingerprint="f").close()
+    RemoteCache(again.socket, chunk_bytes=4096, fingerprint="f").close()
     for server in (killed, other, again):
         server.stop()
     assert list(directory(tmp_path).iterdir()) == []

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kv_core.cli import main
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_core.tools.cli import main
 from kv_tiers import HostConfig
-from kv_tiers.observe.config import ObserveConfig
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.wait import joined
+from kv_tiers.watch.config import ObserveConfig
 
-CHUNK_NBYTES = 5000
+CHUNK_BYTES = 5000
 """No whole number of pages: the pool has room for fewer than its bytes by this."""
 CHUNK_TOKENS = 64
 SLOTS = 24
@@ -37,13 +37,13 @@ def workload(requests: int, shards: int) -> list[list[ChunkKey]]:
 def record(path: Path, *, facts: dict[str, str], shards: int = 1) -> tuple[Path, float]:
     """A real server's trace of requests done one after the other, and the hit ratio that it counted itself."""
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        host = HostConfig(capacity_bytes=SLOTS * shards * slot_bytes_for(CHUNK_NBYTES))
+        host = HostConfig(capacity_bytes=SLOTS * shards * slot_bytes_for(CHUNK_BYTES))
         observe = ObserveConfig(record=str(path))
         server = CacheServer(ServerConfig(host=host, observe=observe, socket=f"{home}/s"))
         thread = threading.Thread(target=server.serve)
         thread.start()
         cache = RemoteCache(
-            Path(home) / "s", chunk_nbytes=CHUNK_NBYTES, fingerprint="f", shards=shards, facts=facts, timeout_s=10
+            Path(home) / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", shards=shards, facts=facts, timeout_s=10
         )
         for number, keys in enumerate(workload(300, shards)):
             cache.lookup(keys, f"r{number}", keys_per_chunk=shards)
@@ -63,7 +63,7 @@ def test_kv_sim_at_the_caches_capacity_in_bytes_hits_what_the_cache_counted(
 ) -> None:
     """Exactly, but that a cache evicts a shard of a chunk where the simulator evicts all of it."""
     trace, ratio = record(tmp_path / "trace.jsonl", facts={"chunk_tokens": str(CHUNK_TOKENS)}, shards=shards)
-    capacity = SLOTS * shards * slot_bytes_for(CHUNK_NBYTES)
+    capacity = SLOTS * shards * slot_bytes_for(CHUNK_BYTES)
     assert main(["sim", str(trace), "--capacity", f"{capacity}B", "--warm-up", "0%", "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert 0.2 < ratio < 0.9
@@ -79,7 +79,7 @@ def test_the_first_line_says_what_a_chunk_is(tmp_path: Path) -> None:
     assert json.loads(lines[0]) == {
         "kv_trace": 1,
         "chunk_tokens": CHUNK_TOKENS,
-        "chunk_bytes": 2 * slot_bytes_for(CHUNK_NBYTES),
+        "chunk_bytes": 2 * slot_bytes_for(CHUNK_BYTES),
         "keys_per_chunk": 2,
     }
 

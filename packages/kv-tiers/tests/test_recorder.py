@@ -8,27 +8,27 @@ import stat
 from pathlib import Path
 
 import pytest
-from kv_core.cli import main
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_core.tools.cli import main
 from kv_tiers import HostPool, LocalCache, LruPolicy
-from kv_tiers.observe.build import build_bus
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.observe.config import ObserveConfig
-from kv_tiers.observe.recorder import Recorder
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server.config import read_config_text
-from kv_tiers.sim_trace import read_trace
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
+from kv_tiers.watch.build import build_bus
+from kv_tiers.watch.config import ObserveConfig
+from kv_tiers.watch.recorder import Recorder
+from kv_tiers.watch.trace_file import read_trace
 
 
 def recorded(path: Path, max_bytes: int = 1 << 20, name: str = "", slots: int = 64) -> tuple[EventBus, LocalCache]:
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(path), max_bytes))
-    pool = HostPool.anonymous("test", CHUNK_NBYTES, slots)
-    return bus, LocalCache(pool, policy=LruPolicy(), clock=HandClock(), events=bus.source(name, CHUNK_NBYTES))
+    pool = HostPool.anonymous("test", CHUNK_BYTES, slots)
+    return bus, LocalCache(pool, policy=LruPolicy(), clock=HandClock(), events=bus.source(name, CHUNK_BYTES))
 
 
 def request(cache: LocalCache, keys: list[ChunkKey], holder: str) -> int:
@@ -91,7 +91,7 @@ def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> No
     path = tmp_path / "trace.jsonl"
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(path), 1 << 20))
-    tower = Tower("through", events=bus.source("", CHUNK_NBYTES))
+    tower = Tower("through", events=bus.source("", CHUNK_BYTES))
     keys = key_chain(4)
     tower.store_below(keys)
     tower.fetch(keys)  # several questions: it waits for what comes up
@@ -144,8 +144,8 @@ def test_each_cache_of_a_server_has_a_file_of_its_own(tmp_path: Path) -> None:
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(tmp_path / "trace.jsonl"), 1 << 20))
     for name in ("a", "b"):
-        source = bus.source(name, CHUNK_NBYTES)
-        cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 2), events=source)
+        source = bus.source(name, CHUNK_BYTES)
+        cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=source)
         cache.lookup(key_chain(2), "r")
         cache.close()
     bus.close()

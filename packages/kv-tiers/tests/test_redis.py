@@ -33,7 +33,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.servers import Proxy, ValkeyServer, free_port, valkey_binary
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
@@ -536,7 +536,7 @@ class TestTroubles:
         seen = {"right": 0, "caught by the checksum": 0, "not loaded": 0, "down": 0}
         for _ in range(100):
             proxy.spoil = spoil
-            read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(303_104), self.nbytes)
+            read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
             try:
                 (outcome,) = tier.load([read])
             except TierDown:
@@ -544,7 +544,7 @@ class TestTroubles:
             else:
                 if not isinstance(outcome, Loaded):
                     seen["not loaded"] += 1
-                elif codec.check(read.header, read.chunk, key=key, format_id=codec.format_id("troubles")):
+                elif chunk_header.check(read.header, read.chunk, key=key, format_id=chunk_header.format_id("troubles")):
                     seen["caught by the checksum"] += 1
                 else:
                     assert bytes(read.chunk) == whole
@@ -572,9 +572,12 @@ class TestTroubles:
             with contextlib.suppress(TierDown):
                 tier.store([write])
             proxy.spoil_questions = lambda data: data
-            read = Read(key, bytearray(codec.HEADER_NBYTES), aligned_pages(303_104), self.nbytes)
+            read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
             if isinstance(tier.load([read])[0], Loaded):
-                assert codec.check(read.header, read.chunk, key=key, format_id=codec.format_id("troubles")) is not None
+                assert (
+                    chunk_header.check(read.header, read.chunk, key=key, format_id=chunk_header.format_id("troubles"))
+                    is not None
+                )
                 caught += 1
         assert caught > 5
 

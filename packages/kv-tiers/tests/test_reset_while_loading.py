@@ -20,7 +20,7 @@ from kv_core.service import CacheService, LoadReady
 from kv_core.testing import key_chain
 from kv_core.transfer import TransferPlan
 from kv_tiers import HostConfig, LocalCache, build_local_cache
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import content
@@ -29,12 +29,12 @@ from kv_tiers.testing.wait import joined
 
 CHUNK = 4
 BLOCK = 2
-TOKEN_NBYTES = 16
-CHUNK_NBYTES = CHUNK * TOKEN_NBYTES
+TOKEN_BYTES = 16
+CHUNK_BYTES = CHUNK * TOKEN_BYTES
 SHAPE = ConnectShape(
     ChainScheme(chunk_tokens=CHUNK), KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}"), (BLOCK,)
 )
-HOST = HostConfig(capacity_bytes=8 * slot_bytes_for(CHUNK_NBYTES))
+HOST = HostConfig(capacity_bytes=8 * slot_bytes_for(CHUNK_BYTES))
 
 
 @dataclass
@@ -60,7 +60,7 @@ class SlowDevice:
 
     def __init__(self, service: CacheService, view: memoryview) -> None:
         self.service, self.view = service, view
-        self.slots = bytearray(64 * TOKEN_NBYTES)
+        self.slots = bytearray(64 * TOKEN_BYTES)
         self.under_way: list[Copy] = []
 
     def attach(self, pool: str, view: memoryview) -> None:
@@ -76,8 +76,8 @@ class SlowDevice:
 
     def _move(self, plan: TransferPlan, *, to_device: bool) -> None:
         for one in plan.copies:
-            host = one.extent.offset + one.first_token * TOKEN_NBYTES
-            nbytes, device = one.tokens * TOKEN_NBYTES, one.first_slot * TOKEN_NBYTES
+            host = one.extent.offset + one.first_token * TOKEN_BYTES
+            nbytes, device = one.tokens * TOKEN_BYTES, one.first_slot * TOKEN_BYTES
             if to_device:
                 self.slots[device : device + nbytes] = self.view[host : host + nbytes]
             else:
@@ -122,7 +122,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with ExitStack() as stack:
         service: LocalCache | RemoteCache
         if request.param == "in process":
-            service = behind = build_local_cache(HOST, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+            service = behind = build_local_cache(HOST, chunk_bytes=CHUNK_BYTES, fingerprint="f")
         else:
             home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
             server = CacheServer(ServerConfig(host=HOST, socket=str(Path(home) / "s")))
@@ -130,7 +130,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
             thread.start()
             stack.callback(joined, thread)
             stack.callback(server.stop)
-            service = RemoteCache(Path(home) / "s", chunk_nbytes=CHUNK_NBYTES, fingerprint="f", timeout_s=10)
+            service = RemoteCache(Path(home) / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=10)
             (behind,) = server.caches.values()
         stack.callback(service.close)
         device = SlowDevice(service, service.pool.view)

@@ -29,15 +29,14 @@ from kv_core.service import CacheService, LoadFailed, LoadReady, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.observe.bus import Occurred, Subscriber
-from kv_tiers.observe.config import ObserveConfig
-from kv_tiers.observe.events import BlocksAllocated
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.events.bus import Occurred, Subscriber
+from kv_tiers.events.events import BlocksAllocated
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, launch, wire
 from kv_tiers.server import caches as caches_module
-from kv_tiers.server import client as client_module
-from kv_tiers.server import clients as clients_module
+from kv_tiers.server import connections as clients_module
 from kv_tiers.server import orphans as orphans_module
+from kv_tiers.server import remote_cache as client_module
 from kv_tiers.server import session as session_module
 from kv_tiers.server.config import default_socket, read_config, read_config_text
 from kv_tiers.server.connection import Connection, ask_server
@@ -45,13 +44,14 @@ from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import CHUNK_NBYTES, ServiceContract, assert_adds_up, content
+from kv_tiers.testing.contract import CHUNK_BYTES, ServiceContract, assert_adds_up, content
 from kv_tiers.testing.model import ServiceMachine
 from kv_tiers.testing.wait import joined, line, until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import bytes_for
+from kv_tiers.watch.config import ObserveConfig
 
-SLOT_NBYTES = slot_bytes_for(CHUNK_NBYTES)
+SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
 
 
 class Served:
@@ -61,14 +61,14 @@ class Served:
         self.home = tempfile.TemporaryDirectory(prefix="kv-")
         self.path = Path(self.home.name) / "kv.sock"
         self.clock = clock or HandClock()
-        host = HostConfig(capacity_bytes=slots * SLOT_NBYTES)
+        host = HostConfig(capacity_bytes=slots * SLOT_BYTES)
         config = ServerConfig(host=host, socket=str(self.path), **options)  # type: ignore[arg-type]
         self.server = CacheServer(config, clock=self.clock)
         self.thread = threading.Thread(target=self.server.serve)
         self.thread.start()
 
     def join(self, fingerprint: str = "f", **options: object) -> RemoteCache:
-        return RemoteCache(self.path, chunk_nbytes=CHUNK_NBYTES, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
+        return RemoteCache(self.path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
     def report(self) -> Report:
         return report(self.path)
@@ -145,7 +145,7 @@ def raw(path: Path, *requests: wire.Request | bytes) -> socket.socket:
 
 def answers(connection: socket.socket) -> list[wire.Answer]:
     """All that come until the server hangs up."""
-    frames, said = wire.Frames(wire.MAX_ANSWER_NBYTES), []
+    frames, said = wire.Frames(wire.MAX_ANSWER_BYTES), []
     while data := hear(connection):
         frames.feed(data)
         while (body := frames.next()) is not None:
@@ -183,7 +183,7 @@ def read(cache: RemoteCache, keys: Sequence[ChunkKey], holder: str = "l") -> boo
     copied = [bytes(pool.view[extent.offset : extent.offset + extent.nbytes]) for extent in done.lease.extents]
     if not cache.release(done.lease):
         return False
-    assert copied == [content(key, CHUNK_NBYTES) for key in keys]
+    assert copied == [content(key, CHUNK_BYTES) for key in keys]
     return True
 
 
@@ -261,7 +261,7 @@ def test_an_engines_processes_find_what_its_workers_registered(served: Served) -
     registered = ask_server(served.path, wire.Registered("e"))
     assert isinstance(registered, wire.Registrations)
     (found,) = registered.sessions
-    assert (found.chunk_nbytes, found.fingerprint, found.shards) == (CHUNK_NBYTES, "f", 2)
+    assert (found.chunk_bytes, found.fingerprint, found.shards) == (CHUNK_BYTES, "f", 2)
     assert (found.facts, found.pid) == ({"space": "model@1"}, os.getpid())
     worker.close()
     assert ask_server(served.path, wire.Registered("e")) == wire.Registrations([])
@@ -296,7 +296,7 @@ def test_no_client_touches_what_is_anothers(served: Served) -> None:
 def raw_session(served: Served) -> Iterator[Callable[[wire.Request], wire.Answer]]:
     """A registered client that says what no `RemoteCache` would."""
     with served.raw(wire.Hello("test"), register()) as connection:
-        frames = wire.Frames(wire.MAX_ANSWER_NBYTES)
+        frames = wire.Frames(wire.MAX_ANSWER_BYTES)
 
         def next_answer() -> wire.Answer:
             while (body := frames.next()) is None:
@@ -315,7 +315,7 @@ def raw_session(served: Served) -> Iterator[Callable[[wire.Request], wire.Answer
 
 
 def register(fingerprint: str = "f", resume: bytes = b"") -> wire.Register:
-    return wire.Register("", CHUNK_NBYTES, fingerprint, 1, {}, resume, [], wire.Keys(), False)
+    return wire.Register("", CHUNK_BYTES, fingerprint, 1, {}, resume, [], wire.Keys(), False)
 
 
 # A client that goes.
@@ -490,7 +490,7 @@ def test_killed_at_any_moment() -> None:
 def child_lives(path: Path, seed: int, writer: int) -> NoReturn:
     try:
         rng = random.Random(seed)
-        cache = RemoteCache(path, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+        cache = RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
         os.write(writer, b"r")
         while True:
             keys = key_chain(rng.randint(1, 6), branch=str(rng.randrange(8)))
@@ -514,8 +514,8 @@ def kill_often(kills: int) -> dict[str, int]:
     """Run in a process of its own without threads, as it forks."""
     rng = random.Random(kills)
     counted = {"kills": kills, "writing": 0, "verified": 0}
-    server = launch({"host": {"capacity_bytes": 32 * SLOT_NBYTES}})
-    stays = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    server = launch({"host": {"capacity_bytes": 32 * SLOT_BYTES}})
+    stays = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     for number in range(kills):
         reader, writer = os.pipe()
         child = os.fork()
@@ -560,9 +560,9 @@ def home(tmp_path: Path) -> Path:
 
 
 def settings_for(home: Path, slots: int = 8, *, disk: bool = False, write: str = "through") -> dict[str, object]:
-    config: dict[str, object] = {"host": {"capacity_bytes": slots * SLOT_NBYTES}}
+    config: dict[str, object] = {"host": {"capacity_bytes": slots * SLOT_BYTES}}
     if disk:
-        context = TierContext(CHUNK_NBYTES, SLOT_NBYTES, "f")
+        context = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
         tier = {"type": "disk", "path": str(home / "disk"), "capacity_bytes": bytes_for(context, 200), "write": write}
         config["tiers"] = [tier]
     return config
@@ -574,7 +574,7 @@ def start(home: Path, slots: int = 8, *, disk: bool = False) -> ServerProcess:
 
 def join(home: Path, **options: object) -> RemoteCache:
     options.setdefault("timeout_s", 5.0)
-    return RemoteCache(home / "s", chunk_nbytes=CHUNK_NBYTES, fingerprint="f", **options)  # type: ignore[arg-type]
+    return RemoteCache(home / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", **options)  # type: ignore[arg-type]
 
 
 def end(server: ServerProcess) -> None:
@@ -1028,7 +1028,7 @@ def test_who_floods_the_server_delays_nobody(served: Served) -> None:
 @pytest.fixture(scope="module")
 def sturdy() -> Iterator[ServerProcess]:
     """A server that hostile clients share: in a process of its own, so that its memory can be seen."""
-    server = launch({"host": {"capacity_bytes": 64 * SLOT_NBYTES}, "max_sessions": 64}, log_level="error")
+    server = launch({"host": {"capacity_bytes": 64 * SLOT_BYTES}, "max_sessions": 64}, log_level="error")
     yield server
     server.stop()
 
@@ -1097,8 +1097,8 @@ def test_bent_messages_by_the_thousand() -> None:
 def bend_often(messages: int) -> dict[str, int]:
     """Bent and cut requests, many to a connection, until it is ended: nothing must be left of them."""
     rng = random.Random(messages)
-    server = launch({"host": {"capacity_bytes": 64 * SLOT_NBYTES}}, log_level="error")
-    stays = RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", timeout_s=30)
+    server = launch({"host": {"capacity_bytes": 64 * SLOT_BYTES}}, log_level="error")
+    stays = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=30)
     whole = [wire.frame(request) for request in REQUESTS]
     sent = refused = connections = grown_from = 0
     while sent < messages:
@@ -1129,7 +1129,7 @@ def bend_often(messages: int) -> dict[str, int]:
 
 def test_hostile_bytes_left_nothing_behind(sturdy: ServerProcess) -> None:
     until(lambda: not report(sturdy.socket).sessions)
-    cache = RemoteCache(sturdy.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f")
+    cache = RemoteCache(sturdy.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     until(lambda: cache.counts().write_leases == 0 or bool(report(sturdy.socket).orphans))
     assert cache.counts().read_leases == 0
     assert_adds_up(cache.counts())
@@ -1138,7 +1138,7 @@ def test_hostile_bytes_left_nothing_behind(sturdy: ServerProcess) -> None:
 
 def test_lengths_that_are_lies_set_no_memory_aside(sturdy: ServerProcess) -> None:
     before = peak_rss_bytes(sturdy.pid)
-    for nbytes in (wire.MAX_REQUEST_NBYTES + 1, 2**32 - 1):
+    for nbytes in (wire.MAX_REQUEST_BYTES + 1, 2**32 - 1):
         with raw(sturdy.socket, wire.HEADER.pack(nbytes, wire.VERSION)) as connection:
             (refused,) = answers(connection)
             assert isinstance(refused, wire.Failed)
@@ -1153,7 +1153,7 @@ def test_lengths_that_are_lies_set_no_memory_aside(sturdy: ServerProcess) -> Non
             (refused,) = answers(connection)
             assert isinstance(refused, wire.Failed)
             assert refused.kind == "malformed"
-    waiting = [raw(sturdy.socket, wire.HEADER.pack(wire.MAX_REQUEST_NBYTES, 1), b"x" * 1000) for _ in range(30)]
+    waiting = [raw(sturdy.socket, wire.HEADER.pack(wire.MAX_REQUEST_BYTES, 1), b"x" * 1000) for _ in range(30)]
     assert ask_server(sturdy.socket, wire.Ping()) == wire.Done()
     for connection in waiting:
         connection.close()
@@ -1376,8 +1376,8 @@ def test_the_command_says_what_is_wrong(home: Path) -> None:
 
 
 def test_a_shared_pool_cannot_be_cut_short() -> None:
-    pool = HostPool.shared("s", CHUNK_NBYTES, 4)
-    seen = MappedPool("s", CHUNK_NBYTES, 4, os.dup(pool.descriptor))
+    pool = HostPool.shared("s", CHUNK_BYTES, 4)
+    seen = MappedPool("s", CHUNK_BYTES, 4, os.dup(pool.descriptor))
     slot = pool.allocate()
     assert slot is not None
     assert pool.back([slot]) == set()
@@ -1392,15 +1392,15 @@ def test_a_shared_pool_cannot_be_cut_short() -> None:
 
 def test_without_memfd_an_unlinked_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    pool = HostPool.shared("s", CHUNK_NBYTES, 4)
+    pool = HostPool.shared("s", CHUNK_BYTES, 4)
     assert os.fstat(pool.descriptor).st_nlink == 0
     assert pool.back([0, 1]) == set()
-    assert os.fstat(pool.descriptor).st_blocks * 512 == 2 * SLOT_NBYTES
+    assert os.fstat(pool.descriptor).st_blocks * 512 == 2 * SLOT_BYTES
     pool.close()
 
 
 def test_only_a_shared_pool_has_a_descriptor() -> None:
-    pool = HostPool.anonymous("p", CHUNK_NBYTES, 1)
+    pool = HostPool.anonymous("p", CHUNK_BYTES, 1)
     with pytest.raises(MisuseError, match="not shared"):
         _ = pool.descriptor
     pool.close()

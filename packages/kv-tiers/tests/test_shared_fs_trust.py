@@ -175,7 +175,7 @@ class TestWithoutAKey(TestWithAKey):
         os.chown(second, STRANGER, 78)
         third.chmod(0o666)
         assert sorted(self.tier.holds(KEYS)) == [False, False, True]
-        assert Absent() in self.load(KEYS) and Loaded(self.context.chunk_nbytes) in self.load(KEYS)
+        assert Absent() in self.load(KEYS) and Loaded(self.context.chunk_bytes) in self.load(KEYS)
 
 
 def test_a_key_and_trust_in_everybody_exclude_each_other(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.cli import main
 from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
-from kv_tiers import sim_plot
+from kv_core.tools.cli import main
 from kv_tiers.eviction import POLICY_NAMES
-from kv_tiers.sim import TierPlan, optimum, simulate
-from kv_tiers.sim_trace import read_trace
+from kv_tiers.tools import sim_plot
+from kv_tiers.tools.sim import TierPlan, optimum, simulate
+from kv_tiers.watch.trace_file import read_trace
 
 SMALL = "a b c\nd e\na b x\nd e f\na b c\n"
 """Under LRU with 5 chunks: miss 3, miss 2, hit a b, (c leaves for x), hit d e, (x leaves for f), hit a b: 6 of 14."""
@@ -241,7 +241,7 @@ def test_without_its_library_a_plot_is_refused_before_the_work(monkeypatch: pyte
 def test_long_runs_say_how_far_they_are(
     small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kv_tiers.sim_cli._PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("kv_tiers.tools.sim_cli._PROGRESS_EVERY_S", 0.0)
     path = written(tmp_path / "long", "a b\n" * 256)
     assert main(["sim", path, "--capacity", "2"]) == 0
     captured = capsys.readouterr()

@@ -16,14 +16,15 @@ from kv_core.lookup import Ended
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
-from kv_tiers.observe import events, spans
-from kv_tiers.observe.build import build_bus
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.observe.config import ObserveConfig
-from kv_tiers.observe.spans import Spans
-from kv_tiers.testing.contract import CHUNK_NBYTES
+from kv_tiers.events import events
+from kv_tiers.events.bus import EventBus
+from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import joined
+from kv_tiers.watch import spans
+from kv_tiers.watch.build import build_bus
+from kv_tiers.watch.config import ObserveConfig
+from kv_tiers.watch.spans import Spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -40,8 +41,8 @@ class Traced:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.bus.subscribe(Spans(self.bus, provider))
-        self.source = self.bus.source("c", CHUNK_NBYTES)
-        pool = HostPool.anonymous("test", CHUNK_NBYTES, 4)
+        self.source = self.bus.source("c", CHUNK_BYTES)
+        pool = HostPool.anonymous("test", CHUNK_BYTES, 4)
         self.clock = HandClock()
         self.cache = LocalCache(pool, policy=LruPolicy(), clock=self.clock, events=self.source)
 
@@ -79,7 +80,7 @@ def test_a_request_is_a_span_with_its_loads_and_stores_inside(traced: Traced) ->
     for child in (load, store):
         assert child.parent is not None and child.parent.span_id == request.context.span_id
         assert request.start_time <= child.start_time <= child.end_time <= request.end_time
-    assert load.attributes == {"kv.cache": "c", "kv.holder": "r", "kv.chunks": 2, "kv.bytes": 2 * CHUNK_NBYTES}
+    assert load.attributes == {"kv.cache": "c", "kv.holder": "r", "kv.chunks": 2, "kv.bytes": 2 * CHUNK_BYTES}
     assert [event.name for event in request.events] == ["kv.lookup", "kv.blocks_allocated"]
     told = dict(request.events[0].attributes or {})
     assert (told["kv.chunks.asked"], told["kv.chunks.hit"], told["kv.ended"]) == (3, 2, "absent")
@@ -171,7 +172,7 @@ def test_spans_reach_a_collector_that_the_environment_names(monkeypatch: pytest.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
         bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0))
-        cache = LocalCache(HostPool.anonymous("test", CHUNK_NBYTES, 4), events=bus.source("c", CHUNK_NBYTES))
+        cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 4), events=bus.source("c", CHUNK_BYTES))
         cache.commit(cache.begin_store(key_chain(2), "w"))
         cache.lookup(key_chain(2), "r")
         cache.end("r")
@@ -199,8 +200,8 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from kv_core.errors import ConfigError\n"
-        "from kv_tiers.observe.build import build_bus\n"
-        "from kv_tiers.observe.config import ObserveConfig\n"
+        "from kv_tiers.watch.build import build_bus\n"
+        "from kv_tiers.watch.config import ObserveConfig\n"
         "build_bus(ObserveConfig())[0].close()\n"
         "try:\n    build_bus(ObserveConfig(otel=True))\n"
         "except ConfigError as error:\n    print(error)\n"

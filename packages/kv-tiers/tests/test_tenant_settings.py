@@ -16,14 +16,14 @@ from kv_core.keys import NO_TENANT, tenant_tag
 from kv_core.testing import key_chain
 from kv_tiers import HostConfig, Tenant, build_local_cache
 from kv_tiers.config import TenantConfig
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.config import read_config, read_config_text
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.report import TenantReport
 from kv_tiers.tenants import read_tenants
 
-CHUNK_NBYTES = 4096
+CHUNK_BYTES = 4096
 SECRET = "a secret salt"
 GIB = 1 << 30
 
@@ -111,16 +111,14 @@ def test_no_salt_is_in_anything_that_is_printed(salt_file: Path) -> None:
 def test_a_cache_has_the_quotas_that_the_settings_say() -> None:
     tenants = read({"name": "a", "salt": "a", "quota_bytes": 3 * 4096 + 17}, {"name": "b", "salt": "b"})
     config = HostConfig(capacity_bytes=8 * 4096)
-    cache = build_local_cache(config, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tenants=tenants)
+    cache = build_local_cache(config, chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants)
     assert [(use.tenant, use.quota_bytes) for use in cache.tenants()] == [(tenant_tag("a"), 3 * 4096)]
     assert len(cache.begin_store(key_chain(8, salt="a"), "w").keys) == 3
     assert len(cache.begin_store(key_chain(8, salt="b"), "w").keys) == 5
     cache.close()
     for wrong in (8 * 4096 + 4096, 4095):
         with pytest.raises(ConfigError, match="a quota of"):
-            build_local_cache(
-                config, chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tenants=[Tenant("a", bytes(7), wrong)]
-            )
+            build_local_cache(config, chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=[Tenant("a", bytes(7), wrong)])
 
 
 @pytest.fixture
@@ -130,7 +128,7 @@ def home() -> Iterator[Path]:
 
 
 def test_two_clients_of_different_tenants_each_keep_to_their_own(home: Path, salt_file: Path) -> None:
-    slot = slot_bytes_for(CHUNK_NBYTES)
+    slot = slot_bytes_for(CHUNK_BYTES)
     settings = {
         "host": {"capacity_bytes": 10 * slot},
         "tenants": [
@@ -140,7 +138,7 @@ def test_two_clients_of_different_tenants_each_keep_to_their_own(home: Path, sal
     }
     server = launch(settings, socket=home / "kv.sock")
     try:
-        quiet, noisy = (RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="f") for _ in range(2))
+        quiet, noisy = (RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f") for _ in range(2))
         mine = key_chain(3, salt=SECRET)
         quiet.commit(quiet.begin_store(mine, "q"))
         for turn in range(5):
@@ -184,7 +182,7 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         tenants = read({"name": "a", "salt": SECRET, "quota_bytes": 4096})
         cache = build_local_cache(
-            HostConfig(capacity_bytes=8192), chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tenants=tenants
+            HostConfig(capacity_bytes=8192), chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants
         )
         cache.commit(cache.begin_store(key_chain(2, salt=SECRET), "w"))
         cache.clear_tenant(tenant_tag(SECRET))
@@ -195,10 +193,10 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_report_lists_no_end_of_tenants_that_nobody_named(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     from kv_tiers.server import server as server_module
 
-    monkeypatch.setattr("kv_tiers.server.server.MOST_TENANTS", 2)
+    monkeypatch.setattr("kv_tiers.server.server.MAX_TENANTS", 2)
     tenants = [Tenant("named", tenant_tag("named")), Tenant("bound", tenant_tag("bound"), 4096)]
     cache = build_local_cache(
-        HostConfig(capacity_bytes=64 * 4096), chunk_nbytes=CHUNK_NBYTES, fingerprint="f", tenants=tenants
+        HostConfig(capacity_bytes=64 * 4096), chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants
     )
     for number in range(6):
         cache.commit(cache.begin_store(key_chain(number + 1, salt=str(number)), "w"))

@@ -20,14 +20,14 @@ from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.lookup import Ended
 from kv_core.service import LoadReady, ReadLease, WriteLease
 from kv_core.testing import key_chain
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import POLICY_NAMES, EvictionPolicy, make_policy
 from kv_tiers.eviction.shares import Shares
-from kv_tiers.local import LocalCache
-from kv_tiers.pool import HostPool, slot_bytes_for
-from kv_tiers.testing.contract import CHUNK_NBYTES, PolicyContract, assert_adds_up
+from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
+from kv_tiers.testing.contract import CHUNK_BYTES, PolicyContract, assert_adds_up
 from kv_tiers.testing.tower import Tower
 
-SLOT = slot_bytes_for(CHUNK_NBYTES)
+SLOT = slot_bytes_for(CHUNK_BYTES)
 ANN, BEN, CYD = (tenant_tag(name) for name in ("ann", "ben", "cyd"))
 
 
@@ -35,7 +35,7 @@ def cache_of(
     slots: int, quotas: dict[bytes, int] | None = None, *, policy: str = "lru", name: str = "", clock: Any = None
 ) -> LocalCache:
     """quotas: in slots."""
-    pool = HostPool.named(name, CHUNK_NBYTES, slots) if name else HostPool.anonymous("t", CHUNK_NBYTES, slots)
+    pool = HostPool.named(name, CHUNK_BYTES, slots) if name else HostPool.anonymous("t", CHUNK_BYTES, slots)
     return LocalCache(
         pool,
         policy=make_policy(policy, slots),
@@ -262,7 +262,7 @@ class ReadOutsideTheLock(list[Any]):
 
 def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the tenant has, and however large the pool is."""
-    monkeypatch.setattr("kv_tiers.local.AT_ONCE", 2)
+    monkeypatch.setattr("kv_tiers.cache.local.AT_ONCE", 2)
     cache = cache_of(40)
     store(cache, key_chain(20, salt="ann"))
     seen: list[tuple[int, int]] = []
@@ -288,8 +288,8 @@ def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.M
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk of a tenant may have to move. In between the accounts are exact, and nobody else loses a chunk."""
-    monkeypatch.setattr("kv_tiers.local.AT_ONCE", 1)
-    monkeypatch.setattr("kv_tiers.host.AT_ONCE", 1)
+    monkeypatch.setattr("kv_tiers.cache.local.AT_ONCE", 1)
+    monkeypatch.setattr("kv_tiers.cache.host.AT_ONCE", 1)
     chance = random.Random(seed)
     cache = cache_of(96, policy=policy)  # room for all, and for what is forgotten while it is used
     ben = key_chain(4, salt="ben")

@@ -23,15 +23,15 @@ from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.server.report import CacheReport, Report, TierReport
 from kv_tiers.testing.wait import line, until
-from kv_tiers.top import Watch
-from kv_tiers.top_view import draw, plain_console
+from kv_tiers.tools.top import Watch
+from kv_tiers.tools.top_view import draw, plain_console
 
-CHUNK_NBYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 # Ctrl-C ends it as in a terminal, also where whoever runs the tests ignores SIGINT, as nohup and jobs of scripts do.
 CODE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from kv_core.cli import main
+from kv_core.tools.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 COMMAND = [sys.executable, "-c", CODE, "top"]
@@ -43,7 +43,7 @@ def start(home: Path) -> ServerProcess:
 
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
-    return RemoteCache(server.socket, chunk_nbytes=CHUNK_NBYTES, fingerprint="llama", engine=engine)
+    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="llama", engine=engine)
 
 
 def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
@@ -199,7 +199,7 @@ def test_what_cannot_be_shown_is_said_with_status_2(arguments: list[str], says: 
 
 def test_without_rich_it_says_what_to_install(tmp_path: Path) -> None:
     server = start(tmp_path)
-    code = "import sys; sys.modules['rich'] = None; from kv_core.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['rich'] = None; from kv_core.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "top", "--socket", str(server.socket)]
     done = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
@@ -221,7 +221,7 @@ def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **chan
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
-            "chunk_nbytes": 100, "fingerprint": "f", "pool": "p", "sessions": 0,
+            "chunk_bytes": 100, "fingerprint": "f", "pool": "p", "sessions": 0,
             "counts": msgspec.to_builtins(counts(**fields)), "tiers": [msgspec.to_builtins(tier)],
             "tenants": [{"name": "acme", "tag": "01", "chunks": 2, "used_bytes": 200, "quota_bytes": 300},
                         {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],

@@ -12,9 +12,9 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts, LookupProgress
 from kv_core.testing import chunk_keys, key_chain
-from kv_tiers.observe.explain import ChunkState
 from kv_tiers.server import wire
 from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
+from kv_tiers.watch.explain import ChunkState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
@@ -115,7 +115,7 @@ def test_every_message_is_heard_as_it_was_said() -> None:
 @given(st.lists(st.sampled_from(REQUESTS), max_size=8), st.lists(st.integers(1, 300), max_size=30))
 def test_messages_may_arrive_in_any_pieces(requests: list[wire.Request], cuts: list[int]) -> None:
     sent, heard = b"".join(map(wire.frame, requests)), []
-    frames = wire.Frames(wire.MAX_REQUEST_NBYTES)
+    frames = wire.Frames(wire.MAX_REQUEST_BYTES)
     for cut in [*cuts, len(sent)]:
         frames.feed(sent[:cut])
         sent = sent[cut:]
@@ -128,7 +128,7 @@ def test_messages_may_arrive_in_any_pieces(requests: list[wire.Request], cuts: l
 def test_keys_are_one_run_of_bytes(length: int) -> None:
     keys = [ChunkKey(key[:30] + key.digest[:length]) for key in key_chain(5)]
     packed = wire.pack_keys(keys)
-    assert (packed.key_nbytes, packed.joined) == (30 + length, b"".join(keys))
+    assert (packed.key_bytes, packed.joined) == (30 + length, b"".join(keys))
     assert packed.unpack() == keys
     assert all(type(key) is ChunkKey for key in packed.unpack())
     assert wire.pack_keys([]).unpack() == []

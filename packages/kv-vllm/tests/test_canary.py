@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 from kv_cuda import PagedLayout, latent, split_parts, transposed_keys
-from kv_vllm.canary import LayerGroup, Proof, Refusal, prove
+from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 6, 8, 2, 4, 3
 PAGE = 2 * TOKENS * HEADS * DIM

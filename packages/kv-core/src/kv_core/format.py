@@ -19,7 +19,7 @@ Kind = Literal["canonical", "blocks", "int8", "fp8"]
 
 QUANTISED: Final = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """The dtype of each kind that keeps numbers in one byte."""
-SCALE_NBYTES: Final = 4
+SCALE_BYTES: Final = 4
 """Of a scale, a float32: one for each head of each token in each layer of each part."""
 
 FORMAT_VERSION = 1
@@ -72,10 +72,10 @@ class ChunkFormat:
             raise InputError(
                 f"format {self.kind} keeps {QUANTISED[self.kind]} of 1 byte, not {self.dtype} of {self.itemsize}"
             )
-        if self.codes_nbytes % SCALE_NBYTES:
+        if self.codes_bytes % SCALE_BYTES:
             raise InputError(
                 f"format {self.kind}: {self.chunk_tokens} tokens of {self.heads} heads of {self.head_dim} are no "
-                f"multiple of {SCALE_NBYTES} bytes, so the scales behind them would lie askew"
+                f"multiple of {SCALE_BYTES} bytes, so the scales behind them would lie askew"
             )
 
     @property
@@ -83,27 +83,27 @@ class ChunkFormat:
         return self.kind in QUANTISED
 
     @property
-    def codes_nbytes(self) -> int:
+    def codes_bytes(self) -> int:
         """Bytes of one layer of one part without scales."""
         return self.chunk_tokens * self.heads * self.head_dim * self.itemsize
 
     @property
-    def token_nbytes(self) -> int:
+    def token_bytes(self) -> int:
         """Bytes of one token in one layer of one part, its scales included."""
-        return self.heads * (self.head_dim * self.itemsize + (SCALE_NBYTES if self.is_quantised else 0))
+        return self.heads * (self.head_dim * self.itemsize + (SCALE_BYTES if self.is_quantised else 0))
 
     @property
-    def layer_nbytes(self) -> int:
+    def layer_bytes(self) -> int:
         """Bytes of one layer of one part."""
-        return self.chunk_tokens * self.token_nbytes
+        return self.chunk_tokens * self.token_bytes
 
     @property
     def nbytes(self) -> int:
-        return len(self.parts) * self.layers * self.layer_nbytes
+        return len(self.parts) * self.layers * self.layer_bytes
 
     def layer_offset(self, part: int, layer: int) -> int:
         """Where layer `layer` of part number `part` starts, in bytes from the chunk's start."""
-        return (part * self.layers + layer) * self.layer_nbytes
+        return (part * self.layers + layer) * self.layer_bytes
 
     @property
     def fingerprint(self) -> str:

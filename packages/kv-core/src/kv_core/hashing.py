@@ -27,8 +27,8 @@ _ITEMS = b"kv-core/items/1"
 # 13 bytes, and then one for the parent's length: a tail's message is 2 or 3 bytes over a multiple of four, a whole
 # chunk's 0 or 1, so that a tail can never be a chunk, whatever its tokens.
 _TAIL = b"kv-core/tail1"
-_MIN_SECRET_NBYTES = 16
-_MAX_SECRET_NBYTES = 64  # what a BLAKE2b key may hold
+_MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 64  # what a BLAKE2b key may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class ChainScheme:
         if self.algorithm != "blake2b":
             if self.secret:
                 raise InputError(f"{self.algorithm} takes no secret; choose blake2b, or leave the secret out")
-        elif not _MIN_SECRET_NBYTES <= len(self.secret) <= _MAX_SECRET_NBYTES:
+        elif not _MIN_SECRET_BYTES <= len(self.secret) <= _MAX_SECRET_BYTES:
             raise InputError(
-                f"blake2b needs a secret of {_MIN_SECRET_NBYTES} to {_MAX_SECRET_NBYTES} bytes, "
+                f"blake2b needs a secret of {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, "
                 f"and {len(self.secret)} were given; 32 random bytes serve well"
             )
 
@@ -101,14 +101,14 @@ class ChainScheme:
         return f"{self.algorithm}:{self.chunk_tokens}"
 
     @property
-    def digest_nbytes(self) -> int:
+    def digest_bytes(self) -> int:
         return 16 if self.algorithm == "xxh3_128" else 32
 
     def check_parent(self, parent: Digest) -> None:
         """Refuse what is no digest of this scheme: another length would let tokens pose as a part of the parent."""
-        if not isinstance(parent, bytes) or len(parent) not in (0, self.digest_nbytes):
+        if not isinstance(parent, bytes) or len(parent) not in (0, self.digest_bytes):
             raise InputError(
-                f"a root or parent under {self.name} is empty or {self.digest_nbytes} bytes, not {parent!r}"
+                f"a root or parent under {self.name} is empty or {self.digest_bytes} bytes, not {parent!r}"
             )
 
     def root(

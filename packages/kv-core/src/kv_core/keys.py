@@ -27,19 +27,19 @@ KEY_VERSION: Final = 1
 
 ALL_LAYERS: Final = 0xFFFF
 _SHARES: Final = struct.Struct(">HHH")
-_PREFIX_NBYTES: Final = 30
-KEY_NBYTES: Final = (_PREFIX_NBYTES + 16, _PREFIX_NBYTES + 32)
+_PREFIX_BYTES: Final = 30
+KEY_BYTES: Final = (_PREFIX_BYTES + 16, _PREFIX_BYTES + 32)
 """The lengths that a key may have, by its digest's."""
 
-TENANT_NBYTES: Final = 7
+TENANT_BYTES: Final = 7
 """Version, space and tenant are 24 bytes: 32 characters of base64, so a tenant's names share a prefix there too."""
 
-TENANT_AT: Final = slice(17, 17 + TENANT_NBYTES)
+TENANT_AT: Final = slice(17, 17 + TENANT_BYTES)
 """For loops in which `ChunkKey.tenant` would cost too much."""
 
-SPACE_ID_NBYTES: Final = 16
+SPACE_ID_BYTES: Final = 16
 
-NO_TENANT: Final = bytes(TENANT_NBYTES)
+NO_TENANT: Final = bytes(TENANT_BYTES)
 """The tag of chunks that anyone may share: those of prompts without a salt."""
 
 _SPACE_MESSAGE: Final = b"kv-core/space/1"
@@ -85,7 +85,7 @@ class ChunkKey(bytes):
 
     @property
     def digest(self) -> bytes:
-        return self[_PREFIX_NBYTES:]
+        return self[_PREFIX_BYTES:]
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> "ChunkKey":
@@ -97,8 +97,8 @@ class ChunkKey(bytes):
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise InputError(f"a chunk key is bytes, not {_shortened(data)}")
         key = cls(data)
-        if len(key) not in KEY_NBYTES:
-            raise InputError(f"a chunk key has {KEY_NBYTES[0]} or {KEY_NBYTES[1]} bytes, not {len(key)}")
+        if len(key) not in KEY_BYTES:
+            raise InputError(f"a chunk key has {KEY_BYTES[0]} or {KEY_BYTES[1]} bytes, not {len(key)}")
         if key[0] != KEY_VERSION:
             raise InputError(f"a chunk key of version {key[0]}; this release knows version {KEY_VERSION}")
         return key
@@ -110,7 +110,7 @@ class ChunkKey(bytes):
         Raises:
             InputError: not the lower-case hex digits of a key.
         """
-        return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in KEY_NBYTES}))
+        return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in KEY_BYTES}))
 
     def path(self) -> str:
         """A relative path with /, safe on every file system: space, tenant, shares, two digits to spread, digest."""
@@ -138,7 +138,7 @@ class ChunkKey(bytes):
         key = cls.from_bytes(
             bytes([KEY_VERSION])
             + _unhex(space, "a key space", {32})
-            + _unhex(parts[1], "a tenant", {2 * TENANT_NBYTES})
+            + _unhex(parts[1], "a tenant", {2 * TENANT_BYTES})
             + _SHARES.pack(group, shard, layer)
             + _unhex(parts[4], "a digest", {32, 64})
         )
@@ -156,7 +156,7 @@ class ChunkKey(bytes):
             raise InputError(f"this key names layer {self.layer} alone; split the key of the whole chunk")
         if not 1 <= layers <= ALL_LAYERS:
             raise InputError(f"{layers} layers; there can be 1 to {ALL_LAYERS}")
-        head, digest = self[: _PREFIX_NBYTES - 2], self.digest
+        head, digest = self[: _PREFIX_BYTES - 2], self.digest
         return [ChunkKey(head + layer.to_bytes(2, "big") + digest) for layer in range(layers)]
 
     def __repr__(self) -> str:
@@ -268,9 +268,9 @@ class KeySpace:
         world, shard, group, layer = map(int, numbers)
         rest = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
         space = cls(model, revision, dtype, chunk_format, world, chain, rest)
-        tenant = _unhex(reserved[3], "a tenant", {2 * TENANT_NBYTES}) if reserved[3] else NO_TENANT
+        tenant = _unhex(reserved[3], "a tenant", {2 * TENANT_BYTES}) if reserved[3] else NO_TENANT
         key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard, tenant=tenant)
-        key = ChunkKey(key[: _PREFIX_NBYTES - 2] + layer.to_bytes(2, "big") + key.digest)
+        key = ChunkKey(key[: _PREFIX_BYTES - 2] + layer.to_bytes(2, "big") + key.digest)
         if space.spell(key) != text:
             raise InputError(f"not the one way to spell this key: {_shortened(text)}")
         return space, key
@@ -289,10 +289,10 @@ def keys_in(
     Raises:
         InputError: a group that cannot be, a digest of another length than 16 or 32, no tag, or no fingerprint.
     """
-    if not isinstance(space_id, bytes) or len(space_id) != SPACE_ID_NBYTES:
-        raise InputError(f"a key space's fingerprint has {SPACE_ID_NBYTES} bytes")
-    if not isinstance(tenant, bytes) or len(tenant) != TENANT_NBYTES:
-        raise InputError(f"a tenant's tag has {TENANT_NBYTES} bytes, see `tenant_tag`")
+    if not isinstance(space_id, bytes) or len(space_id) != SPACE_ID_BYTES:
+        raise InputError(f"a key space's fingerprint has {SPACE_ID_BYTES} bytes")
+    if not isinstance(tenant, bytes) or len(tenant) != TENANT_BYTES:
+        raise InputError(f"a tenant's tag has {TENANT_BYTES} bytes, see `tenant_tag`")
     head = bytes([KEY_VERSION]) + space_id + tenant
     prefixes = []
     shares = list(shards)
@@ -320,7 +320,7 @@ def tenant_tag(salt: str | None) -> bytes:
         encoded = salt.encode()
     except (AttributeError, UnicodeEncodeError):
         raise InputError("a salt is text of valid Unicode") from None  # and it is not repeated here: it is a secret
-    return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_NBYTES]
+    return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_BYTES]
 
 
 def _chosen(which: int | Iterable[int]) -> list[int]:

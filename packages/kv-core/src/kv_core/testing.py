@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kv_core.extent import HostExtent
 from kv_core.format import QUANTISED, ChunkFormat, Kind
 from kv_core.hashing import ChainScheme, Item
-from kv_core.keys import NO_TENANT, TENANT_NBYTES, ChunkKey, KeySpace, tenant_tag
+from kv_core.keys import NO_TENANT, TENANT_BYTES, ChunkKey, KeySpace, tenant_tag
 
 SECRET = b"a secret for testing only"
 
@@ -68,7 +68,7 @@ def digests() -> st.SearchStrategy[bytes]:
 
 def tenants() -> st.SearchStrategy[bytes]:
     """Tags: mostly none, as with most keys."""
-    tags = st.binary(min_size=TENANT_NBYTES, max_size=TENANT_NBYTES)
+    tags = st.binary(min_size=TENANT_BYTES, max_size=TENANT_BYTES)
     return st.one_of(st.just(NO_TENANT), texts().map(tenant_tag), tags)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_cuda.choose import Copier, make_copier
-    from kv_cuda.copier import CpuCopier
+    from kv_cuda.copy.cpu import CpuCopier
     from kv_cuda.layout import (
         PagedLayout,
         PartLayout,
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         tiled_keys_and_values,
         transposed_keys,
     )
-    from kv_cuda.rows import pages_of, probe_rows, read_rows, write_rows
+    from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
 else:
     from kv_core.lazy import exports  # torch takes seconds, and `kv` asks this package for its commands
 
@@ -28,7 +28,7 @@ else:
                 "Copier",
                 "make_copier",
             ),
-            "kv_cuda.copier": ("CpuCopier",),
+            "kv_cuda.copy.cpu": ("CpuCopier",),
             "kv_cuda.layout": (
                 "PagedLayout",
                 "PartLayout",
@@ -38,7 +38,7 @@ else:
                 "tiled_keys_and_values",
                 "transposed_keys",
             ),
-            "kv_cuda.rows": (
+            "kv_cuda.reference": (
                 "pages_of",
                 "probe_rows",
                 "read_rows",

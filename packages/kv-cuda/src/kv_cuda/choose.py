@@ -12,14 +12,14 @@ from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
 from kv_core.transfer import TransferPlan
 
-from kv_cuda.copier import CpuCopier
+from kv_cuda.copy.copy_paths import Roads, read_roads, roads_file
+from kv_cuda.copy.cpu import CpuCopier
+from kv_cuda.copy.streams import Event
 from kv_cuda.layout import PagedLayout
-from kv_cuda.quantise import QuantisingCopier
-from kv_cuda.roads import Roads, read_roads, roads_file
-from kv_cuda.streams import Event
+from kv_cuda.quantise.copier import QuantisingCopier
 
 if TYPE_CHECKING:
-    from kv_cuda.gpu import GpuCopier
+    from kv_cuda.copy.gpu import GpuCopier
 
 _log = limited_logger(__name__)
 
@@ -65,7 +65,7 @@ def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: C
     rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 and not part.is_tiled for part in layout.parts)
     if device.type == "cuda" and rows_are_runs:
         if importlib.util.find_spec("triton") is not None:
-            from kv_cuda.gpu import GpuCopier
+            from kv_cuda.copy.gpu import GpuCopier
 
             return GpuCopier(layout, tensors, chunk_format, roads=measured(device, roads_file, read_roads, Roads()))
         _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")

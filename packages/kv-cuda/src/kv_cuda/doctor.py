@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from kv_core.doctor import Asked, Finding, version_of
+from kv_core.tools.doctor import Asked, Finding, version_of
 
 from kv_cuda.choose import measured
-from kv_cuda.cufile import NoCuFile, find_cufile, kvikio_version
-from kv_cuda.files import Files
-from kv_cuda.numa import node_of
-from kv_cuda.roads import FileRoads, file_roads_file, read_file_roads, roads_file
+from kv_cuda.copy.copy_paths import FileRoads, file_roads_file, read_file_roads, roads_file
+from kv_cuda.copy.numa import node_of
+from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version
+from kv_cuda.files.host_files import Files
 
-_COPIED_NBYTES: Final = 256 << 20
+_COPIED_BYTES: Final = 256 << 20
 _LOCKED_ENOUGH: Final = 1 << 30
 
 
@@ -65,7 +65,7 @@ def _device(number: int, asked: Asked) -> Iterator[Finding]:
 
 def bus_gbps(device: torch.device) -> tuple[float, float]:
     """To the device and from it, in GB/s, of one large copy from pinned memory."""
-    host = torch.empty(_COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
     rates = []
     for to, origin in ((there, host), (host, there)):
@@ -76,7 +76,7 @@ def bus_gbps(device: torch.device) -> tuple[float, float]:
             to.copy_(origin, non_blocking=True)
         end.record()
         end.synchronize()
-        rates.append(4 * _COPIED_NBYTES / start.elapsed_time(end) / 1e6)
+        rates.append(4 * _COPIED_BYTES / start.elapsed_time(end) / 1e6)
     return rates[0], rates[1]
 
 

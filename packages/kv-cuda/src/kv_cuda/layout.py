@@ -113,7 +113,7 @@ class PagedLayout:
         return len(self.parts) * self.block_tokens * self.heads * self.head_dim
 
     @property
-    def page_nbytes(self) -> int:
+    def page_bytes(self) -> int:
         return self.page_elements * self.itemsize
 
     @property
@@ -173,7 +173,7 @@ class PagedLayout:
             layers=self.layers,
             chunk_tokens=chunk_tokens,
             heads=1,
-            head_dim=self.page_nbytes // self.block_tokens,
+            head_dim=self.page_bytes // self.block_tokens,
             dtype="uint8",
             itemsize=1,
             block_tokens=self.block_tokens,

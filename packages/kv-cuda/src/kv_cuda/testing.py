@@ -89,7 +89,7 @@ def small_caches() -> dict[str, SmallCache]:
 def _in_bytes() -> dict[str, SmallCache]:
     """What has scales beside its numbers, in one byte an element: no part of it means anything to us."""
     scaled = 128 + 4  # a head's numbers and their scale, as vLLM keeps int8 and fp8 a token and head
-    latent_nbytes = 656  # DeepSeek's packed fp8: 512 numbers, 4 scales, 64 numbers of bfloat16
+    latent_bytes = 656  # DeepSeek's packed fp8: 512 numbers, 4 scales, 64 numbers of bfloat16
     strides = {"block": 2 * TOKENS * HEADS * scaled, "dim": 1, "value_offset": scaled}
     orders = {
         "NHD": {"token": 2 * HEADS * scaled, "head": 2 * scaled},
@@ -103,8 +103,8 @@ def _in_bytes() -> dict[str, SmallCache]:
         for name, order in orders.items()
     } | {
         "MLA, packed fp8": SmallCache(
-            latent("MLA", block=TOKENS * latent_nbytes, token=latent_nbytes, **_sizes("uint8", 1, latent_nbytes)),
-            _together((TOKENS, latent_nbytes), torch.uint8),
+            latent("MLA", block=TOKENS * latent_bytes, token=latent_bytes, **_sizes("uint8", 1, latent_bytes)),
+            _together((TOKENS, latent_bytes), torch.uint8),
         )
     }
 

@@ -21,13 +21,13 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
 from kv_tiers import LocalCache
+from kv_tiers.attach.connect import Format, open_here, open_there
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.attach.place import Format, open_here, open_there
 from kv_tiers.attach.settings import Settings
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.server.client import RemoteCache
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_sglang import TESTED
 from kv_sglang.pages import PageStore
@@ -163,7 +163,7 @@ def attach(
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
     formats = {name: Format(pages.format.nbytes, pages.format.fingerprint) for name, pages in pools.items()}
-    page_bytes = sum(chunks.chunk_nbytes for chunks in formats.values())
+    page_bytes = sum(chunks.chunk_bytes for chunks in formats.values())
     # Replicas are updated one by one, so what one of them has may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
     made = Attached(watch=watch)
@@ -174,7 +174,7 @@ def attach(
         for chunks in dict.fromkeys(formats.values()):
             names = [name for name, its in formats.items() if its == chunks]
             if alone:
-                part = _part_of(settings, names[0], len(names) * chunks.chunk_nbytes / page_bytes)
+                part = _part_of(settings, names[0], len(names) * chunks.chunk_bytes / page_bytes)
                 made.caches[chunks], bus = open_here(part, chunks)
                 made.buses.append(bus)
             else:

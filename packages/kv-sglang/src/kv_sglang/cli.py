@@ -179,7 +179,11 @@ def read_tier(text: str) -> dict[str, Any]:
 def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> dict[str, Any]:
     """The arguments of `sglang.Engine` for these settings of ours."""
     if linker:
-        config = {"linker": "KVLinker", "linker_module_path": "kv_sglang.linker", "linker_extra_config": settings}
+        config = {
+            "linker": "KVLinker",
+            "linker_module_path": "kv_sglang.linker",
+            "linker_extra_config": settings,
+        }
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",

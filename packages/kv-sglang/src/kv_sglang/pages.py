@@ -23,8 +23,8 @@ from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.identity import LiveKeySpace
-from kv_tiers.server.client import RemoteCache
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_sglang.pools import PoolPages
 

@@ -15,7 +15,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 from kv_cuda import Copier, PagedLayout, PartLayout, make_copier
-from kv_cuda.streams import DoneEvent
+from kv_cuda.copy.streams import DoneEvent
 
 from kv_sglang import TESTED
 
@@ -195,7 +195,7 @@ class _FlatPages:
     def __init__(self, pool: Any, dtype: torch.dtype, nbytes: int) -> None:
         self._pool = pool
         self._dtype = dtype
-        self._nbytes = nbytes
+        self._page_bytes = nbytes
         self._pools: dict[str, torch.Tensor] = {}
 
     def attach(self, pool: str, view: memoryview) -> None:
@@ -214,10 +214,10 @@ class _FlatPages:
     def store(self, plan: TransferPlan) -> DoneEvent:
         for copy in plan.copies:
             page = self._pool.get_data_page(copy.first_slot, flat=True).contiguous().view(torch.uint8)
-            if page.numel() != self._nbytes:
-                raise InputError(f"a page of {page.numel()} bytes where {self._nbytes} were described")
+            if page.numel() != self._page_bytes:
+                raise InputError(f"a page of {page.numel()} bytes where {self._page_bytes} were described")
             self._bytes(copy.extent.pool, copy.extent.offset).copy_(page)
         return _DONE
 
     def _bytes(self, pool: str, offset: int) -> torch.Tensor:
-        return self._pools[pool][offset : offset + self._nbytes]
+        return self._pools[pool][offset : offset + self._page_bytes]

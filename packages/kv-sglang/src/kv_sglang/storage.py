@@ -48,7 +48,7 @@ _CALLS: Final = {
     "on_host_pools_registered": [],
 }
 """SGLang's calls as they are implemented here."""
-_MOST_PREFIXES: Final = 16
+_MAX_PREFIXES: Final = 16
 """So many restorable prefixes of a hybrid model are named, longest first; ranks agree on one that all of them have."""
 
 _P = ParamSpec("_P")
@@ -191,7 +191,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
                 covered: set[int] = set()
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or []))
-                covered = set(store.trailing(keys[: max(restorable, default=0)], window, _MOST_PREFIXES))
+                covered = set(store.trailing(keys[: max(restorable, default=0)], window, _MAX_PREFIXES))
             else:
                 covered = set(range(1, store.held(keys[:pages]) + 1))
             if covered:
@@ -311,11 +311,11 @@ class _Stats:
         self._lock = threading.Lock()
         self._seen: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
-    def add(self, what: str, pages: int, page_nbytes: int, seconds: float) -> None:
+    def add(self, what: str, pages: int, page_bytes: int, seconds: float) -> None:
         if pages:
             with self._lock:
                 del self._seen[what][: -self._MOST]
-                self._seen[what].append((pages, pages * page_nbytes / max(seconds, 1e-9) / 1e9))
+                self._seen[what].append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
 
     def take(self) -> Any:
         from sglang.srt.observability.metrics_collector import StorageMetrics

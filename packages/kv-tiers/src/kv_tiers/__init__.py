@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_tiers.build import build_local_cache
+    from kv_tiers.cache.local import LocalCache
     from kv_tiers.clock import MonotonicClock
     from kv_tiers.config import ColdConfig, HostConfig
     from kv_tiers.eviction import EvictionPolicy, LruPolicy
-    from kv_tiers.local import LocalCache
-    from kv_tiers.pool import HostPool
+    from kv_tiers.pool.host_pool import HostPool
     from kv_tiers.tenants import Tenant
 else:
     from kv_core.lazy import exports
@@ -26,8 +26,8 @@ else:
                 "EvictionPolicy",
                 "LruPolicy",
             ),
-            "kv_tiers.local": ("LocalCache",),
-            "kv_tiers.pool": ("HostPool",),
+            "kv_tiers.cache.local": ("LocalCache",),
+            "kv_tiers.pool.host_pool": ("HostPool",),
             "kv_tiers.tenants": ("Tenant",),
         },
     )

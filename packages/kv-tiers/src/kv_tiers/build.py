@@ -10,17 +10,17 @@ import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
-from kv_tiers import codec
+from kv_tiers import chunk_header
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
+from kv_tiers.events.bus import Source
 from kv_tiers.eviction.registry import make_policy
-from kv_tiers.lane import Lane
-from kv_tiers.local import LocalCache
-from kv_tiers.machine import spelled
-from kv_tiers.observe.bus import Source
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
-from kv_tiers.pool import HostPool, check_capacity, slot_bytes_for
+from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
+from kv_tiers.pool.machine import spelled
 from kv_tiers.registry import tier_factory
-from kv_tiers.spill import WriteMode
 from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import CheckedFactory, TierContext, TierFactory
 
@@ -30,7 +30,7 @@ _NUMBERS = itertools.count()
 def build_local_cache(
     config: HostConfig,
     *,
-    chunk_nbytes: int,
+    chunk_bytes: int,
     fingerprint: str,
     tiers: Sequence[Mapping[str, object]] = (),
     cold: ColdConfig | None = None,
@@ -39,7 +39,7 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
 ) -> LocalCache:
-    """A cache of chunks of `chunk_nbytes` each, whose bytes mean what `fingerprint` says.
+    """A cache of chunks of `chunk_bytes` each, whose bytes mean what `fingerprint` says.
 
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
     events: where it tells what happens (`kv_tiers.observe`).
@@ -49,31 +49,31 @@ def build_local_cache(
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
-    if chunk_nbytes <= 0:
-        raise ConfigError(f"chunks of {chunk_nbytes} bytes; a chunk's size must be positive")
-    slots = config.capacity_bytes // slot_bytes_for(chunk_nbytes)
+    if chunk_bytes <= 0:
+        raise ConfigError(f"chunks of {chunk_bytes} bytes; a chunk's size must be positive")
+    slots = config.capacity_bytes // slot_bytes_for(chunk_bytes)
     if slots < 1:
-        smallest = slot_bytes_for(chunk_nbytes)
+        smallest = slot_bytes_for(chunk_bytes)
         raise ConfigError(
             f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
             f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
         )
     quotas = quotas_of(tenants)
-    policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_nbytes)))
+    policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_bytes)))
     if config.name and shared:
         raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
     if config.name:
-        pool = HostPool.named(config.name, chunk_nbytes, slots, fingerprint=fingerprint)
+        pool = HostPool.named(config.name, chunk_bytes, slots, fingerprint=fingerprint)
     elif shared:
         # Unique for all time, as who meets it across a server's restart must not take the one for the other.
-        pool = HostPool.shared(f"shared-{os.getpid()}-{secrets.token_hex(8)}", chunk_nbytes, slots)
+        pool = HostPool.shared(f"shared-{os.getpid()}-{secrets.token_hex(8)}", chunk_bytes, slots)
     else:
         # The name is only what extents say; this process has no other pool of this number.
-        pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_nbytes, slots)
+        pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_bytes, slots)
     lanes: list[tuple[Lane, WriteMode]] = []
     try:
         for number, options in enumerate(tiers):
-            context = TierContext(chunk_nbytes, pool.slot_bytes, fingerprint)
+            context = TierContext(chunk_bytes, pool.slot_bytes, fingerprint)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         return LocalCache(
@@ -122,7 +122,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     factory, lane_config, rest = _read_tier(options, where)
     tier = factory(rest, context)
     tier.name = lane_config.name
-    return Lane(tier, codec.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
+    return Lane(tier, chunk_header.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
 
 
 def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, LaneConfig, dict[str, object]]:

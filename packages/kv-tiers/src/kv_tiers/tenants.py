@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 from kv_core.errors import ConfigError, InputError
-from kv_core.keys import TENANT_NBYTES, tenant_tag
+from kv_core.keys import TENANT_BYTES, tenant_tag
 
 from kv_tiers.config import TenantConfig
-from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.machine import spelled
+from kv_tiers.pool.private_files import read_secret
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ def _read(options: Mapping[str, object], where: str) -> Tenant:
 
 def _tag(config: TenantConfig, where: str) -> bytes:
     if config.tag is not None:
-        digits = 2 * TENANT_NBYTES
+        digits = 2 * TENANT_BYTES
         if len(config.tag) != digits or not set(config.tag) <= set("0123456789abcdef"):
             raise ConfigError(
                 f"{where}: a tag is {digits} lower-case hex digits, as the status and a key's path show it"

@@ -5,7 +5,7 @@ of its own unless its medium needs one. It owns no chunk's memory: it is lent pa
 machine's pages and locked in place for the length of the call, and may keep nothing of them afterwards.
 
 It keeps a header with every chunk, as opaque to it as the chunk. The lane makes headers and checks chunks against them
-(`kv_tiers.codec`), so a tier need not detect damage; where it does notice (a short file), it says `Damaged`.
+(`kv_tiers.chunk_header`), so a tier need not detect damage; where it does notice (a short file), it says `Damaged`.
 
 What became of a chunk is a value. What is wrong with the medium as a whole (unreachable, full of errors, gone) is
 raised as `TierDown`: the lane then rests the tier for a while. Anything else that is raised is a bug, and treated as
@@ -25,14 +25,14 @@ from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
-from kv_tiers.codec import format_id
+from kv_tiers.chunk_header import format_id
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
     """One chunk to keep: `header`, and the first `nbytes` of `pages`.
 
-    header: `codec.HEADER_NBYTES` bytes.
+    header: `codec.HEADER_BYTES` bytes.
     pages: whole pages (multiples of 4096 bytes at an address that is one), for tiers that write past the page cache.
         What lies beyond `nbytes` means nothing.
     parent: the chunk before it in the prompt: worthless without it, so it should leave later.
@@ -85,17 +85,17 @@ class TierContext:
     """What every chunk of this cache has in common. A tier may serve caches of several formats at one address, and
     must keep what it stores for one from being found by another: `namespace` is different for each.
 
-    chunk_nbytes: bytes of a chunk; slot_bytes: of the pages that hold one.
+    chunk_bytes: bytes of a chunk; slot_bytes: of the pages that hold one.
     """
 
-    chunk_nbytes: int
+    chunk_bytes: int
     slot_bytes: int
     fingerprint: str
 
     @property
     def namespace(self) -> str:
         """32 hex digits for a directory or a key's prefix."""
-        return format_id(f"{self.chunk_nbytes} {self.fingerprint}").hex()
+        return format_id(f"{self.chunk_bytes} {self.fingerprint}").hex()
 
 
 ANY_CHUNKS: Final = TierContext(1, 4096, "")

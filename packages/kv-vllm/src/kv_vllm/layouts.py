@@ -10,8 +10,7 @@ from typing import Any, Final
 import torch
 from kv_core.errors import InputError
 from kv_cuda import PagedLayout, latent, split_parts, tiled_keys_and_values, transposed_keys
-
-from kv_vllm.canary import EngineUpdate, LayerGroup, Refusal
+from kv_cuda.canary import EngineUpdate, LayerGroup, Refusal
 
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """What vLLM calls its quantised caches of one number a byte and one scale a layer, and what is in the byte. Its other

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kv_core.errors import InputError
-from kv_core.keys import SPACE_ID_NBYTES, TENANT_NBYTES
+from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
 STEP_VERSION = 2
-NO_SPACE = bytes(SPACE_ID_NBYTES)
+NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
 
@@ -165,13 +165,13 @@ def _count(entry: Plain) -> int:
 
 
 def _space_id(entry: Plain) -> bytes:
-    if not isinstance(entry, bytes) or len(entry) != SPACE_ID_NBYTES:
+    if not isinstance(entry, bytes) or len(entry) != SPACE_ID_BYTES:
         raise InputError("the step plan has something else where a key space's fingerprint belongs")
     return entry
 
 
 def _tenant(entry: Plain) -> bytes:
-    if not isinstance(entry, bytes) or len(entry) != TENANT_NBYTES:
+    if not isinstance(entry, bytes) or len(entry) != TENANT_BYTES:
         raise InputError("the step plan has something else where a tenant's tag belongs")
     return entry
 

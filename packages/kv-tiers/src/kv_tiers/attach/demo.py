@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_tiers.pool import HostPool
+from kv_tiers.pool.host_pool import HostPool
 
 SHARED_TOKENS = 512
 PROMPT_TOKENS = (700, 620)

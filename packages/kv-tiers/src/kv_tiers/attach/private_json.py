@@ -10,7 +10,7 @@ from typing import Any, Final
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 
-from kv_tiers.private_files import open_own_file, own_directory
+from kv_tiers.pool.private_files import open_own_file, own_directory
 
 _log = limited_logger(__name__)
 

@@ -18,11 +18,11 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.observe.build import check as check_observe
-from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import byte_count
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
+from kv_tiers.watch.build import check as check_observe
+from kv_tiers.watch.config import ObserveConfig
 
 _log = limited_logger(__name__)
 

@@ -35,8 +35,8 @@ _PRIOR_RETURNS: Final = 8.0
 _NEVER: Final = 2e-4
 """What is believed before anything is known: next to nobody comes back."""
 _STEPS_PER_OCTAVE: Final = 2
-_MOST_STEPS: Final = 12
-_MOST: Final = 2.0 ** (_MOST_STEPS / _STEPS_PER_OCTAVE)
+_MAX_STEPS: Final = 12
+_MOST: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
 """Chances are judged in steps of half an octave, from a 64th of the role's to 64 times as much."""
 _REFRESH_EVERY: Final = 100
 _LOST: Final = -1

@@ -24,7 +24,7 @@ class Role(IntEnum):
 
 MANY_BRANCHES: Final = 3
 """A segment with more is no session's own."""
-_MOST_TURNS: Final = 8
+_MAX_TURNS: Final = 8
 """After so many a session counts as an old one."""
 
 
@@ -84,7 +84,7 @@ class Segment:
         return [
             (0, length),
             (1, grown_by),
-            (2, min(self.turns, _MOST_TURNS)),
+            (2, min(self.turns, _MAX_TURNS)),
             (3, _half_octave(self.uses)),
             (4, _half_octave(self.branches)),
             (5, -1 if self.gap is None else round(math.log2(self.gap + 1))),

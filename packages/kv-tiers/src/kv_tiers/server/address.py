@@ -15,7 +15,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.private_files import own_directory
+from kv_tiers.pool.private_files import own_directory
 
 PRIVATE_PREFIX: Final = "engine-"
 """How the names of engines' private servers begin in a user's own directory. What killed ones left is removed there."""

@@ -12,10 +12,10 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
-from kv_tiers.local import LocalCache
-from kv_tiers.observe.bus import EventBus
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
 
@@ -37,7 +37,7 @@ class Opened:
 def cache_name(wanted: Format) -> str:
     """A short name for a format's cache in metrics, logs and traces: the same wherever this format is served."""
     nbytes, fingerprint = wanted
-    return codec.format_id(f"{nbytes} {fingerprint}").hex()[:12]
+    return chunk_header.format_id(f"{nbytes} {fingerprint}").hex()[:12]
 
 
 class Caches:
@@ -105,7 +105,7 @@ class Caches:
         try:
             cache = build_local_cache(
                 self._config.host,
-                chunk_nbytes=wanted[0],
+                chunk_bytes=wanted[0],
                 fingerprint=wanted[1],
                 tiers=self._config.tiers,
                 cold=self._config.cold,

@@ -11,13 +11,13 @@ import msgspec
 from kv_core.errors import ConfigError
 
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.observe.config import ObserveConfig
 from kv_tiers.options import read_options
 from kv_tiers.server.address import user_directory
 from kv_tiers.server.http.config import HttpConfig
 from kv_tiers.tenants import Tenant, read_tenants
+from kv_tiers.watch.config import ObserveConfig
 
-_MAX_PATH_NBYTES: Final = 107
+_MAX_PATH_BYTES: Final = 107
 """What the kernel takes for a socket's path."""
 _HTTP_DESCRIPTORS: Final = 96
 _OTHER_DESCRIPTORS: Final = 128
@@ -94,9 +94,9 @@ def read_config(options: Mapping[str, object]) -> ServerConfig:
         raise ConfigError(f"host: a pool that a server shares has no name; leave out name: {config.host.name}")
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise ConfigError(f"server: name is {config.name!r}; write a plain word")
-    if len(os.fsencode(config.socket_path())) > _MAX_PATH_NBYTES:
+    if len(os.fsencode(config.socket_path())) > _MAX_PATH_BYTES:
         raise ConfigError(
-            f"server: {config.socket_path()} is longer than the {_MAX_PATH_NBYTES} bytes that a socket's path may have"
+            f"server: {config.socket_path()} is longer than the {_MAX_PATH_BYTES} bytes that a socket's path may have"
         )
     return config
 

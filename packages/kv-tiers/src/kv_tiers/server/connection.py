@@ -15,7 +15,7 @@ from kv_core.errors import ConfigError, InputError, TierDown
 
 from kv_tiers.server import wire
 
-_READ_NBYTES: Final = 1 << 16
+_READ_BYTES: Final = 1 << 16
 _PEER: Final = struct.Struct("3i")
 PACKAGE: Final = version("kv-tiers")
 
@@ -37,7 +37,7 @@ class Connection:
             ConfigError: whoever listens is another user.
         """
         self.timeout_s = timeout_s
-        self._frames = wire.Frames(wire.MAX_ANSWER_NBYTES)
+        self._frames = wire.Frames(wire.MAX_ANSWER_BYTES)
         self._descriptors: list[int] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -122,7 +122,7 @@ class Connection:
         self._socket.close()
 
     def _read(self) -> bytes:
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_NBYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 2)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.local import LocalCache
-from kv_tiers.observe.explain import explain
-from kv_tiers.observe.history import History, Memory, Naming
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
 from kv_tiers.server.report import Registration
+from kv_tiers.watch.explain import explain
+from kv_tiers.watch.history import History, Memory, Naming
 
 MAX_RUNS = 1024
 MAX_TOLD = 16
@@ -34,7 +34,7 @@ def explain_prompt(
     for (nbytes, fingerprint), cache in caches.items():
         memory = None if history is None else history.of(cache.events.name)
         is_whole = is_whole and memory is not None and memory.is_whole
-        engines = {one.engine for one in sessions if (one.chunk_nbytes, one.fingerprint) == (nbytes, fingerprint)}
+        engines = {one.engine for one in sessions if (one.chunk_bytes, one.fingerprint) == (nbytes, fingerprint)}
         unasked = cache.below.unasked()
         for naming, was_asked in _namings(heads, memory):
             if len(told) == MAX_TOLD:

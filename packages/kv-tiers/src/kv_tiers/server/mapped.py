@@ -6,21 +6,21 @@ import os
 from kv_core.errors import TierDown
 from kv_core.extent import HostExtent
 
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers.pool.host_pool import slot_bytes_for
 
 
 class MappedPool:
     """What `HostPool` shows to whoever copies, without giving slots away: that is the server's."""
 
-    def __init__(self, name: str, chunk_nbytes: int, slots: int, descriptor: int) -> None:
+    def __init__(self, name: str, chunk_bytes: int, slots: int, descriptor: int) -> None:
         """descriptor: closed here, whatever comes of it.
 
         Raises:
             TierDown: it cannot be mapped, or is shorter than it should be.
         """
         self.name = name
-        self.chunk_nbytes = chunk_nbytes
-        self.slot_bytes = slot_bytes_for(chunk_nbytes)
+        self.chunk_bytes = chunk_bytes
+        self.slot_bytes = slot_bytes_for(chunk_bytes)
         self.slots = slots
         self._extents: list[HostExtent | None] = [None] * slots
         try:
@@ -42,5 +42,5 @@ class MappedPool:
         """Where the chunk in this slot is. One object a slot for all time."""
         extent = self._extents[slot]
         if extent is None:
-            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_nbytes)
+            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_bytes)
         return extent

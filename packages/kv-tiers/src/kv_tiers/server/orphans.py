@@ -20,7 +20,7 @@ from kv_core.clock import Clock
 from kv_core.log import limited_logger
 from kv_core.service import LeaseId, WriteLease
 
-from kv_tiers.local import LocalCache
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.mappings import maps_file
 from kv_tiers.server.session import OpenWrite
 
@@ -28,7 +28,7 @@ _log = limited_logger(__name__)
 
 _LOOK_S: Final = 1.0
 """How often the clock is looked at for those without a pidfd, and first what the others have in their memory."""
-_MOST_LOOK_S: Final = 60.0
+_MAX_LOOK_S: Final = 60.0
 """Each of these looks is twice as long after the one before, up to this: a large process has thousands of mappings."""
 
 
@@ -169,7 +169,7 @@ class Orphans:
             for token in unmapped:
                 self._end(token)
         process.is_looked_at = False
-        process.wait_s = min(2 * process.wait_s, _MOST_LOOK_S)
+        process.wait_s = min(2 * process.wait_s, _MAX_LOOK_S)
         process.look_s = time.monotonic() + process.wait_s
         if process.tokens and not process.is_named and time.monotonic() - process.lost_s > self._keep_s:
             process.is_named = True

@@ -5,7 +5,7 @@ from typing import Final
 
 from kv_core.service import CacheCounts
 
-MOST_TENANTS: Final = 1000
+MAX_TENANTS: Final = 1000
 """That a report lists though they have no name and no quota: there may be as many as there are chunks."""
 
 
@@ -16,7 +16,7 @@ class Registration:
     session: int
     pid: int
     engine: str
-    chunk_nbytes: int
+    chunk_bytes: int
     fingerprint: str
     shards: int
     facts: dict[str, str]
@@ -63,11 +63,11 @@ class TenantReport:
 class CacheReport:
     """One format's cache. sessions: of clients that use it now.
 
-    tenants: those with a name or a quota, and of all others the `MOST_TENANTS` that have most, as `tenants_known`
+    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most, as `tenants_known`
     counts all.
     """
 
-    chunk_nbytes: int
+    chunk_bytes: int
     fingerprint: str
     pool: str
     sessions: int

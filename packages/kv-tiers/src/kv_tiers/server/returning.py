@@ -15,7 +15,7 @@ from kv_core.log import limited_logger
 _log = limited_logger(__name__)
 
 _FIRST_S: Final = 0.2
-_MOST_S: Final = 2.0
+_MAX_S: Final = 2.0
 
 
 class Returning(threading.Thread):
@@ -42,4 +42,4 @@ class Returning(threading.Thread):
                 _log.exception("coming back to the cache server met a bug")
                 return
             del attempt
-            wait_s = min(2 * wait_s, _MOST_S)
+            wait_s = min(2 * wait_s, _MAX_S)

@@ -21,21 +21,21 @@ from typing import TypeVar
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
 
+from kv_tiers.cache.local import LocalCache, TenantUse
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.local import LocalCache, TenantUse
-from kv_tiers.observe.build import build_bus
 from kv_tiers.server import wire
 from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
-from kv_tiers.server.calls import Calls
-from kv_tiers.server.clients import Client, Clients, turn_away
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
+from kv_tiers.server.connections import Client, Clients, turn_away
 from kv_tiers.server.explain import explain_prompt
+from kv_tiers.server.mailbox import Calls
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
-from kv_tiers.server.report import MOST_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
+from kv_tiers.server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
 from kv_tiers.server.session import Session
+from kv_tiers.watch.build import build_bus
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ class CacheServer:
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # wrong keys are refused before anything is made for them
-        wanted = (request.chunk_nbytes, request.fingerprint)
+        wanted = (request.chunk_bytes, request.fingerprint)
         cache = self._caches.find(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
@@ -221,9 +221,7 @@ class CacheServer:
         # The same for as long as the client is: it may never have read what we answered last time.
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
-        answer = wire.Pool(
-            pool.name, pool.chunk_nbytes, pool.slots, client.token, list(session.writes), cache.events.on
-        )
+        answer = wire.Pool(pool.name, pool.chunk_bytes, pool.slots, client.token, list(session.writes), cache.events.on)
         self._clients.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
@@ -271,7 +269,7 @@ class CacheServer:
                 one.number,
                 one.pid,
                 one.register.engine,
-                one.register.chunk_nbytes,
+                one.register.chunk_bytes,
                 one.register.fingerprint,
                 one.register.shards,
                 one.register.facts,
@@ -317,7 +315,7 @@ class CacheServer:
         for opened in self._caches.opened():
             for client in self._clients.all():
                 request = client.waiting
-                if request is None or (request.chunk_nbytes, request.fingerprint) != opened.format:
+                if request is None or (request.chunk_bytes, request.fingerprint) != opened.format:
                     continue
                 client.waiting = None
                 self._clients.attempt(client, partial(self._go_on, client, request, opened))
@@ -344,7 +342,7 @@ def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[Tenant
     for tag in names:
         uses.setdefault(tag, TenantUse(tag, 0, 0, None))
     known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
-    others = nlargest(MOST_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
+    others = nlargest(MAX_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
     listed = [*known.values(), *others]
     return [
         TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)

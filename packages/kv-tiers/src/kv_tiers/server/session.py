@@ -20,7 +20,7 @@ from kv_core.errors import MisuseError
 from kv_core.lookup import Ended
 from kv_core.service import Holder, LeaseId, LoadReady, ReadLease, Ticket, WriteLease
 
-from kv_tiers.local import LocalCache
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
 
 MAX_KEYS_HELD: Final = 1 << 20

@@ -16,11 +16,11 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 from kv_core.errors import InputError, MisuseError
-from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
+from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts, LookupProgress
 
-from kv_tiers.observe.explain import ChunkState
 from kv_tiers.server.report import Registration, Report
+from kv_tiers.watch.explain import ChunkState
 
 VERSION: Final = 1
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
@@ -32,8 +32,8 @@ MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
 """Requests that one message says the blocks of."""
-MAX_REQUEST_NBYTES: Final = 4 << 20
-MAX_ANSWER_NBYTES: Final = 64 << 20
+MAX_REQUEST_BYTES: Final = 4 << 20
+MAX_ANSWER_BYTES: Final = 64 << 20
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -48,18 +48,18 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class Keys(_Message):
     """Keys of one length, one after another."""
 
-    key_nbytes: Annotated[int, msgspec.Meta(ge=0, le=max(KEY_NBYTES))] = 0
-    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_NBYTES))] = b""
+    key_bytes: Annotated[int, msgspec.Meta(ge=0, le=max(KEY_BYTES))] = 0
+    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_BYTES))] = b""
 
     def unpack(self) -> list[ChunkKey]:
         """
         Raises:
             InputError: no keys of this release.
         """
-        nbytes, joined = self.key_nbytes, self.joined
+        nbytes, joined = self.key_bytes, self.joined
         if not joined:
             return []
-        if nbytes not in KEY_NBYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
+        if nbytes not in KEY_BYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
             raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
         if set(joined[::nbytes]) != {KEY_VERSION}:
             raise InputError(f"a chunk key of another version than {KEY_VERSION}")
@@ -98,7 +98,7 @@ class Register(_Message, tag="register"):
     """
 
     engine: Name
-    chunk_nbytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
+    chunk_bytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
     fingerprint: Text
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     facts: Facts
@@ -133,7 +133,7 @@ class Explain(_Message, tag="explain"):
     tenant that the caches remember is looked at beside.
     """
 
-    digest_nbytes: Literal[16, 32]
+    digest_bytes: Literal[16, 32]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_EXPLAINED * 32)]
     heads: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)]
 
@@ -143,7 +143,7 @@ class Explain(_Message, tag="explain"):
         Raises:
             InputError: they do not make keys of this release.
         """
-        nbytes, joined = self.digest_nbytes, self.digests
+        nbytes, joined = self.digest_bytes, self.digests
         if len(joined) % nbytes:
             raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
         for head in self.heads:
@@ -256,7 +256,7 @@ class Pool(_Message, tag="pool"):
     """
 
     name: str
-    chunk_nbytes: int
+    chunk_bytes: int
     slots: int
     token: bytes
     writes: list[int]
@@ -327,7 +327,7 @@ class Explained:
     that would have to be asked over a network, and were not. states: runs of chunks, cut off when `is_cut`.
     """
 
-    chunk_nbytes: int
+    chunk_bytes: int
     fingerprint: str
     space: str
     tenant: str
@@ -412,10 +412,10 @@ def read_answer(body: bytes) -> Answer:
 
 
 class Frames:
-    """Bytes in as they arrive, whole messages out. Holds one frame of `max_nbytes` at most, and what was read last."""
+    """Bytes in as they arrive, whole messages out. Holds one frame of `max_bytes` at most, and what was read last."""
 
-    def __init__(self, max_nbytes: int) -> None:
-        self._max_nbytes = max_nbytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._arrived = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -432,8 +432,8 @@ class Frames:
         nbytes, version = HEADER.unpack_from(self._arrived)
         if version != VERSION:
             raise InputError(f"this side speaks version {VERSION} of the protocol, the other {version}")
-        if nbytes > self._max_nbytes:
-            raise InputError(f"a message of {nbytes} bytes; at most {self._max_nbytes} are allowed")
+        if nbytes > self._max_bytes:
+            raise InputError(f"a message of {nbytes} bytes; at most {self._max_bytes} are allowed")
         end = HEADER.size + nbytes
         if len(self._arrived) < end:
             return None

@@ -16,11 +16,11 @@ from kv_core.testing import key_chain
 
 from kv_tiers.eviction.policy import EvictionPolicy
 
-CHUNK_NBYTES = 96
+CHUNK_BYTES = 96
 
 
 class ServiceContract:
-    """Define `make`: a service with so many slots for chunks of `CHUNK_NBYTES`, leases of 300 s by the given clock.
+    """Define `make`: a service with so many slots for chunks of `CHUNK_BYTES`, leases of 300 s by the given clock.
 
     It also returns the view that extents count from. Override `teardown_method` to close what you made.
     """
@@ -76,7 +76,7 @@ class ServiceContract:
         plan = self.service.lookup(keys, "r")
         assert (plan.holder, plan.chunks, plan.ended, len(plan.tiers)) == ("r", 3, Ended.ALL_HELD, 3)
         read = self.load(keys, "r")
-        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_BYTES) for key in keys]
         assert self.service.release(read)
         self.service.end("r")
         assert self.assert_at_rest().chunks_hit == 3
@@ -123,7 +123,7 @@ class ServiceContract:
         for branch in range(5):
             self.store(key_chain(6, branch=str(branch)))
         read = self.load(keys, "r")
-        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_BYTES) for key in keys]
 
     def test_asking_again_replaces_the_promise(self) -> None:
         keys, other = key_chain(3), key_chain(2, branch="other")
@@ -294,7 +294,7 @@ class ServiceContract:
         self.service.forget(keys[1:])
         assert self.held(keys) == 1
         self.store(key_chain(8, branch="other"))
-        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_NBYTES) for key in keys]
+        assert [self.read(extent) for extent in read.extents] == [content(key, CHUNK_BYTES) for key in keys]
         again = self.store(keys[:2])
         assert set(again.extents).isdisjoint(read.extents)
         assert not self.service.release(read)  # the bytes stayed, and are to be used no more
@@ -405,7 +405,7 @@ class ServiceContract:
                     for done in self.service.poll(f"l{number}"):
                         if isinstance(done, LoadReady):  # else another thread forgot some meanwhile
                             for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
-                                assert self.read(extent) == content(key, CHUNK_NBYTES)
+                                assert self.read(extent) == content(key, CHUNK_BYTES)
                             if self.service.release(done.lease):  # else another thread forgot some while it was read
                                 loaded.append(chunks)
                     if turn % 9 == 0:

@@ -15,7 +15,7 @@ from kv_core.lookup import leading_run
 from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
 from kv_core.testing import key_chain
 
-from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, refuses
+from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, refuses
 
 LEASE_S = 300.0
 SLOTS = 6
@@ -197,7 +197,7 @@ class ServiceMachine(RuleBasedStateMachine):
         for key in left:
             del model.held[key]
         self.writes_ever += 1
-        data = {key: (b"%d/" % self.writes_ever + key)[:CHUNK_NBYTES].ljust(CHUNK_NBYTES) for key in lease.keys}
+        data = {key: (b"%d/" % self.writes_ever + key)[:CHUNK_BYTES].ljust(CHUNK_BYTES) for key in lease.keys}
         for key, extent in zip(lease.keys, lease.extents, strict=True):
             self.view[extent.offset : extent.offset + extent.nbytes] = data[key]
         model.writes.append(ModelWrite(holder, lease, data))

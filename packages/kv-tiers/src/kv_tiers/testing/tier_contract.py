@@ -13,12 +13,12 @@ from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
 
-from kv_tiers import codec
-from kv_tiers.pool import slot_bytes_for
+from kv_tiers import chunk_header
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierContext, Write
 
-CHUNK_NBYTES = 10_000
+CHUNK_BYTES = 10_000
 """No multiple of a page, on purpose."""
 
 FINGERPRINT = "contract"
@@ -38,7 +38,7 @@ class TierContract:
         """Until the tier reads what it could not read before, where it remembers that: by its clock."""
 
     def setup_method(self) -> None:
-        self.context = TierContext(CHUNK_NBYTES, slot_bytes_for(CHUNK_NBYTES), FINGERPRINT)
+        self.context = TierContext(CHUNK_BYTES, slot_bytes_for(CHUNK_BYTES), FINGERPRINT)
         self.tier = self.make(self.context, 16)
 
     def teardown_method(self) -> None:
@@ -52,10 +52,10 @@ class TierContract:
 
     def write(self, key: ChunkKey, parent: ChunkKey | None = None, salt: bytes = b"") -> Write:
         """A chunk that is known by its key (and `salt`, for another under the same key)."""
-        nbytes = self.context.chunk_nbytes
+        nbytes = self.context.chunk_bytes
         pages = aligned_pages(self.context.slot_bytes)
         pages[:nbytes] = content(ChunkKey(salt + key), nbytes)
-        header = codec.pack_header(key, parent, pages[:nbytes], codec.format_id(self.context.fingerprint))
+        header = chunk_header.pack_header(key, parent, pages[:nbytes], chunk_header.format_id(self.context.fingerprint))
         return Write(key, parent, header, pages, nbytes)
 
     def writes(self, keys: Sequence[ChunkKey]) -> list[Write]:
@@ -70,14 +70,14 @@ class TierContract:
         for key in keys:
             pages = aligned_pages(self.context.slot_bytes)
             pages[:] = b"\xa5" * len(pages)
-            reads.append(Read(key, bytearray(codec.HEADER_NBYTES), pages, self.context.chunk_nbytes))
+            reads.append(Read(key, bytearray(chunk_header.HEADER_BYTES), pages, self.context.chunk_bytes))
         outcomes = self.tier.load(reads)
         assert len(outcomes) == len(reads)
         for read, outcome in zip(reads, outcomes, strict=True):
             if isinstance(outcome, Loaded):
-                assert outcome.nbytes == self.context.chunk_nbytes
-                form = codec.format_id(self.context.fingerprint)
-                assert codec.check(read.header, read.chunk, key=read.key, format_id=form) is None
+                assert outcome.nbytes == self.context.chunk_bytes
+                form = chunk_header.format_id(self.context.fingerprint)
+                assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=form) is None
         return outcomes
 
     def loaded(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -95,8 +95,8 @@ class TierContract:
         keys = key_chain(5)
         self.store(keys)
         assert self.tier.holds(keys) == [True] * 5
-        assert self.load(keys) == [Loaded(self.context.chunk_nbytes)] * 5
-        assert self.load(keys[::-1]) == [Loaded(self.context.chunk_nbytes)] * 5
+        assert self.load(keys) == [Loaded(self.context.chunk_bytes)] * 5
+        assert self.load(keys[::-1]) == [Loaded(self.context.chunk_bytes)] * 5
 
     def test_nothing_asked_is_nothing_answered(self) -> None:
         assert self.tier.holds([]) == []
@@ -194,7 +194,7 @@ class TierContract:
         if before.chunks is not None and after.chunks is not None:
             assert (before.chunks, after.chunks) == (0, 3)
         if after.used_bytes is not None:
-            assert after.used_bytes >= 3 * self.context.chunk_nbytes
+            assert after.used_bytes >= 3 * self.context.chunk_bytes
 
     def test_a_medium_that_cannot_be_read_damages_nothing(self) -> None:
         keys = key_chain(4)
@@ -273,7 +273,7 @@ class BoundedTierContract(TierContract):
     def test_the_capacity_is_told(self) -> None:
         capacity = self.tier.usage().capacity_bytes
         assert capacity is not None
-        assert capacity >= 16 * self.context.chunk_nbytes
+        assert capacity >= 16 * self.context.chunk_bytes
 
 
 class PersistentTierContract(TierContract):
@@ -297,7 +297,7 @@ class PersistentTierContract(TierContract):
         self.store(keys)
         self.tier.close()
         mine = self.context
-        self.context = TierContext(mine.chunk_nbytes, mine.slot_bytes, "another")
+        self.context = TierContext(mine.chunk_bytes, mine.slot_bytes, "another")
         self.tier = self.reopen(self.context, 16)
         assert self.tier.holds(keys) == [False] * 3
         self.store(keys)

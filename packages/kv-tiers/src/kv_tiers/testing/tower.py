@@ -8,16 +8,16 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 
-from kv_tiers import codec
+from kv_tiers import chunk_header
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
+from kv_tiers.events.bus import Source
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lane import Lane
-from kv_tiers.lane_health import Health
-from kv_tiers.local import LocalCache
-from kv_tiers.observe.bus import Source
-from kv_tiers.pool import HostPool
-from kv_tiers.spill import WriteMode
-from kv_tiers.testing.contract import CHUNK_NBYTES, assert_adds_up, content
+from kv_tiers.lanes.health import Health
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, content
 from kv_tiers.testing.faults import FaultyTier
 from kv_tiers.testing.wait import until
 from kv_tiers.tiers.dram import DramTier
@@ -44,7 +44,7 @@ class Tower:
         self.tiers: list[FaultyTier] = []
         lanes: list[tuple[Lane, WriteMode]] = []
         for number, mode in enumerate(modes or ("through",)):
-            dram = DramTier(HostPool.anonymous("b", CHUNK_NBYTES, below), LruPolicy(), name=f"tier{number}")
+            dram = DramTier(HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}")
             far = bool(remote) and remote[number]
             tier = FaultyTier(dram, answers_from_memory=not far, sleep=self.clock.advance)
             self.tiers.append(tier)
@@ -52,7 +52,7 @@ class Tower:
                 (
                     Lane(
                         tier,
-                        codec.format_id(FINGERPRINT),
+                        chunk_header.format_id(FINGERPRINT),
                         threads=threads,
                         rest_s=0.01,
                         max_rest_s=0.02,
@@ -64,7 +64,7 @@ class Tower:
             )
         self.lanes = [lane for lane, _ in lanes]
         self.cache = LocalCache(
-            pool or HostPool.anonymous("host", CHUNK_NBYTES, slots),
+            pool or HostPool.anonymous("host", CHUNK_BYTES, slots),
             policy=LruPolicy(),
             clock=self.clock,
             lanes=lanes,

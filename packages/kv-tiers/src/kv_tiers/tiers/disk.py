@@ -37,29 +37,29 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
-from kv_tiers import codec
+from kv_tiers import chunk_header
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
-from kv_tiers.machine import spelled
 from kv_tiers.options import read_options
-from kv_tiers.pool import PAGE_NBYTES
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import ANY_CHUNKS, FileLease, FileRoom, Read, Tier, TierContext, TierUsage, Write, checked
-from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_NBYTES, DiskDirectory, File, check_place
+from kv_tiers.tiers.disk_files import NO_ROOM, RECORD_BYTES, DiskDirectory, File, check_place
 from kv_tiers.tiers.disk_records import SlotRecords
 from kv_tiers.tiers.index import Place, SlotIndex
 
 _log = limited_logger(__name__)
 
-_MOST_SLOTS_AHEAD: Final = 16
+_MAX_SLOTS_AHEAD: Final = 16
 """Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
-_MOST_IN_A_RUN: Final = 256
+_MAX_IN_A_RUN: Final = 256
 _FULL_DISK_REST_S: Final = 60.0
 _UNREADABLE_REST_S: Final = 60.0
 """A chunk that could not be read is passed over for so long, lest a bad sector rests the whole tier at each request."""
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
 """What devices and file systems say of bytes that cannot be read, where others perhaps can."""
-_MOST_FAILURES: Final = 3
+_MAX_FAILURES: Final = 3
 """Chunks of one call that failed by themselves before the rest is not tried: each may take the device's time-out."""
 _PROBED_CHUNKS: Final = 8
 
@@ -89,7 +89,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
     """The smallest capacity that has room for so many chunks."""
-    return chunks * (PAGE_NBYTES + context.slot_bytes + RECORD_NBYTES) + directories * PAGE_NBYTES
+    return chunks * (PAGE_BYTES + context.slot_bytes + RECORD_BYTES) + directories * PAGE_BYTES
 
 
 def slots_for(config: DiskConfig, context: TierContext) -> int:
@@ -164,11 +164,11 @@ class DiskTier:
         self.name = name
         self._config = config
         self._context = context
-        self._format_id = codec.format_id(context.fingerprint)
-        self._stride = PAGE_NBYTES + context.slot_bytes
+        self._format_id = chunk_header.format_id(context.fingerprint)
+        self._stride = PAGE_BYTES + context.slot_bytes
         self._clock: Clock = clock or MonotonicClock()
         self._index = SlotIndex(slots_for(config, context), policy)
-        self._slots_ahead = min(_MOST_SLOTS_AHEAD, self._index.slots // 24) if config.durability == "power" else 0
+        self._slots_ahead = min(_MAX_SLOTS_AHEAD, self._index.slots // 24) if config.durability == "power" else 0
         self._pages: deque[memoryview] = deque()
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -357,9 +357,9 @@ class DiskTier:
         with self._aborting(places):
             self._refuse_vanished(places)
             for one in carried:
-                slot, nbytes = one.place.slot, self._context.chunk_nbytes
-                said = codec.Header(one.place.key, one.parent, nbytes, self._format_id, one.checksum)
-                headers.append((slot, codec.make_header(said)))
+                slot, nbytes = one.place.slot, self._context.chunk_bytes
+                said = chunk_header.Header(one.place.key, one.parent, nbytes, self._format_id, one.checksum)
+                headers.append((slot, chunk_header.make_header(said)))
                 file, offset = self._place(slot)
                 self._write_header(file, offset, headers[-1][1])
                 files.add(file)
@@ -371,7 +371,7 @@ class DiskTier:
 
     def _write_header(self, file: File, offset: int, header: bytes) -> None:
         page = self._page()
-        page[: codec.HEADER_NBYTES] = header
+        page[: chunk_header.HEADER_BYTES] = header
         try:
             file.write([page], offset)
         finally:
@@ -380,16 +380,16 @@ class DiskTier:
     def _lent(self, key: ChunkKey, slot: int) -> FileExtent | None:
         """None where its record was wiped meanwhile, or damaged: a load may tell which."""
         header = self._directory(slot).header_in(slot // len(self._directories))
-        said = None if header is None else codec.read_header(header)
-        if not isinstance(said, codec.Header) or said.key != key:
+        said = None if header is None else chunk_header.read_header(header)
+        if not isinstance(said, chunk_header.Header) or said.key != key:
             return None
-        if (said.nbytes, said.format_id) != (self._context.chunk_nbytes, self._format_id):
+        if (said.nbytes, said.format_id) != (self._context.chunk_bytes, self._format_id):
             return None
         return self._extent(slot, said.checksum)
 
     def _extent(self, slot: int, checksum: bytes | None) -> FileExtent:
         file, offset = self._place(slot)
-        return FileExtent(str(file.path.absolute()), offset + PAGE_NBYTES, self._context.chunk_nbytes, checksum)
+        return FileExtent(str(file.path.absolute()), offset + PAGE_BYTES, self._context.chunk_bytes, checksum)
 
     # A chunk's way in.
 
@@ -493,7 +493,7 @@ class DiskTier:
     def _write_run(self, file: File, offset: int, writes: Sequence[Write]) -> None:
         pages = [self._page() for _ in writes]
         for page, write in zip(pages, writes, strict=True):
-            page[: codec.HEADER_NBYTES] = write.header
+            page[: chunk_header.HEADER_BYTES] = write.header
         try:
             file.write(self._interleaved(pages, writes), offset)
         finally:
@@ -538,7 +538,7 @@ class DiskTier:
         try:
             got = file.read(self._interleaved(pages, reads), offset)
             for page, read in zip(pages, reads, strict=True):
-                read.header[:] = page[: codec.HEADER_NBYTES]
+                read.header[:] = page[: chunk_header.HEADER_BYTES]
         except OSError as error:
             if error.errno not in _READ_FAULTS:
                 raise self._down(error) from error
@@ -559,7 +559,7 @@ class DiskTier:
         outcomes: list[LoadOutcome] = []
         for at, read in enumerate(reads):
             failed = [outcome for outcome in outcomes if isinstance(outcome, ReadFailed)]
-            if len(failed) >= _MOST_FAILURES and len(failed) == at:
+            if len(failed) >= _MAX_FAILURES and len(failed) == at:
                 return [*outcomes, *failed[:1] * (len(reads) - at)]
             outcomes += self._read_run(file, offset + at * self._stride, [read])
         return outcomes
@@ -705,7 +705,7 @@ class DiskTier:
         try:
             return self._pages.pop()
         except IndexError:
-            return memoryview(mmap.mmap(-1, PAGE_NBYTES))
+            return memoryview(mmap.mmap(-1, PAGE_BYTES))
 
     def _drop_cached(self, file: File, offset: int, slots: int) -> None:
         if not file.direct:
@@ -721,7 +721,7 @@ class DiskTier:
         for file, offset, item in sorted(placed, key=lambda each: (each[0].fd, each[1])):
             if runs:
                 last, first, items = runs[-1]
-                if file is last and offset == first + len(items) * self._stride and len(items) < _MOST_IN_A_RUN:
+                if file is last and offset == first + len(items) * self._stride and len(items) < _MAX_IN_A_RUN:
                     items.append(item)
                     continue
             runs.append((file, offset, [item]))

@@ -32,33 +32,33 @@ import numpy as np
 import xxhash
 from kv_core.errors import ConfigError
 
-from kv_tiers import codec
-from kv_tiers.machine import spelled
-from kv_tiers.pool import PAGE_NBYTES
-from kv_tiers.private_files import open_own_directory, open_own_file
+from kv_tiers import chunk_header
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.pool.machine import spelled
+from kv_tiers.pool.private_files import open_own_directory, open_own_file
 
 VERSION: Final = 1
-RECORD_NBYTES: Final = 512
+RECORD_BYTES: Final = 512
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQQ16s")
 _RECORD_MAGIC: Final = b"kvslot\r\n"
-_RECORD: Final = struct.Struct(f"<8sQQ{codec.HEADER_NBYTES}s224x")
+_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s224x")
 _RECORD_HEADER_AT: Final = 24
 _RECORD_LAYOUT: Final = np.dtype(
     [
         ("magic", "S8"),
         ("number", "<u8"),
         ("slot", "<u8"),
-        ("header", f"V{codec.HEADER_NBYTES}"),
+        ("header", f"V{chunk_header.HEADER_BYTES}"),
         ("zeros", "V224"),
         ("checksum", "<u8"),
     ]
 )
 _U64: Final = struct.Struct("<Q")
-_SLAB_NBYTES: Final = 1 << 30
-_MOST_SLABS: Final = 64
+_SLAB_BYTES: Final = 1 << 30
+_MAX_SLABS: Final = 64
 """Larger slabs for larger directories: every slab is an open file."""
 _RECORDS_AT_ONCE: Final = 16384
 _SLAB_NAME: Final = re.compile(r"slab-[0-9]{4}|slab-[1-9][0-9]{4,8}")
@@ -98,7 +98,7 @@ class File:
         left, start = sum(map(len, buffers)), offset
         while left and (done := os.preadv(self.fd, buffers, offset)):
             offset, left = offset + done, left - done
-            if done % PAGE_NBYTES:  # only the file's end has such a length, and past the cache none may start there
+            if done % PAGE_BYTES:  # only the file's end has such a length, and past the cache none may start there
                 break
             buffers = _after(buffers, done)
         return offset - start
@@ -156,7 +156,7 @@ class DiskDirectory:
         """
         self.path = Path(root) / namespace
         self.slots = slots
-        self.stride = PAGE_NBYTES + slot_bytes
+        self.stride = PAGE_BYTES + slot_bytes
         self.notes: list[str] = []
         """What the user should read of what was found; for the log."""
         self._growing = threading.Lock()
@@ -180,7 +180,7 @@ class DiskDirectory:
                     f"{self.path} has no direct I/O (O_DIRECT); write `direct: auto` or another directory"
                 )
             self.index = self._open("index")
-            self._slab_slots = -(-max(_SLAB_NBYTES, slots * self.stride // _MOST_SLABS) // self.stride)
+            self._slab_slots = -(-max(_SLAB_BYTES, slots * self.stride // _MAX_SLABS) // self.stride)
             self._begin_or_continue()
             self._look_around()
         except OSError as error:
@@ -208,30 +208,30 @@ class DiskDirectory:
         number: counts commits, so what was committed later has the larger one.
         """
         # Plain tuples of plain bytes: the garbage collector would spend half a second on a hundred thousand records.
-        piece = bytearray(_RECORDS_AT_ONCE * RECORD_NBYTES)
+        piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
         records = np.frombuffer(piece, _RECORD_LAYOUT)
         slab_slots = min(self._slab_slots, self.slots)
         slabs = range(-(-self.slots // slab_slots))
         backed_slots = np.array([self._backed.get(number, 0) // self.stride for number in slabs])
         for start in range(0, self.slots, _RECORDS_AT_ONCE):
-            got = self.index.read([memoryview(piece)], PAGE_NBYTES + start * RECORD_NBYTES) // RECORD_NBYTES
+            got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
             found = records[: min(got, self.slots - start)]
             slots = np.arange(start, start + len(found))
             ours = (found["magic"] == _RECORD_MAGIC) & (found["slot"] == slots)
             (at_all,) = np.nonzero(ours & (slots % slab_slots < backed_slots[slots // slab_slots]))
             columns = (at_all, found["number"][at_all], found["checksum"][at_all])
             for at, number, checksum in zip(*(column.tolist() for column in columns), strict=True):
-                fields = bytes(piece[at * RECORD_NBYTES : (at + 1) * RECORD_NBYTES - _U64.size])
+                fields = bytes(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES - _U64.size])
                 if xxhash.xxh3_64_intdigest(fields) == checksum:
-                    yield start + at, number, *codec.names_in(fields, _RECORD_HEADER_AT)
+                    yield start + at, number, *chunk_header.names_in(fields, _RECORD_HEADER_AT)
 
     def header_in(self, slot: int) -> bytes | None:
         """The chunk's header in this slot's record; None if the record does not read well."""
-        found = bytearray(RECORD_NBYTES)
-        got = self.index.read([memoryview(found)], PAGE_NBYTES + slot * RECORD_NBYTES)
+        found = bytearray(RECORD_BYTES)
+        got = self.index.read([memoryview(found)], PAGE_BYTES + slot * RECORD_BYTES)
         fields, checksum = bytes(found[: _RECORD.size]), found[_RECORD.size :]
         magic, _, place, header = _RECORD.unpack(fields)
-        if got < RECORD_NBYTES or magic != _RECORD_MAGIC or place != slot:
+        if got < RECORD_BYTES or magic != _RECORD_MAGIC or place != slot:
             return None
         return bytes(header) if _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields) else None
 
@@ -244,7 +244,7 @@ class DiskDirectory:
             else:
                 runs.append((slot, [record]))
         for first, run in runs:
-            self.index.write([b"".join(run)], PAGE_NBYTES + first * RECORD_NBYTES)
+            self.index.write([b"".join(run)], PAGE_BYTES + first * RECORD_BYTES)
 
     def place(self, slot: int) -> tuple[File, int]:
         """The file that a slot of ours is in, and where there, with room on the medium made if need be."""
@@ -297,7 +297,7 @@ class DiskDirectory:
                 return False
             raise
         try:
-            with mmap.mmap(-1, PAGE_NBYTES) as page, memoryview(page) as view:
+            with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
                 file.write([view], 0)
         except OSError as error:
             if error.errno not in NO_ROOM:  # a full disk still has what it has
@@ -310,22 +310,22 @@ class DiskDirectory:
         return True
 
     def _header(self) -> bytes:
-        fields = _HEADER.pack(_MAGIC, VERSION, RECORD_NBYTES, self.stride, self._slab_slots, self._namespace)
-        return (fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_NBYTES, b"\0")
+        fields = _HEADER.pack(_MAGIC, VERSION, RECORD_BYTES, self.stride, self._slab_slots, self._namespace)
+        return (fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_BYTES, b"\0")
 
     def _begin_or_continue(self) -> None:
-        found = bytearray(PAGE_NBYTES)
+        found = bytearray(PAGE_BYTES)
         got = self.index.read([memoryview(found)], 0)
         if any(found) and found[: len(_MAGIC)] != _MAGIC:
             raise ConfigError(
                 f"{self.index.path} is not the index of a disk tier; move it away or choose another directory"
             )
         fields, checksum = found[: _HEADER.size], found[_HEADER.size : _HEADER.size + _U64.size]
-        _, version, record_nbytes, stride, slab_slots, namespace = _HEADER.unpack(fields)
+        _, version, record_bytes, stride, slab_slots, namespace = _HEADER.unpack(fields)
         if (
-            got == PAGE_NBYTES
+            got == PAGE_BYTES
             and _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields)
-            and (version, record_nbytes, stride, namespace) == (VERSION, RECORD_NBYTES, self.stride, self._namespace)
+            and (version, record_bytes, stride, namespace) == (VERSION, RECORD_BYTES, self.stride, self._namespace)
             and slab_slots > 0
         ):
             self._slab_slots = slab_slots
@@ -343,7 +343,7 @@ class DiskDirectory:
 
     def _continue(self) -> None:
         # A smaller capacity than last time: forgotten for good, lest what was discarded meanwhile comes back later.
-        end = PAGE_NBYTES + self.slots * RECORD_NBYTES
+        end = PAGE_BYTES + self.slots * RECORD_BYTES
         if self.index.nbytes > end:
             self.index.truncate(end)
         for number in self._slabs_found():
@@ -383,9 +383,9 @@ class DiskDirectory:
         have, first = self._backed.get(number, 0), number * self._slab_slots
         if have >= least:
             return
-        records_end = PAGE_NBYTES + (first + self._slots_in(number)) * RECORD_NBYTES
+        records_end = PAGE_BYTES + (first + self._slots_in(number)) * RECORD_BYTES
         if self.index.nbytes < records_end:
-            self.index.allocate(PAGE_NBYTES + first * RECORD_NBYTES, records_end)
+            self.index.allocate(PAGE_BYTES + first * RECORD_BYTES, records_end)
         slab = self._slabs.get(number)
         if slab is None:
             slab = self._open(_slab_name(number), direct=self.direct)
@@ -407,12 +407,12 @@ class DiskDirectory:
 
 
 def pack_record(slot: int, number: int, header: bytes) -> bytes:
-    """header: the chunk's own (`kv_tiers.codec`)."""
+    """header: the chunk's own (`kv_tiers.chunk_header`)."""
     fields = _RECORD.pack(_RECORD_MAGIC, number, slot, header)
     return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-BLANK_RECORD: Final = bytes(RECORD_NBYTES)
+BLANK_RECORD: Final = bytes(RECORD_BYTES)
 
 
 def _slab_name(number: int) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.directory import NO_PARENT, slots_least_worth_first
+from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_files import BLANK_RECORD, DiskDirectory, File, pack_record
 
 _RECORDED: Final = -1

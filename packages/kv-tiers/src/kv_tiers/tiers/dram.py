@@ -12,7 +12,7 @@ from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreO
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.options import read_options
-from kv_tiers.pool import HostPool
+from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.index import SlotIndex
 
@@ -39,7 +39,7 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
-    return DramTier(HostPool.anonymous("dram", context.chunk_nbytes, slots), make_policy(config.policy, slots))
+    return DramTier(HostPool.anonymous("dram", context.chunk_bytes, slots), make_policy(config.policy, slots))
 
 
 def _slots_for(config: DramConfig, context: TierContext) -> int:

@@ -1,6 +1,6 @@
 """Which chunk is in which slot of a tier that keeps its chunks in equal slots, and which leaves for another.
 
-The life table, leases and policies are the host tier's own (`kv_tiers.residency`). This adds what a tier has to
+The life table, leases and policies are the host tier's own (`kv_tiers.index.residency`). This adds what a tier has to
 itself: a lock, free slots, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
 lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
 before their tails.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.residency import Residency
+from kv_tiers.index.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)

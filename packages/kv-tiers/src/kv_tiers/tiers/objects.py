@@ -20,15 +20,15 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
-from kv_tiers.codec import HEADER_NBYTES
+from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.options import read_options
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _DELETED_AT_ONCE: Final = 1000
 """The most that one request of the protocol may name."""
 
-_STREAM_NBYTES: Final = 1 << 20
+_STREAM_BYTES: Final = 1 << 20
 """A reply is copied into the lent pages in pieces of about this size: so much of it lies in memory twice."""
 
 T = TypeVar("T")
@@ -113,12 +113,12 @@ class ObjectsTier:
         self._obstore: Any = obstore
         self._store = _open(obstore, config, name)
         self._prefix = f"{config.prefix}/{context.namespace}"
-        self._object_nbytes = HEADER_NBYTES + context.chunk_nbytes
+        self._object_bytes = HEADER_BYTES + context.chunk_bytes
         self._full = ""
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._each(keys, lambda key: self._size(key) == self._object_nbytes)
+        return self._each(keys, lambda key: self._size(key) == self._object_bytes)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
@@ -176,28 +176,28 @@ class ObjectsTier:
 
     def _receive(self, read: Read) -> Loaded:
         found = self._obstore.get(self._store, self._path(read.key))
-        if found.meta["size"] != self._object_nbytes:
-            raise _WrongLengthError(f"an object of {found.meta['size']} bytes instead of {self._object_nbytes}")
+        if found.meta["size"] != self._object_bytes:
+            raise _WrongLengthError(f"an object of {found.meta['size']} bytes instead of {self._object_bytes}")
         at = 0
-        for piece in found.stream(min_chunk_size=_STREAM_NBYTES):
+        for piece in found.stream(min_chunk_size=_STREAM_BYTES):
             part = memoryview(piece)
-            if at + len(part) > self._object_nbytes:
-                raise _WrongLengthError(f"an object of more than {self._object_nbytes} bytes")
-            if at < HEADER_NBYTES:
-                of_header = part[: HEADER_NBYTES - at]
+            if at + len(part) > self._object_bytes:
+                raise _WrongLengthError(f"an object of more than {self._object_bytes} bytes")
+            if at < HEADER_BYTES:
+                of_header = part[: HEADER_BYTES - at]
                 read.header[at : at + len(of_header)] = of_header
                 at += len(of_header)
                 part = part[len(of_header) :]
-            start = at - HEADER_NBYTES
+            start = at - HEADER_BYTES
             if len(part):  # without the interpreter's lock, which assigning a memoryview would hold
                 np.copyto(np.frombuffer(read.chunk, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
-        if at != self._object_nbytes:  # the object is as long as it should be, so it is the reply that is not
-            raise TierDown(f"a reply ended after {at} bytes of {self._object_nbytes}")
+        if at != self._object_bytes:  # the object is as long as it should be, so it is the reply that is not
+            raise TierDown(f"a reply ended after {at} bytes of {self._object_bytes}")
         return Loaded(read.nbytes)
 
     def _keep(self, write: Write) -> StoreOutcome:
-        if self._size(write.key) == self._object_nbytes:
+        if self._size(write.key) == self._object_bytes:
             return Stored()
         # Two buffers and no multipart upload: one request, whose body obstore takes from where it lies.
         body = [write.header, write.chunk]

@@ -36,7 +36,7 @@ from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, OtherLength, com
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands in one round trip."""
 
-_AHEAD_NBYTES: Final = 8 << 20
+_AHEAD_BYTES: Final = 8 << 20
 """Values are asked for so far ahead of the one that arrives; a server keeps that much in its memory for us. Over a unix
 socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
 
@@ -71,13 +71,13 @@ class RedisTier:
         """No server is asked for anything yet. Raises `ConfigError`."""
         self.name = name
         self._config = config
-        self._nbytes = context.chunk_nbytes
-        self._cuts = list(range(0, context.chunk_nbytes, config.piece_bytes))
+        self._bytes = context.chunk_bytes
+        self._cuts = list(range(0, context.chunk_bytes, config.piece_bytes))
         self._prefix = f"{config.prefix}:{context.namespace}:{config.piece_bytes}:".encode()
         self._everything = f"{config.prefix}:{context.namespace}:*".encode()  # of any size of pieces
         self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
         self._refresh = self._expiry if config.refresh_ttl else ()
-        self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_NBYTES // min(config.piece_bytes, context.chunk_nbytes)))
+        self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_BYTES // min(config.piece_bytes, context.chunk_bytes)))
         self._servers = Servers(config, name)
         self._full = ""
         self._lock = threading.Lock()
@@ -294,7 +294,7 @@ class RedisTier:
         missing = found.count(None)
         if missing:
             return Absent() if missing == len(found) else _Incomplete()
-        return Loaded(self._nbytes)
+        return Loaded(self._bytes)
 
     def _keep(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
         counts = self._count(connection, [write.key for write in writes], asking)

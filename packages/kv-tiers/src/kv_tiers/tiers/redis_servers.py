@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, command
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_BUFFER_NBYTES: Final = 16 << 10
-_DRAIN_NBYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
+_BUFFER_BYTES: Final = 16 << 10
+_DRAIN_BYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
 _MAX_BUFFERS: Final = 64  # a call of sendmsg; every system takes more
 Buffer = bytes | bytearray | memoryview
 
@@ -70,7 +70,7 @@ class Connection:
             limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, direction, limit)
-        self._bytes = bytearray(_BUFFER_NBYTES)
+        self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._from = self._until = 0
 
@@ -128,10 +128,10 @@ class Connection:
             return None
         wanted, parts = sum(len(part) for part in into), into
         if nbytes != wanted:
-            if not 0 <= nbytes <= _DRAIN_NBYTES:
+            if not 0 <= nbytes <= _DRAIN_BYTES:
                 raise ProtocolError(f"a value of {nbytes} bytes instead of {wanted}")
-            nowhere = memoryview(bytearray(_BUFFER_NBYTES))
-            parts = [nowhere[: nbytes - at] for at in range(0, nbytes, _BUFFER_NBYTES)]
+            nowhere = memoryview(bytearray(_BUFFER_BYTES))
+            parts = [nowhere[: nbytes - at] for at in range(0, nbytes, _BUFFER_BYTES)]
         for part in parts:
             self._fill(part, deadline)
         if self._line(deadline):
@@ -148,8 +148,8 @@ class Connection:
     def _more(self, deadline: float) -> None:
         """Receive behind what waits in the buffer."""
         waiting = self._bytes[self._from : self._until]
-        if len(waiting) == _BUFFER_NBYTES:
-            raise ProtocolError(f"a line of more than {_BUFFER_NBYTES} bytes")
+        if len(waiting) == _BUFFER_BYTES:
+            raise ProtocolError(f"a line of more than {_BUFFER_BYTES} bytes")
         self._buffer[: len(waiting)] = waiting
         self._from, self._until = 0, len(waiting)
         self._until += self._receive(self._buffer[self._until :], 0, deadline)

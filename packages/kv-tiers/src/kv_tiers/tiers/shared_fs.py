@@ -38,12 +38,12 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
-from kv_tiers.codec import HEADER_NBYTES
+from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.options import read_options
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
-_PAGE_NBYTES: Final = 4096
+_PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at one."""
 
 _KEYS_A_THREAD: Final = 32
@@ -57,13 +57,13 @@ _SWEPT_AT_ONCE: Final = 64
 _REST_S: Final = 60.0
 """At least, from the beginning of one sweep to that of the next."""
 
-_MOST_FAILURES: Final = 3
+_MAX_FAILURES: Final = 3
 """Files of one call that could not be read before the rest is not tried."""
 
 _TEMPORARY: Final = ".tmp"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
-_CODE_AT: Final = slice(HEADER_NBYTES, HEADER_NBYTES + 32)
+_CODE_AT: Final = slice(HEADER_BYTES, HEADER_BYTES + 32)
 _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -122,7 +122,7 @@ class SharedFsTier:
         self._key = _read_key(config, name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
-        self._file_nbytes = _PAGE_NBYTES + context.chunk_nbytes
+        self._file_bytes = _PAGE_BYTES + context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
         self._gid: int | None = None  # the directory's group, once it was looked at
@@ -152,7 +152,7 @@ class SharedFsTier:
         failed: list[ReadFailed] = []
         for read in reads:
             # Each that fails may take the file system's time-out.
-            outcomes.append(failed[0] if len(failed) >= _MOST_FAILURES else self._load(read))
+            outcomes.append(failed[0] if len(failed) >= _MAX_FAILURES else self._load(read))
             failed += [outcome for outcome in outcomes[-1:] if isinstance(outcome, ReadFailed)]
         if failed and not any(isinstance(outcome, Loaded) for outcome in outcomes):
             raise TierDown(failed[0].reason)
@@ -220,7 +220,7 @@ class SharedFsTier:
         return [found is not None and self._is_chunk(found) for found in files]
 
     def _is_chunk(self, found: os.stat_result) -> bool:
-        return found.st_size == self._file_nbytes and stat.S_ISREG(found.st_mode) and self._is_trusted(found)
+        return found.st_size == self._file_bytes and stat.S_ISREG(found.st_mode) and self._is_trusted(found)
 
     def _is_trusted(self, found: os.stat_result) -> bool:
         """Whether nobody wrote the file, or may write it, whose chunks we do not serve."""
@@ -268,22 +268,22 @@ class SharedFsTier:
             found = os.fstat(file)
             if not self._is_trusted(found):
                 return Absent()
-            at, page = 0, bytearray(_PAGE_NBYTES)
-            if found.st_size == self._file_nbytes and stat.S_ISREG(found.st_mode):
-                while at < self._file_nbytes:
+            at, page = 0, bytearray(_PAGE_BYTES)
+            if found.st_size == self._file_bytes and stat.S_ISREG(found.st_mode):
+                while at < self._file_bytes:
                     step = os.preadv(file, _rest([memoryview(page), read.chunk], at), at)
                     if not step:
                         break
                     at += step
         finally:
             os.close(file)
-        if at != self._file_nbytes:
+        if at != self._file_bytes:
             self._forget(path)
-            return Damaged(f"a file of {at or found.st_size} bytes instead of {self._file_nbytes}")
-        if self._key and not hmac.compare_digest(self._code(page[:HEADER_NBYTES], read.chunk), bytes(page[_CODE_AT])):
+            return Damaged(f"a file of {at or found.st_size} bytes instead of {self._file_bytes}")
+        if self._key and not hmac.compare_digest(self._code(page[:HEADER_BYTES], read.chunk), bytes(page[_CODE_AT])):
             self._forget(path)
             return Damaged("it was not written with our key")
-        read.header[:] = page[:HEADER_NBYTES]
+        read.header[:] = page[:HEADER_BYTES]
         self._renew(path, found.st_mtime)
         return Loaded(read.nbytes)
 
@@ -329,9 +329,9 @@ class SharedFsTier:
             if self._config.mode == "group":
                 os.fchmod(file, self._file_mode)  # whatever the umask
             code = self._code(write.header, write.chunk) if self._key else b""
-            page = memoryview((write.header + code).ljust(_PAGE_NBYTES, b"\0"))
+            page = memoryview((write.header + code).ljust(_PAGE_BYTES, b"\0"))
             at = 0
-            while at < self._file_nbytes:
+            while at < self._file_bytes:
                 at += os.pwritev(file, _rest([page, write.chunk], at), at)
             # Before the rename, or a host that dies could leave a whole name on half a file. It also brings to light
             # what a file system of another host says late: that it is full.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from kv_tiers import LocalCache
-from kv_tiers.server.client import RemoteCache
+from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_vllm import build
 

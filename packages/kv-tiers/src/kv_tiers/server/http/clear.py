@@ -6,10 +6,10 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kv_tiers.local import LocalCache
-from kv_tiers.server.http.chosen import Which, chosen
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.selector import Which, chosen
 from kv_tiers.server.http.tenants import Names
 
 

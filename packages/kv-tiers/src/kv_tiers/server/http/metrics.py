@@ -2,10 +2,10 @@
 
 from starlette.responses import Response
 
-from kv_tiers.local import LocalCache
-from kv_tiers.observe.metrics import Metrics
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.watch.metrics import Metrics
 
 
 def operations(relay: Relay) -> list[Operation]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from kv_tiers.server.http.problem import Problem
 
-MAX_BODY_NBYTES: Final = 4 << 20
+MAX_BODY_BYTES: Final = 4 << 20
 """Thirty thousand keys."""
 BODY_S: Final = 10.0
 """How long a body may take to arrive."""
@@ -89,14 +89,14 @@ def _authorize(request: Request, token: str) -> None:
 async def _body(request: Request) -> bytes:
     """All of it, within its bounds."""
     length = request.headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length[:12]) > MAX_BODY_NBYTES:
+    if length.isascii() and length.isdigit() and int(length[:12]) > MAX_BODY_BYTES:
         raise _too_long()
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > MAX_BODY_NBYTES:
+                if len(body) > MAX_BODY_BYTES:
                     raise _too_long()
     except TimeoutError:
         raise Problem(408, f"the body did not arrive within {BODY_S:g} s", {"connection": "close"}) from None
@@ -106,7 +106,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _too_long() -> Problem:
-    return Problem(413, f"a body has at most {MAX_BODY_NBYTES} bytes; name fewer keys at once", {"connection": "close"})
+    return Problem(413, f"a body has at most {MAX_BODY_BYTES} bytes; name fewer keys at once", {"connection": "close"})
 
 
 def _decoded(operation: Operation, request: Request, body: bytes) -> msgspec.Struct:

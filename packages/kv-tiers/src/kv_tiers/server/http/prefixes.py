@@ -11,20 +11,20 @@ from typing import Annotated, Final
 
 import msgspec
 from kv_core.errors import InputError
-from kv_core.keys import KEY_NBYTES, KEY_VERSION, ChunkKey
+from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 from msgspec import Meta
 
-from kv_tiers.archive import export_prefix, import_prefix
-from kv_tiers.local import LocalCache
-from kv_tiers.server.http.chosen import Which, chosen, chosen_one
+from kv_tiers.cache.archive import export_prefix, import_prefix
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.http.jobs import Job, Jobs, Outcome
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.selector import Which, chosen, chosen_one
 
 MAX_KEYS: Final = 1 << 15
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-_HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_NBYTES)})$"
+_HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_BYTES)})$"
 
 Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=_NAME)]
 Key = Annotated[str, Meta(pattern=_HEX, description="As `kv keys` prints it.")]
@@ -73,7 +73,7 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 
 class Pin(msgspec.Struct, frozen=True):
-    chunk_nbytes: int
+    chunk_bytes: int
     fingerprint: str
     name: str
     chunks: int

@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 
 from kv_core.errors import MisuseError, TierDown
 
-from kv_tiers.local import LocalCache
-from kv_tiers.observe.bus import EventBus
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.report import Report

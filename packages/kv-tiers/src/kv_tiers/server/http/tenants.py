@@ -6,15 +6,15 @@ from typing import Annotated
 
 import msgspec
 from kv_core.errors import ConfigError
-from kv_core.keys import TENANT_NBYTES
+from kv_core.keys import TENANT_BYTES
 from msgspec import Meta
 
-from kv_tiers.local import LocalCache
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.caches import Format
-from kv_tiers.server.http.chosen import Which, chosen
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.selector import Which, chosen
 
 
 class Quota(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,7 +26,7 @@ class Quota(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Use(msgspec.Struct, frozen=True):
     """Of one format's pool. quota_bytes: null if the tenant shares what the quotas leave with all others."""
 
-    chunk_nbytes: int
+    chunk_bytes: int
     fingerprint: str
     chunks: int
     used_bytes: int
@@ -60,13 +60,13 @@ class Names:
         """
         if tenant in self._tags:
             return self._tags[tenant]
-        if len(tenant) == 2 * TENANT_NBYTES and set(tenant) <= set("0123456789abcdef"):
+        if len(tenant) == 2 * TENANT_BYTES and set(tenant) <= set("0123456789abcdef"):
             return bytes.fromhex(tenant)
         known = ", ".join(sorted(self._tags)) or "none"
         raise Problem(
             404,
             f"no tenant is called {tenant[:100]!r}; the settings know {known}. Else write the tag, "
-            f"{2 * TENANT_NBYTES} hex digits, as /status shows it",
+            f"{2 * TENANT_BYTES} hex digits, as /status shows it",
         )
 
 

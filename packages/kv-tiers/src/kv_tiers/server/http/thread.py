@@ -27,7 +27,7 @@ from kv_tiers.tenants import Tenant
 _log = limited_logger(__name__)
 
 _BACKLOG: Final = 64
-_HEAD_NBYTES: Final = 16 << 10
+_HEAD_BYTES: Final = 16 << 10
 _END_S: Final = 2
 _NO_ROOM: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -77,7 +77,7 @@ class HttpThread:
                 server_header=False,
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=_END_S,
-                h11_max_incomplete_event_size=_HEAD_NBYTES,
+                h11_max_incomplete_event_size=_HEAD_BYTES,
             )
         )
         self._thread.start()

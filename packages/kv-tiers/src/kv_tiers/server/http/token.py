@@ -7,9 +7,9 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret
 
-_LEAST_CHARS: Final = 16
+_MIN_CHARS: Final = 16
 
 
 def read_token(path: Path) -> str:
@@ -22,9 +22,9 @@ def read_token(path: Path) -> str:
         return _make_token(path)
     secret = read_secret(path, "http: token_file:", empty_hint="remove the file and a new one is made")
     token = secret.decode("ascii", "replace").strip()
-    if len(token) < _LEAST_CHARS or not all("!" <= char <= "~" for char in token):
+    if len(token) < _MIN_CHARS or not all("!" <= char <= "~" for char in token):
         raise ConfigError(
-            f"http: token_file: {path} holds no token of at least {_LEAST_CHARS} visible characters; remove the file "
+            f"http: token_file: {path} holds no token of at least {_MIN_CHARS} visible characters; remove the file "
             "and a new one is made"
         )
     return token

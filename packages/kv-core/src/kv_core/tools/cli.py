@@ -1,0 +1,348 @@
+"""The `kv` command. `kv keys` is here; other packages add theirs through the entry-point group `kv_core.commands`.
+
+Such an entry point loads a function `register(subparsers)` that adds one parser and sets its default `run` to a
+function from the parsed arguments to an exit status. What a user can get wrong ends in one line on stderr and status 2.
+"""
+
+import argparse
+import importlib.metadata
+import io
+import json
+import re
+import stat
+import string
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO, get_args
+
+from kv_core.errors import ConfigError, InputError
+from kv_core.hashing import Algorithm, ChainScheme, Item
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
+from kv_core.sequence import KeySequence
+from kv_core.tokens import pack_tokens
+from kv_core.tools import doctor
+
+COMMANDS = "kv_core.commands"
+_READ_CHARS = 1 << 20
+_PLAIN = re.compile(r"[0-9\s,]*", re.ASCII)
+_BETWEEN = re.compile(r"\s*,\s*|\s+", re.ASCII)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status: 0, or 2 where the user must change something."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="kv", description="Look into a tiered KV cache.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _register_keys(commands)
+    doctor.register(commands)
+    if words[:1] != ["keys"]:  # what others add may import much, and `kv keys` need not wait for it
+        _register_others(commands)
+    try:
+        asked = parser.parse_args(words)
+        run: Callable[[argparse.Namespace], int] = asked.run
+        status = run(asked)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    except (InputError, ConfigError) as error:
+        return _complain(str(error))
+    except BrokenPipeError:
+        sys.stdout = io.StringIO()  # the reader has gone; keep the interpreter from flushing into it at exit
+        return 0
+    except OSError as error:
+        return _complain(f"{error.filename or 'input'}: {error.strerror or error}")
+    except UnicodeDecodeError:
+        return _complain("the input is not UTF-8 text; give token ids as numbers")
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _complain(text: str) -> int:
+    print(f"kv: error: {text}", file=sys.stderr)
+    return 2
+
+
+def _register_others(commands: Any) -> None:
+    for entry in sorted(importlib.metadata.entry_points(group=COMMANDS), key=lambda entry: entry.name):
+        try:
+            entry.load()(commands)
+        except Exception as error:  # noqa: BLE001  # another package's fault must not take `kv` away
+            print(f"kv: the command {entry.name!r} of {entry.value} cannot be used: {error}", file=sys.stderr)
+
+
+_KEYS_ABOUT = """\
+Print the keys of a prompt's chunks: what a cache would be asked for.
+
+Tokens are read from FILE (or - for standard input) as whole numbers with spaces, newlines or commas between them, or as
+a JSON list; or they are made from --text with a --tokenizer.
+"""
+_KEYS_EXAMPLES = """\
+examples:
+  seq 0 999 | kv keys -
+  kv keys prompt.json --model meta-llama/Llama-3.1-8B --dtype bfloat16 --world 2 --output json
+  kv keys --text prompt.txt --tokenizer tokenizer.json --salt tenant-7
+
+The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
+"""
+
+
+def _register_keys(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "keys",
+        help="tokens to chunk keys",
+        description=_KEYS_ABOUT,
+        epilog=_KEYS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_keys)
+    add_prompt_options(parser)
+    parser.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object a line")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What says which prompt is meant, and the names of its chunks. For other commands about a prompt too; what they
+    read is read by `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`."""
+    tokens = parser.add_argument_group("tokens")
+    tokens.add_argument("file", nargs="?", metavar="FILE", help="token ids; - for standard input")
+    tokens.add_argument("--text", metavar="FILE", help="a text to tokenize instead; - for standard input")
+    tokens.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json for --text")
+    tokens.add_argument("--no-special-tokens", action="store_true", help="do not let the tokenizer add its BOS or EOS")
+    chain = parser.add_argument_group("chain")
+    chain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk (default: 256)")
+    chain.add_argument("--algorithm", choices=get_args(Algorithm), default="sha256", help="(default: sha256)")
+    chain.add_argument(
+        "--secret-file", metavar="FILE", help="the secret for blake2b: 16 to 64 bytes, a newline at the end not counted"
+    )
+    chain.add_argument("--salt", metavar="TEXT", help="set this tenant's prompts apart")
+    chain.add_argument("--lora", metavar="NAME", help="the adapter's identity")
+    chain.add_argument(
+        "--tag", action="append", default=[], metavar="K=V", help="anything else that sets apart; repeat"
+    )
+    chain.add_argument(
+        "--item",
+        action="append",
+        default=[],
+        metavar="HASH:FIRST:TOKENS",
+        help="an image or the like that fills TOKENS tokens from FIRST on; repeat",
+    )
+    space = parser.add_argument_group("key space", "without --model there are digests and no keys")
+    space.add_argument("--model", metavar="NAME")
+    space.add_argument("--revision", default="", metavar="TEXT", help="of the model, or a fingerprint of its weights")
+    space.add_argument("--dtype", default="", metavar="NAME", help="of the stored KV, such as bfloat16")
+    space.add_argument("--format-fingerprint", default="", metavar="HEX", help="of the chunk format")
+    space.add_argument("--world", type=int, default=1, metavar="N", help="shards of every chunk; one key each")
+    space.add_argument("--group", type=int, default=0, metavar="N", help="the group of layers (default: 0)")
+
+
+def prompt_scheme(asked: argparse.Namespace) -> ChainScheme:
+    """How the prompt's tokens become digests."""
+    return ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file, asked.algorithm))
+
+
+def prompt_space(asked: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
+    """The key space; None if no model is named.
+
+    Raises:
+        InputError: options of a space without its model, or a group that there cannot be.
+    """
+    if asked.model is not None:
+        space = KeySpace(asked.model, asked.revision, asked.dtype, asked.format_fingerprint, asked.world, scheme.name)
+        space.keys([], groups=(asked.group,))  # refuse a bad group before any tokens are read
+        return space
+    if asked.revision or asked.dtype or asked.format_fingerprint or asked.world != 1 or asked.group:
+        raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
+    return None
+
+
+def prompt_root(asked: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
+    """Where the prompt's chain begins with this salt, and the adapter and tags that were given."""
+    return scheme.root(salt=salt, lora=asked.lora, tags=_tags(asked.tag))
+
+
+def prompt_items(asked: argparse.Namespace) -> list[Item]:
+    """Its images and the like."""
+    return [_item(text) for text in asked.item]
+
+
+def _keys(asked: argparse.Namespace) -> int:
+    scheme = prompt_scheme(asked)
+    space = prompt_space(asked, scheme)
+    naming = None if space is None else _Naming(space, asked.group, tenant_tag(asked.salt))
+    sequence = KeySequence(scheme, root=prompt_root(asked, scheme, asked.salt), items=prompt_items(asked))
+    write = _write_json if asked.output == "json" else _write_table
+    if asked.output == "table":
+        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if naming is None else 'key'}")
+    printed = 0
+    for tokens in prompt_tokens(asked):
+        for digest in sequence.append(tokens):
+            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), naming)
+            printed += 1
+    whole = printed * scheme.chunk_tokens
+    tail = sequence.tokens - whole
+    if asked.partial and (digest_of_tail := sequence.tail_digest()) is not None:
+        write(_Printed(printed, whole, tail, digest_of_tail), naming)
+    elif tail and asked.output == "table":
+        print(
+            f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
+        )
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """Whose keys are printed, and of which group."""
+
+    space: KeySpace
+    group: int
+    tenant: bytes
+
+    def keys(self, digest: bytes) -> list[ChunkKey]:
+        return self.space.keys([digest], groups=(self.group,), tenant=self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    chunk: int
+    first_token: int
+    tokens: int
+    digest: bytes
+
+
+def _write_table(row: _Printed, naming: _Naming | None) -> None:
+    names = [row.digest.hex()] if naming is None else [key.hex() for key in naming.keys(row.digest)]
+    for name in names:
+        print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name}")
+
+
+def _write_json(row: _Printed, naming: _Naming | None) -> None:
+    described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
+    if naming is not None:
+        spell = naming.space.spell
+        described["keys"] = [
+            {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), "spelling": spell(key)}
+            for key in naming.keys(row.digest)
+        ]
+    print(json.dumps(described, ensure_ascii=False))
+
+
+def _secret(path: str | None, algorithm: Algorithm) -> bytes:
+    if path is None:
+        return b""
+    if algorithm != "blake2b":
+        raise InputError(f"{algorithm} takes no secret; choose blake2b, or leave the secret out")
+    file = Path(path)
+    found = file.stat()  # before it is opened, as a pipe would keep us waiting
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"--secret-file {path} is not a file")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise InputError(f"--secret-file {path} is open to others: run chmod 600 {path}")
+    return file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _tags(texts: Sequence[str]) -> dict[str, str]:
+    tags: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise InputError(f"--tag {text}: write it as NAME=VALUE")
+        if name in tags:
+            raise InputError(f"--tag {name} is given twice")
+        tags[name] = value
+    return tags
+
+
+def _item(text: str) -> Item:
+    found = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", text, re.ASCII)
+    if found is None:
+        raise InputError(f"--item {text}: write it as HASH:FIRST:TOKENS, such as 9f2c…:12:576")
+    return Item(found[1], int(found[2]), int(found[3]))
+
+
+def prompt_tokens(asked: argparse.Namespace) -> Iterator[list[int]]:
+    """Its tokens, a part at a time.
+
+    Raises:
+        InputError: there is no prompt, or something in it is no token.
+    """
+    if (asked.file is None) == (asked.text is None):
+        raise InputError("give either FILE with token ids (- for standard input) or --text FILE")
+    if asked.text is None:
+        if asked.tokenizer is not None or asked.no_special_tokens:
+            raise InputError("--tokenizer and --no-special-tokens go with --text")
+        with _opened(asked.file) as stream:
+            yield from read_tokens(stream)
+        return
+    if asked.tokenizer is None:
+        raise InputError("--text needs --tokenizer, the model's tokenizer.json")
+    with _opened(asked.text) as stream:
+        yield _tokenized(stream.read(), asked.tokenizer, special=not asked.no_special_tokens)
+
+
+def _opened(path: str) -> AbstractContextManager[TextIO]:
+    return nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8")
+
+
+def _tokenized(text: str, tokenizer_path: str, *, special: bool) -> list[int]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise InputError("--text needs the package tokenizers: pip install 'kv-core[tokenizer]'") from None
+    raw = Path(tokenizer_path).read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(raw)
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        raise InputError(f"{tokenizer_path} is not a tokenizer.json: {error}") from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return ids
+
+
+def read_tokens(stream: TextIO) -> Iterator[list[int]]:
+    """Token ids out of text, a part at a time: numbers with spaces or single commas between, or one JSON list.
+
+    Raises:
+        InputError: names the word that is no token, and its place.
+    """
+    text = stream.read(_READ_CHARS)
+    if text.lstrip()[:1] == "[":
+        yield _json_tokens(text + stream.read())
+        return
+    position = 0
+    while text:
+        more = stream.read(_READ_CHARS)
+        # The last number may go on in the next part, and so may the comma after it: both wait for it.
+        cut = len(text.rstrip(string.whitespace + ",").rstrip(string.digits)) if more else len(text)
+        numbers = _numbers(text[:cut], position, whole=not more)
+        position += len(numbers)
+        yield numbers
+        text = text[cut:] + more
+
+
+def _json_tokens(text: str) -> list[int]:
+    try:
+        made = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the input begins like a JSON list and is none: {error}") from None
+    pack_tokens(made)
+    if any(isinstance(token, bool) for token in made):
+        raise InputError("a token is true or false; tokens are whole numbers")
+    return list(made)
+
+
+def _numbers(text: str, position: int, *, whole: bool) -> list[int]:
+    text = text.strip()
+    if not whole:
+        text = text.removesuffix(",").rstrip()  # a number follows in the next part
+    if not text:
+        return []
+    words = _BETWEEN.split(text)
+    if _PLAIN.fullmatch(text) is None or not all(words) or max(map(len, words)) > 20:
+        for place, word in enumerate(words, position):
+            if not re.fullmatch(r"[0-9]{1,20}", word):
+                found = "is missing: there is a comma too many" if not word else f"is {word[:40]!r}"
+                raise InputError(f"token {place} {found}; tokens are whole numbers with spaces or commas between")
+    return list(map(int, words))

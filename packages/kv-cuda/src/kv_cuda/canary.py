@@ -1,0 +1,211 @@
+"""Before the first request: proof that we read and write vLLM's cache as vLLM itself does.
+
+A tensor's shape does not say what lies in it, and a layout that changes with an engine's release is how caches come to
+serve garbage. So a few known rows go into some blocks by the engine's own cache-update operation, and each layout that
+we know is tried on them, in both directions: rows read through it must be the rows written, and rows written through it
+must give the engine's bytes. One layout must fit, and one only. Where none does, whole blocks may still be carried as
+opaque bytes, if it is shown that an update touches no byte outside its own blocks and that equal rows make equal blocks
+wherever they lie. What the blocks held before is put back.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from kv_core.errors import InputError
+from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
+
+from kv_cuda.layout import PagedLayout
+from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
+
+_log = limited_logger(__name__)
+
+Wanted = Literal["auto", "canonical", "blocks", "int8", "fp8"]
+EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]
+"""(layer, rows by part as [tokens, heads, head_dim], slots): the engine's own cache update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the engine's cache cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The layout by which chunks are copied, and the format they are kept in."""
+
+    layout: PagedLayout
+    format: ChunkFormat
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers that share one block table, as the engine handed them over.
+
+    tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where
+    whole blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
+    row_dtype, row_shape: of the rows that the engine's update takes, (heads, head_dim) a token.
+    scales: of a quantised cache, by layer: what K and V are divided by before they are stored. () where the cache holds
+        the rows as they are.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    block_tokens: int
+    blocks: int
+    candidates: tuple[PagedLayout, ...]
+    opaque: PagedLayout
+    origin: str
+    row_dtype: torch.dtype
+    row_shape: tuple[int, int]
+    update: EngineUpdate
+    scales: tuple[tuple[float, float], ...] = ()
+
+
+def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refusal:
+    """Find the layout and the format that are shown to be right.
+
+    wanted: as the setting `format` says. What is quantised is made from canonical chunks, so these are what is proved.
+    """
+    if group.blocks < 4:
+        return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
+    fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _may_fit(group, layout)]
+    if len(fitting) == 1:
+        (layout,) = fitting
+        chunk_format = layout.canonical_format(chunk_tokens)
+        if wanted in ("int8", "fp8"):
+            try:
+                chunk_format = layout.quantised_format(wanted, chunk_tokens)
+            except InputError as error:
+                return Refusal(str(error))
+        return Proof(layout, chunk_format, f"layout {layout.name}, format {chunk_format.kind}")
+    if len(fitting) > 1:
+        names = ", ".join(layout.name for layout in fitting)
+        return Refusal(f"the canary cannot tell the layouts {names} apart in this cache")
+    if wanted not in ("auto", "blocks"):
+        tried = ", ".join(layout.name for layout in group.candidates) or "none known for this backend"
+        return Refusal(
+            f"the canary found no layout that fits the engine's cache (tried: {tried}), and format is {wanted}"
+        )
+    if (why := _why_blocks_cannot(group)) is not None:
+        return Refusal(f"the canary found no layout that fits the engine's cache, and {why}")
+    chunk_format = group.opaque.blocks_format(chunk_tokens, group.origin)
+    return Proof(group.opaque, chunk_format, "whole blocks, format blocks")
+
+
+def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
+    try:
+        return _fits(group, layout)
+    except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+        # A layout of another shape: the engine's operation or torch refuses its rows, which is an answer too.
+        _log.info("the canary tried layout %s: %s", layout.name, error)
+        return False
+
+
+def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
+    """Whether engine and layout agree in every layer and both directions."""
+    whole = torch.arange(group.block_tokens)
+    one, other = 1, group.blocks - 1
+    # A whole block in order, then some of another in disorder: an offset, a stride and a permutation all show.
+    scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
+        : group.block_tokens // 2 + 1
+    ]
+    slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
+    for layer, tensor in enumerate(group.tensors):
+        given, stored = _rows(group, layout, len(slots), layer)
+        with _kept(tensor, (one, other), group.blocks):
+            pages = pages_of(tensor, group.blocks)
+            pages[one] = 0
+            pages[other] = 0
+            group.update(layer, given, slots.to(tensor.device))
+            read = read_rows(layout, group.tensors, layer, slots)
+            if any(not _same_bits(read[part], stored[part]) for part in stored):
+                return False
+            by_engine = pages[one].clone(), pages[other].clone()
+            pages[one] = 0
+            pages[other] = 0
+            write_rows(layout, group.tensors, layer, slots, stored)
+            if not (torch.equal(pages[one], by_engine[0]) and torch.equal(pages[other], by_engine[1])):
+                return False
+    return True
+
+
+def _why_blocks_cannot(group: LayerGroup) -> str | None:
+    """None if whole blocks can be carried as opaque bytes, else why not."""
+    try:
+        return _why_blocks_do_not_stand_alone(group)
+    except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+        return f"its update cannot be tried: {error}"
+
+
+def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
+    slots = torch.arange(group.block_tokens)
+    source, copy = 1, group.blocks - 1
+    for layer, tensor in enumerate(group.tensors):
+        rows = _rows_of_model(group, group.opaque, group.block_tokens, layer)
+        with _kept(tensor, (0, source, 2, copy), group.blocks):
+            pages = pages_of(tensor, group.blocks)
+            around = [pages[block].clone() for block in (0, 2)]
+            for block in (source, copy):
+                pages[block] = 0
+                group.update(layer, rows, (slots + block * group.block_tokens).to(tensor.device))
+            if not torch.equal(pages[source], pages[copy]):
+                return "equal rows make unequal bytes in different blocks"
+            if not bool(pages[source].any()):
+                return "an update leaves its blocks as they were"
+            if any(not torch.equal(pages[block], before) for block, before in zip((0, 2), around, strict=True)):
+                return "an update changes bytes of other blocks"
+    return None
+
+
+def _rows(
+    group: LayerGroup, layout: PagedLayout, tokens: int, layer: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rows for the engine's update, and what its cache holds of them by this layout.
+
+    A quantised cache is given numbers that it can hold exactly, so that what it holds is known without its arithmetic.
+    """
+    if (layout.heads, layout.head_dim) != group.row_shape:
+        raise ValueError(f"its rows are {(layout.heads, layout.head_dim)} and the model's are {group.row_shape}")
+    rows = _rows_of_model(group, layout, tokens, layer)
+    if not group.scales:
+        return rows, rows
+    exact = {part: _exact_in(values, getattr(torch, layout.dtype)) for part, values in rows.items()}
+    scale_of = dict(zip(("k", "v") if len(rows) > 1 else tuple(rows), group.scales[layer], strict=False))
+    given = {part: (values.float() * scale_of[part]).to(group.row_dtype) for part, values in exact.items()}
+    return given, exact
+
+
+def _rows_of_model(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
+    """As the model would hand them to its cache."""
+    parts, device = [part.name for part in layout.parts], group.tensors[layer].device
+    return probe_rows(parts, (tokens, *group.row_shape), seed=layer, dtype=group.row_dtype, device=device)
+
+
+def _exact_in(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest numbers of `dtype` that no rounding mode and no flushing of denormal numbers changes."""
+    normal = torch.where(values.abs() < 0.1, torch.ones_like(values), values)
+    return normal.to(dtype)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def _kept(tensor: torch.Tensor, blocks: Sequence[int], count: int) -> Iterator[None]:
+    """Put back what these blocks of one layer held."""
+    pages = pages_of(tensor, count)
+    saved = {block: pages[block].clone() for block in blocks}
+    try:
+        yield
+    finally:
+        for block, page in saved.items():
+            pages[block] = page

@@ -1,0 +1,164 @@
+"""Which way the bytes of a chunk go, by what was measured.
+
+    direct   the kernel reads or writes pinned host memory over the bus: no ring, but multiprocessors wait for the bus
+    staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
+    driver   the driver's batched copies, run by run: no kernel at all, for long runs only
+
+The table says for each direction from which length of run (neighbouring bytes on both sides) which road is the fastest.
+What is built in is a starting point taken from the shape of the problem; `kv bench copy` measures it on the device and
+writes a file, which is read from then on.
+
+Between files and the device there are two roads more (`kv_cuda.files.direct`), and which is faster depends on what the
+files are on: `kv bench copy --file DIRECTORY` measures that, and another file says it of each directory.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from kv_core.errors import ConfigError
+
+Direction = Literal["load", "store"]
+Road = Literal["direct", "staged", "driver"]
+FileRoad = Literal["direct", "staged"]
+
+_Table = TypeVar("_Table")
+
+_VERSION: Final = 1
+_MAX_FILE_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Roads:
+    """For each direction (shortest run in bytes, road), ascending from 0."""
+
+    load: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
+    store: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
+
+    def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> Road:
+        """may_stage, can_drive: whether the copy at hand can go that way at all; direct always can."""
+        table = self.load if direction == "load" else self.store
+        road = [road for shortest, road in table if run_bytes >= shortest][-1]
+        if road == "driver" and not can_drive:
+            road = "staged"
+        return "direct" if road == "staged" and not may_stage else road
+
+
+@dataclass(frozen=True, slots=True)
+class FileRoads:
+    """The faster road by direction for each directory that was measured, by its absolute path."""
+
+    measured: Mapping[str, Mapping[Direction, FileRoad]] = field(default_factory=dict)
+
+    def takes_direct(self, direction: Direction, path: str) -> bool:
+        """As the nearest directory above was measured; direct where none was."""
+        for above in Path(path).parents:
+            if (roads := self.measured.get(str(above))) is not None:
+                return roads[direction] == "direct"
+        return True
+
+
+def roads_file(device_name: str) -> Path:
+    """Where the measured table of such a device is kept."""
+    return _kept("roads", device_name)
+
+
+def file_roads_file(device_name: str) -> Path:
+    """Where it is kept which road is faster between files and such a device."""
+    return _kept("file-roads", device_name)
+
+
+def _kept(what: str, device_name: str) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    plain = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
+    return home / "kv-cuda" / f"{what}-{plain or 'device'}.json"
+
+
+def read_roads(path: Path) -> Roads:
+    """The measured table, or the built-in one where nothing was measured.
+
+    Raises:
+        ConfigError: the file is none that `write_roads` writes.
+    """
+    return _read(path, lambda told: Roads(load=_table(told["load"]), store=_table(told["store"])), Roads())
+
+
+def read_file_roads(path: Path) -> FileRoads:
+    """What was measured; nothing where nothing was.
+
+    Raises:
+        ConfigError: the file is none that `write_file_roads` writes.
+    """
+    return _read(path, lambda told: FileRoads(_directories(told["directories"])), FileRoads())
+
+
+def write_roads(path: Path, roads: Roads) -> None:
+    """Put the table in its place at once, private to the user."""
+    _write(path, {"load": roads.load, "store": roads.store})
+
+
+def write_file_roads(path: Path, roads: FileRoads) -> None:
+    """As `write_roads`."""
+    _write(path, {"directories": roads.measured})
+
+
+def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table:
+    try:
+        text = path.read_bytes()[:_MAX_FILE_BYTES]
+    except FileNotFoundError:
+        return nothing
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; remove it, or measure anew: kv bench copy"
+        ) from None
+    try:
+        told: Any = json.loads(text)
+        if told["version"] != _VERSION:
+            raise ValueError("another version")
+        return parse(told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no table of roads ({error}); remove it, or measure anew: kv bench copy") from None
+
+
+def _write(path: Path, table: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"version": _VERSION, **table}, indent=1)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\n")
+    beside.replace(path)
+
+
+def fastest(rates: Mapping[int, Mapping[Road, float]]) -> tuple[tuple[int, Road], ...]:
+    """The table that follows from GB/s by length of run and road. Below the shortest measured its winner holds."""
+    table: list[tuple[int, Road]] = []
+    for run_bytes in sorted(rates):
+        best = max(rates[run_bytes], key=rates[run_bytes].__getitem__)
+        if not table or table[-1][1] != best:
+            table.append((run_bytes if table else 0, best))
+    return tuple(table)
+
+
+def _directories(told: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileRoad]]:
+    directories: dict[str, dict[Direction, FileRoad]] = {}
+    for path, roads in told.items():
+        directories[path] = {direction: roads[direction] for direction in get_args(Direction)}
+        if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileRoad)):
+            raise ValueError(f"{path}: {roads}")
+    return directories
+
+
+def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, Road], ...]:
+    table = []
+    for shortest, road in told:
+        if isinstance(shortest, bool) or not isinstance(shortest, int) or road not in get_args(Road):
+            raise ValueError(f"{[shortest, road]}")
+        table.append((shortest, road))
+    starts = [shortest for shortest, _ in table]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError("lengths of runs ascend from 0")
+    return tuple(table)

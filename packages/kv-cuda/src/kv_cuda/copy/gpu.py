@@ -1,0 +1,315 @@
+"""The hands on a GPU: pinned host memory ↔ the engine's blocks, on streams of its own.
+
+A call puts its work in queues of the device and returns an event; nothing waits for the device as a whole and nothing
+is allocated once the buffers are there. Loads and stores have queues of their own, two each: one for the kernel and one
+for the copy engine, which take turns on a small ring in device memory (docs/adr/0004 says why the CPU does without).
+Each follows what the engine has put into its own queue before the call: the forward pass whose blocks are stored, or
+the one that used the blocks loaded into now before they were given away.
+
+On CPU tensors the same code runs with Triton's interpreter, which is how it is tested without a GPU.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from kv_core.errors import InputError
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.transfer import Copy, TransferPlan
+
+from kv_cuda.copy.copy_paths import Direction, Road, Roads
+from kv_cuda.copy.cpu import check_dtype
+from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.ops import driver
+from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
+from kv_cuda.copy.plan import check_and_cut, copy_shape
+from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.layout import PagedLayout
+
+_RING_SLOTS = 4
+_RING_SLOT_BYTES = 4 << 20
+_LIST_TOKENS = 1 << 16
+_PROGRAMS_ON_BUS = 16
+"""Multiprocessors that a kernel reading or writing host memory may hold. The bus is full with fewer."""
+_PROGRAMS_ON_DEVICE = 32
+"""The same between ring and blocks: a few microseconds a piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """All copies of one chunk. start: their first token in the lists of tokens."""
+
+    copies: tuple[Copy, ...]
+    road: Road
+    start: int
+    tokens: int
+
+
+class GpuCopier:
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Of one thread at a time."""
+
+    def __init__(
+        self,
+        layout: PagedLayout,
+        tensors: Sequence[torch.Tensor],
+        chunk_format: ChunkFormat,
+        *,
+        roads: Roads | None = None,
+    ) -> None:
+        """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
+
+        Raises:
+            InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows are no
+                runs of bytes (`CpuCopier` takes those).
+        """
+        shape = copy_shape(layout, len(tensors), chunk_format)
+        check_dtype(layout)
+        self._layout, self._format = layout, chunk_format
+        self._tensors = list(tensors)
+        self._device = tensors[0].device
+        self._roads = Roads() if roads is None else roads
+        self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
+        # Neighbouring bytes on both sides; 0 where not even a whole row is.
+        part = shape.parts[0]
+        row = shape.heads * shape.head_dim
+        is_dense = part.token == row or layout.block_tokens == 1
+        is_whole_row = self._kernel.run_words == self._kernel.row_words
+        self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
+        self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
+        self._kernel.compile()
+        self._all = [(0, self._kernel.plane_count)]
+        self._pools: dict[str, Pool] = {}
+        directions: tuple[Direction, ...] = ("load", "store")
+        self._ways = {one: _Way(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions}
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        """Make a pool known. Its memory is pinned piece by piece as it is used.
+
+        Raises:
+            InputError: the view is read-only or empty, or does not begin where words do.
+        """
+        self._know(pool, host_pool(pool, view, self._device, self._format.nbytes))
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+
+        Raises:
+            InputError: it is no such memory, or does not begin where words do.
+        """
+        self._know(pool, device_pool(pool, memory, self._device))
+
+    def _know(self, name: str, pool: Pool) -> None:
+        if pool.bytes.data_ptr() % self._kernel.aligned:
+            raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
+        self._pools[name] = pool
+
+    def detach(self, pool: str) -> None:
+        """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
+        if pool in self._pools:
+            for way in self._ways.values():
+                way.end().wait()
+            self._pools.pop(pool).let_go()
+
+    def load(self, plan: TransferPlan) -> Event:
+        (event,) = self._move(plan, "load", [self._all])
+        return event
+
+    def load_layers(self, plan: TransferPlan) -> list[Event]:
+        """As `load`, layer by layer: the events of the first layer, the second and so on, in the order of arrival."""
+        layers = self._layout.layers
+        steps = [
+            [(first + layer, 1) for first in range(0, self._kernel.plane_count, layers)] for layer in range(layers)
+        ]
+        return self._move(plan, "load", steps)
+
+    def store(self, plan: TransferPlan) -> Event:
+        (event,) = self._move(plan, "store", [self._all])
+        return event
+
+    def _move(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
+        """One event for each step, which is the planes that have then been moved."""
+        nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
+        check_and_cut(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
+        self._refuse_misaligned(plan)
+        # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
+        chunks = {copy.extent: self._pools[copy.extent.pool].chunk(copy.extent) for copy in plan.copies}
+        way = self._ways[direction]
+        way.begin()
+        events = []
+        for spans in steps:
+            for groups in self._launches(plan, direction):
+                self._launch(groups, chunks, spans, direction, way)
+            events.append(way.end())
+        return events
+
+    def _refuse_misaligned(self, plan: TransferPlan) -> None:
+        for copy in plan.copies:
+            if copy.extent.offset % self._kernel.aligned:
+                raise InputError(f"an extent at {copy.extent.offset} is not aligned to {self._kernel.aligned} bytes")
+
+    def _launches(self, plan: TransferPlan, direction: Direction) -> Iterator[list[_Group]]:
+        """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
+        by_chunk: dict[HostExtent, list[Copy]] = {}
+        for copy in plan.copies:
+            by_chunk.setdefault(copy.extent, []).append(copy)
+        groups: list[_Group] = []
+        start = 0
+        for copies in by_chunk.values():
+            tokens = sum(copy.tokens for copy in copies)
+            if start + tokens > self._ways[direction].list_tokens:
+                yield groups
+                groups, start = [], 0
+            groups.append(_Group(tuple(copies), self._road(copies, tokens, direction), start, tokens))
+            start += tokens
+        if groups:
+            yield groups
+
+    def _road(self, copies: Sequence[Copy], tokens: int, direction: Direction) -> Road:
+        if self._pools[copies[0].extent.pool].is_on_device:
+            return "direct"
+        chunk, block = self._format.chunk_tokens, self._layout.block_tokens
+        # On its way in a chunk may bring along what is not asked for; on its way out it would overwrite.
+        may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
+        can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
+        return self._roads.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
+
+    def _launch(
+        self,
+        groups: list[_Group],
+        chunks: Mapping[HostExtent, torch.Tensor],
+        spans: Sequence[Span],
+        direction: Direction,
+        way: "_Way",
+    ) -> None:
+        to_engine = direction == "load"
+        moved = [group for group in groups if group.road != "driver"]
+        on_device = way.upload(*self._lists(groups)) if moved else None
+        for group in groups:
+            extent = group.copies[0].extent
+            chunk, programs = chunks[extent], _PROGRAMS_ON_BUS
+            if self._pools[extent.pool].is_on_device:
+                programs = _PROGRAMS_ON_DEVICE
+            for span in spans:
+                if on_device is None or group.road == "driver":
+                    self._drive(group, chunk.data_ptr(), span, way, to_engine=to_engine)
+                    continue
+                tokens = on_device[:, group.start : group.start + group.tokens]
+                if group.road == "direct":
+                    way.direct(tokens, chunk, span, programs, to_engine=to_engine)
+                else:
+                    way.staged(tokens, chunk, span, to_engine=to_engine)
+
+    def _lists(self, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
+        """Each token's slot, and where its row is in a plane of its chunk, in bytes."""
+        copies = [copy for group in groups for copy in group.copies]
+        tokens = np.array([copy.tokens for copy in copies])
+        behind = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # each copy's first token
+        slots = np.repeat([copy.first_slot for copy in copies], tokens) + behind
+        rows = (np.repeat([copy.first_token for copy in copies], tokens) + behind) * self._kernel.row_bytes
+        return slots, rows
+
+    def _drive(self, group: _Group, chunk: int, span: Span, way: "_Way", *, to_engine: bool) -> None:
+        """Block by block of every plane, by the driver's batched copies."""
+        size, row = self._layout.block_tokens, self._kernel.row_bytes
+        first, count = span
+        planes = self._kernel.host_planes[first : first + count]
+        blocks = np.concatenate(
+            [np.arange(copy.first_slot, copy.first_slot + copy.tokens, size) for copy in group.copies]
+        )
+        tokens = np.concatenate(
+            [np.arange(copy.first_token, copy.first_token + copy.tokens, size) for copy in group.copies]
+        )
+        in_engine = planes[:, :1] + blocks // size * planes[:, 1:2]
+        in_chunk = chunk + (first + np.arange(count))[:, None] * self._kernel.plane_bytes + tokens * row
+        to, origin = (in_engine, in_chunk) if to_engine else (in_chunk, in_engine)
+        with way.kernels.running():
+            driver.copy_runs(to.ravel(), origin.ravel(), np.full(to.size, size * row), self._device)
+
+
+class _Way:
+    """One direction's queues, ring and lists of tokens."""
+
+    def __init__(self, device: torch.device, kernel: RowKernel, chunk_tokens: int) -> None:
+        self._device, self._kernel = device, kernel
+        self.kernels, self._copies = make_queue(device), make_queue(device)
+        self._planes_a_slot = max(1, min(kernel.plane_count, _RING_SLOT_BYTES // kernel.plane_bytes))
+        self._ring: torch.Tensor | None = None
+        self._free: list[Event] = [DoneEvent()] * _RING_SLOTS
+        self._turn = 0
+        self.list_tokens = max(_LIST_TOKENS, chunk_tokens)
+        is_cuda = device.type == "cuda"
+        shape = (2, self.list_tokens)
+        self._lists = [torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
+        self._on_device = [torch.empty_like(given, device=device) for given in self._lists] if is_cuda else self._lists
+        self._used: list[Event] = [DoneEvent(), DoneEvent()]
+        self._list = self._filled = 0
+
+    def begin(self) -> None:
+        """What is launched from now comes after all that the engine has launched."""
+        self.kernels.follow_current()
+
+    def end(self) -> Event:
+        self._copies.follow(self.kernels.record())
+        return self._copies.record()
+
+    def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        """[2, tokens] on the device, until both lists have been filled once more."""
+        if self._filled + len(slots) > self.list_tokens:
+            self._list, self._filled = 1 - self._list, 0
+            self._used[self._list].wait()
+        first, end = self._filled, self._filled + len(slots)
+        self._filled = -(-end // 2) * 2  # a list at an odd place would be another kernel, see `compile`
+        given, there = (lists[self._list][:, first:end] for lists in (self._lists, self._on_device))
+        given[0] = torch.from_numpy(slots)
+        given[1] = torch.from_numpy(rows)
+        if self._on_device is not self._lists:
+            with self.kernels.running():
+                for line in range(2):
+                    there[line].copy_(given[line], non_blocking=True)
+            self._used[self._list] = self.kernels.record()
+        return there
+
+    def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
+        """The kernel reads or writes the chunk where it is."""
+        self._launch(tokens, chunk.data_ptr(), span, programs, to_engine=to_engine)
+
+    def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, *, to_engine: bool) -> None:
+        """By way of the ring, some planes at a time."""
+        ring, plane_bytes = self._make_ring(), self._kernel.plane_bytes
+        end = span[0] + span[1]
+        for first in range(span[0], end, self._planes_a_slot):
+            count = min(self._planes_a_slot, end - first)
+            turn = self._turn = (self._turn + 1) % _RING_SLOTS
+            slot = ring[turn][: count * plane_bytes]
+            piece = chunk[first * plane_bytes : (first + count) * plane_bytes]
+            # The kernel counts planes from the chunk's first, which would lie that far before the slot.
+            base = slot.data_ptr() - first * plane_bytes
+            if to_engine:
+                self._copies.follow(self._free[turn])
+                with self._copies.running():
+                    slot.copy_(piece, non_blocking=True)
+                self.kernels.follow(self._copies.record())
+                self._launch(tokens, base, (first, count), _PROGRAMS_ON_DEVICE, to_engine=True)
+                self._free[turn] = self.kernels.record()
+            else:
+                self.kernels.follow(self._free[turn])
+                self._launch(tokens, base, (first, count), _PROGRAMS_ON_DEVICE, to_engine=False)
+                self._copies.follow(self.kernels.record())
+                with self._copies.running():
+                    piece.copy_(slot, non_blocking=True)
+                self._free[turn] = self._copies.record()
+
+    def _launch(self, tokens: torch.Tensor, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+        with self.kernels.running():
+            self._kernel.move(tokens[0], tokens[1], base=base, span=span, to_engine=to_engine, programs=programs)
+        self._used[self._list] = self.kernels.record()
+
+    def _make_ring(self) -> torch.Tensor:
+        if self._ring is None:
+            nbytes = -(-self._planes_a_slot * self._kernel.plane_bytes // 256) * 256
+            self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
+            # What had this memory before may still be at work on it, in the queue of whoever gave it back.
+            self._free = [self.kernels.record()] * _RING_SLOTS
+        return self._ring

@@ -1,0 +1,67 @@
+"""Memory that chunks are kept in, as a copier on a device sees it: the host's, pinned as it is used, or its own."""
+
+from dataclasses import dataclass
+
+import torch
+from kv_core.errors import InputError
+from kv_core.extent import HostExtent
+
+from kv_cuda.copy.numa import node_of
+from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
+
+_PAGE_BYTES = 4096
+"""Chunks begin at multiples of it in every pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """bytes: uint8. pinned: None where there is nothing to pin. is_on_device: it is the device's own memory."""
+
+    bytes: torch.Tensor
+    pinned: PinnedMapping | None = None
+    is_on_device: bool = False
+
+    def chunk(self, extent: HostExtent) -> torch.Tensor:
+        """The extent's bytes, ready to be copied.
+
+        Raises:
+            ConfigError: the system does not let this process lock so much memory.
+        """
+        if self.pinned is not None:
+            self.pinned.pin(extent.offset, extent.nbytes)
+        return self.bytes[extent.offset : extent.offset + extent.nbytes]
+
+    def let_go(self) -> None:
+        """Nothing may be copied to or from there any more."""
+        if self.pinned is not None:
+            give_back_mapping(self.pinned)
+
+
+def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> Pool:
+    """
+    chunk_bytes: of each chunk that is kept there.
+
+    Raises:
+        InputError: the view is read-only or empty.
+    """
+    if view.readonly or not view.nbytes:
+        raise InputError(f"pool {name!r} is read-only or empty: {view.nbytes} bytes")
+    data = torch.frombuffer(view, dtype=torch.uint8)
+    if device.type != "cuda":
+        return Pool(data)
+    # No chunk may lie across two slices: the driver copies within one registration only.
+    slot_bytes = -(-chunk_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    slice_bytes = max(1, SLICE_BYTES // slot_bytes) * slot_bytes
+    node = node_of(device)
+    mapping = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_bytes=slice_bytes, node=node)
+    return Pool(data, mapping)
+
+
+def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
+    """
+    Raises:
+        InputError: `memory` is no run of bytes on that device.
+    """
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
+        raise InputError(f"pool {name!r} must be a run of uint8 on {device}, as one axis")
+    return Pool(memory, is_on_device=True)

@@ -1,0 +1,57 @@
+"""Host memory near a GPU: on which NUMA node that is, and having pages there.
+
+A page that a copy reads across the processors' link moves at the link's speed, not the bus's. Pages get a place when
+they are first touched, which for a pool's is when they are pinned; those that have one stay where they are.
+
+Linux: mbind(2), and Documentation/ABI/testing/sysfs-bus-pci, `numa_node`.
+"""
+
+import ctypes
+import mmap
+import platform
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+"""The call's number: libc has no name for it."""
+_PREFERRED: Final = 1
+_MAX_NODES: Final = 1024
+_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
+    """The NUMA node that this GPU's bus hangs on; None where there is but one, or nobody knows. sys: what /sys is."""
+    told: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(told, "pci_bus_id"):  # torch has not always told
+        return None
+    place = f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    return node_at(place, sys)
+
+
+def node_at(place: str, sys: Path) -> int | None:
+    """place: of a device on the PCI bus, as in 0000:3b:00.0."""
+    if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    try:
+        node = int((sys / "bus/pci/devices" / place / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer(address: int, nbytes: int, node: int) -> bool:
+    """Have the pages of this memory that are not there yet on `node`, if it has room. False: the system refuses."""
+    number = _MBIND.get(platform.machine())
+    if number is None or not 0 <= node < _MAX_NODES:
+        return False
+    mask = (ctypes.c_ulong * (_MAX_NODES // _BITS))()
+    mask[node // _BITS] = 1 << (node % _BITS)
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    length = ctypes.c_ulong(address + nbytes - start)
+    status: int = libc.syscall(
+        number, ctypes.c_void_p(start), length, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES), 0
+    )
+    return status == 0

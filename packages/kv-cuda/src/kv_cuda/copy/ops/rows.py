@@ -1,0 +1,199 @@
+"""Gather and scatter of token rows in one launch over all layers: the Triton kernel and what it must be told.
+
+A *row* is what one token has in one layer of one part, `heads × head_dim` elements. In a chunk rows of neighbouring
+tokens lie one after another; in the engine's cache each lies where its slot says, cut into *runs* of neighbouring bytes
+(a head each, or the whole row where heads touch). A *plane* is one layer of one part. The kernel walks tiles of some
+tokens × one plane, moves 16 bytes a thread wherever everything is aligned to 16 (Triton makes 128-bit loads and stores
+of pairs of 8-byte words; a test reads them in the PTX), and takes as many programs as it is given, so that a copy over
+the bus leaves the other multiprocessors to the model.
+
+Where the host rows are is an address like any other: pinned memory of the host that the device reads over the bus, or a
+ring in the device's own memory that the copy engine fills.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from kv_core.errors import InputError
+
+from kv_cuda.copy.plan import CopyShape
+from kv_cuda.layout import PagedLayout
+
+PLANE_FIELDS = 4
+"""Of a plane in the table: address, bytes between blocks, between tokens, between runs."""
+Span = tuple[int, int]
+"""Some planes: the first, and how many."""
+_TILE_BYTES = 16 << 10
+"""What a program moves at a time: 128 threads with eight words of 16 bytes each."""
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+# What a call says must not make another kernel of it, which would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_bytes"])  # type: ignore[untyped-decorator]
+def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no types that mypy knows
+    planes,  # *i64 [planes, 4]
+    slots,  # *i64 [tokens]
+    rows,  # *i64 [tokens]: the address of each token's row in the chunk's first plane, less `base`
+    base,
+    tokens,
+    first_plane,
+    plane_count,
+    plane_bytes,  # between a chunk's planes
+    BLOCK_TOKENS: tl.constexpr,
+    RUN: tl.constexpr,  # words in a run
+    ROW: tl.constexpr,  # words in a row
+    WIDTH: tl.constexpr,  # the power of two that holds them
+    TILE: tl.constexpr,  # tokens in a tile
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,  # what every address and distance is a multiple of, in bytes
+    TO_ENGINE: tl.constexpr,
+):
+    """Scatter rows to their slots, or gather them. One program takes every `num_programs`th tile."""
+    tiles = tl.cdiv(tokens, TILE)
+    word = tl.arange(0, WIDTH)
+    for number in range(tl.program_id(0), tiles * plane_count, tl.num_programs(0)):
+        plane = (first_plane + number // tiles).to(tl.int64)
+        of_plane = planes + plane * 4
+        cache = tl.load(of_plane)
+        block_bytes = tl.load(of_plane + 1)
+        token_bytes = tl.load(of_plane + 2)
+        run_words = tl.multiple_of(tl.load(of_plane + 3) // WORD_BYTES, ALIGNED // WORD_BYTES)
+        token = (number % tiles) * TILE + tl.arange(0, TILE)
+        is_token = token < tokens
+        slot = tl.load(slots + token, mask=is_token, other=0)
+        row = tl.load(rows + token, mask=is_token, other=0) + base + plane * plane_bytes
+        place = cache + (slot // BLOCK_TOKENS) * block_bytes + (slot % BLOCK_TOKENS) * token_bytes
+        in_chunk = tl.multiple_of(row.to(tl.pointer_type(WORD)), ALIGNED)
+        in_engine = tl.multiple_of(place.to(tl.pointer_type(WORD)), ALIGNED)
+        ours = in_chunk[:, None] + word[None, :]
+        if RUN == ROW:
+            theirs = in_engine[:, None] + word[None, :]
+        else:
+            theirs = in_engine[:, None] + ((word // RUN) * run_words + word % RUN)[None, :]
+        is_word = is_token[:, None] & (word < ROW)[None, :]
+        if TO_ENGINE:
+            tl.store(theirs, tl.load(ours, mask=is_word), mask=is_word)
+        else:
+            tl.store(ours, tl.load(theirs, mask=is_word), mask=is_word)
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernel:
+    """`move_rows` for one cache and one chunk format: all that does not change from call to call."""
+
+    planes: torch.Tensor
+    host_planes: np.ndarray
+    plane_count: int
+    plane_bytes: int
+    row_bytes: int
+    block_tokens: int
+    run_words: int
+    row_words: int
+    word_bytes: int
+    aligned: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernel's compile-time arguments but for the direction."""
+        width = 1 << (self.row_words - 1).bit_length()
+        return {
+            "BLOCK_TOKENS": self.block_tokens,
+            "RUN": self.run_words,
+            "ROW": self.row_words,
+            "WIDTH": width,
+            "TILE": max(1, _TILE_BYTES // (width * self.word_bytes)),
+            "WORD": _WORDS[self.word_bytes],
+            "WORD_BYTES": self.word_bytes,
+            "ALIGNED": self.aligned,
+        }
+
+    def compile(self) -> None:
+        """Have both directions' kernels made now, which takes a second, and not by the first request."""
+        nobody = torch.empty(0, dtype=torch.int64, device=self.planes.device)
+        for to_engine in (True, False):
+            self.move(nobody, nobody, base=0, span=(0, self.plane_count), to_engine=to_engine, programs=1)
+
+    def move(
+        self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int
+    ) -> None:
+        """Launch on the current stream, with at most so many programs.
+
+        slots, rows: int64 [tokens] on the device. base + rows[i]: the address of a token's row in the chunk's first
+            plane.
+        """
+        tokens = slots.numel()
+        constants = self.constants
+        first, count = span
+        tiles = -(-tokens // constants["TILE"])
+        move_rows[(max(1, min(programs, tiles * count)),)](
+            self.planes, slots, rows, base, tokens, first, count, self.plane_bytes, TO_ENGINE=to_engine, **constants
+        )
+
+
+def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_bytes: int) -> RowKernel:
+    """For a cache of this layout, seen as `shape`.
+
+    tensors: as the layout has them. plane_bytes: between a chunk's planes. Chunks must begin at multiples of
+        `RowKernel.aligned`.
+
+    Raises:
+        InputError: a part whose innermost axis is not `dim`: such rows are no runs of bytes, see `CpuCopier`.
+    """
+    parts, heads, dims, itemsize = shape.parts, shape.heads, shape.head_dim, shape.itemsize
+    if any(part.is_tiled or (part.dim != 1 and dims > 1) for part in parts):
+        raise InputError(f"layout {layout.name}: the elements of a head do not lie side by side")
+    _check_reach(layout, shape, tensors)
+    row_bytes = heads * dims * itemsize
+    run_bytes = row_bytes if all(part.head == dims or heads == 1 for part in parts) else dims * itemsize
+    table = np.empty((len(parts) * layout.layers, PLANE_FIELDS), np.int64)
+    for number, part in enumerate(parts):
+        for layer, tensor in enumerate(layout.of_part(tensors, number)):
+            table[number * layout.layers + layer] = (
+                tensor.data_ptr() + part.offset * itemsize,
+                part.block * itemsize,
+                part.token * itemsize,
+                part.head * itemsize,
+            )
+    # A distance that is never used (one head, one token a block) must not spoil the alignment.
+    counts = (2, layout.blocks, layout.block_tokens, heads)
+    used = [int(value) for column, count in enumerate(counts) if count > 1 for value in table[:, column]]
+    aligned = math.gcd(16, row_bytes, run_bytes, plane_bytes, *used)
+    word_bytes = min(8, aligned)
+    return RowKernel(
+        planes=torch.from_numpy(table).to(tensors[0].device),
+        host_planes=table,
+        plane_count=len(table),
+        plane_bytes=plane_bytes,
+        row_bytes=row_bytes,
+        block_tokens=layout.block_tokens,
+        run_words=run_bytes // word_bytes,
+        row_words=row_bytes // word_bytes,
+        word_bytes=word_bytes,
+        aligned=aligned,
+    )
+
+
+def _check_reach(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor]) -> None:
+    """The kernel checks no address: every element must lie in its tensor's storage."""
+    for number, part in enumerate(shape.parts):
+        for tensor in layout.of_part(tensors, number):
+            start = tensor.storage_offset() * tensor.element_size()
+            if start % shape.itemsize:
+                raise InputError(f"a tensor of layout {layout.name} starts inside an element of {shape.itemsize} bytes")
+            last = (
+                part.offset
+                + (layout.blocks - 1) * part.block
+                + (layout.block_tokens - 1) * part.token
+                + (shape.heads - 1) * part.head
+                + (shape.head_dim - 1) * part.dim
+            )
+            nbytes = tensor.untyped_storage().nbytes()
+            if start + (last + 1) * shape.itemsize > nbytes:
+                raise InputError(f"layout {layout.name} reaches beyond the tensor's storage of {nbytes} bytes")

@@ -1,0 +1,166 @@
+"""Host memory registered with the device's driver, so that it can be copied asynchronously and read over the bus.
+
+The pool is plain mapped memory that knows nothing of devices; whichever process drives a GPU registers its own mapping
+of it. That happens in slices and when a slice is first used, because registering costs time for every page (and makes
+it resident), and a pool may be large and mostly empty; pages that are not there until then are taken near the GPU. A
+registration belongs to this process's mapping: two engines on one pool register it each for itself, and a forked child
+has none.
+
+cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
+"""
+
+import os
+import resource
+import threading
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from kv_core.errors import ConfigError, MisuseError
+from kv_core.log import limited_logger
+
+from kv_cuda.copy import numa
+
+_log = limited_logger(__name__)
+
+SLICE_BYTES: Final = 64 << 20
+"""The first use of a slice waits until its pages are there and locked, some tens of milliseconds."""
+_ALREADY_REGISTERED: Final = 712
+
+
+class Registrar(Protocol):
+    """The driver's two calls; each returns a cudaError_t as a number."""
+
+    def register(self, address: int, nbytes: int) -> int: ...
+
+    def unregister(self, address: int) -> int: ...
+
+
+class CudaRegistrar:
+    """Through torch's runtime."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+
+    def unregister(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
+class PinnedMapping:
+    """One mapping of a pool in this process, registered slice by slice. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        registrar: Registrar,
+        *,
+        slice_bytes: int = SLICE_BYTES,
+        node: int | None = None,
+    ) -> None:
+        """Nothing is registered yet. Slices begin and end at multiples of `slice_bytes` from the mapping's start.
+
+        node: where the pages shall be, of several NUMA nodes.
+        """
+        self._node = node
+        self._address, self._bytes, self._slice = address, nbytes, slice_bytes
+        self._registrar = registrar
+        self._lock = threading.Lock()
+        self._registered: set[int] = set()
+        self._process = os.getpid()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(min(self._slice, self._bytes - at * self._slice) for at in self._registered)
+
+    def is_inherited(self) -> bool:
+        """It is a parent process's, and worth nothing here."""
+        return os.getpid() != self._process
+
+    def pin(self, offset: int, nbytes: int) -> None:
+        """Have these bytes registered. Costs nothing where they are.
+
+        Raises:
+            ConfigError: the system does not let this process lock so much memory.
+            MisuseError: a forked child calls; registrations do not survive a fork.
+        """
+        if self.is_inherited():
+            raise MisuseError("this pool was pinned by the parent process; attach it anew after a fork")
+        wanted = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
+        if self._registered.issuperset(wanted):
+            return
+        with self._lock:
+            for at in wanted:
+                if at not in self._registered:
+                    self._register(at)
+
+    def unpin(self) -> None:
+        """Undo all of it: nothing may be copied to or from there any more. In a forked child it does nothing."""
+        with self._lock:
+            while self._registered:
+                at = self._registered.pop()
+                if not self.is_inherited():
+                    self._registrar.unregister(self._address + at * self._slice)
+
+    def _register(self, at: int) -> None:
+        start = at * self._slice
+        nbytes = min(self._slice, self._bytes - start)
+        if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):
+            _log.warning(
+                "the system does not let the host pool's pages be put near the GPU, on NUMA node %d", self._node
+            )
+            self._node = None
+        status = self._registrar.register(self._address + start, nbytes)
+        if status not in (0, _ALREADY_REGISTERED):
+            wanted = f"{nbytes >> 20} MiB of the host pool"
+            raise ConfigError(f"{wanted} cannot be pinned for the GPU (cudaError {status}). {_limit_text()}")
+        self._registered.add(at)
+
+
+@dataclass(slots=True)
+class _Shared:
+    mapping: PinnedMapping
+    users: int
+
+
+_shared: dict[tuple[int, int], _Shared] = {}
+_shared_lock = threading.Lock()
+
+
+def share_mapping(
+    address: int, nbytes: int, registrar: Registrar, *, slice_bytes: int, node: int | None = None
+) -> PinnedMapping:
+    """The one registration of this memory in this process, for all copiers that use it (one a group of layers).
+
+    It must outlive them all, because a kernel that reads memory which is not registered any more takes the GPU's whole
+    context down. slice_bytes, node: as the first of them wants it; their chunks are of one size.
+    """
+    with _shared_lock:
+        shared = _shared.get((address, nbytes))
+        if shared is None or shared.mapping.is_inherited():
+            mapping = PinnedMapping(address, nbytes, registrar, slice_bytes=slice_bytes, node=node)
+            shared = _shared[address, nbytes] = _Shared(mapping, 0)
+        shared.users += 1
+        return shared.mapping
+
+
+def give_back_mapping(mapping: PinnedMapping) -> None:
+    """One user less; the last one's leaving undoes the registration."""
+    with _shared_lock:
+        for place, shared in list(_shared.items()):
+            if shared.mapping is mapping:
+                shared.users -= 1
+                if not shared.users:
+                    del _shared[place]
+                    mapping.unpin()
+                return
+
+
+def _limit_text() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return "Locked memory is not limited here, so the machine is short of memory: make the host tier smaller"
+    return (
+        f"This process may lock {soft >> 10} KiB (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, in a container "
+        "with `--ulimit memlock=-1`, under systemd with LimitMEMLOCK=infinity"
+    )

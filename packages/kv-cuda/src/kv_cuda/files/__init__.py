@@ -1,0 +1,1 @@
+"""Chunks between files and blocks of a device, by GPUDirect Storage or through the host."""

@@ -1,0 +1,427 @@
+"""Chunks between a tier's files and the engine's blocks: the direct road, and the staged one beside it.
+
+    direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is taken there
+    staged   the system moves them between the file and a ring in pinned host memory; the host takes the checksum
+
+Either way one half of the ring is filled or emptied by the files while the other is gathered or scattered by the
+group's own copier, to which a ring is a pool like any other. Bytes are scattered only after their checksum was found
+right, and what is written has the checksum that the other road will find, so both roads can be taken of the same file
+at any time (docs/adr/0014).
+
+The direct road is taken where cuFile is, and where it was measured to be the faster one (`kv bench copy --file`). What
+it does not bring whole, the staged road is asked for; if that one can, the direct road is not taken again by this
+copier, and the log says so once. What neither can bring is damaged if it
+was read and is not what it was; a read that fails says nothing of the bytes.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from kv_core.checksum import checksum_of
+from kv_core.errors import InputError
+from kv_core.extent import FileExtent, HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+
+from kv_cuda.choose import RingCopier, make_copier, measured
+from kv_cuda.copy.copy_paths import Direction, FileRoads, file_roads_file, read_file_roads
+from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.files.cufile import NoCuFile, find_cufile
+from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, OpenFile, Transfer, aligned_zeros
+from kv_cuda.layout import PagedLayout
+
+_log = limited_logger(__name__)
+
+_HALF_BYTES: Final = 32 << 20
+_MAX_CHUNKS_IN_HALF: Final = 16
+_MAX_OPEN_FILES: Final = 128
+
+
+def make_direct_copier(
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+) -> "DirectCopier":
+    """With a copier of its own, so that a thread may use it beside the engine's.
+
+    Raises:
+        InputError: layout, tensors and format do not go together.
+    """
+    device = tensors[0].device
+    copier = make_copier(layout, tensors, chunk_format)
+    roads = measured(device, file_roads_file, read_file_roads, FileRoads())
+    return DirectCopier(copier, chunk_format, device, find_cufile(device), roads=roads)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept. event: when the blocks
+    of the loaded ones hold their bytes. The files may be given back at once."""
+
+    outcomes: list[LoadOutcome]
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """at: its place in what was asked. copies: where its tokens go, of an extent that the ring's will replace."""
+
+    at: int
+    file: FileExtent
+    copies: tuple[Copy, ...]
+
+
+_Failures = dict[int, Damaged | ReadFailed]
+_Way = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
+"""Load or store chunks by a ring; why some were not, by their `at`, goes into the last."""
+
+
+class DirectCopier:
+    """For one group of layers. Calls block for as long as files do: they are for a thread that may wait, one at a time.
+
+    Loads and stores come after what the calling thread's current stream holds when they are called.
+    """
+
+    def __init__(
+        self,
+        copier: RingCopier,
+        chunk_format: ChunkFormat,
+        device: torch.device,
+        cufile: Files | NoCuFile,
+        *,
+        roads: FileRoads | None = None,
+    ) -> None:
+        """
+        copier: of the group, for that format and device. It must not be at work in another thread during a call.
+        cufile: from `find_cufile`, or any `Files` for memory of the device.
+        """
+        self._copier, self._format = copier, chunk_format
+        self._roads = FileRoads() if roads is None else roads
+        self._staged = self._staged_ring()
+        self._direct = self._direct_ring(cufile, device)
+
+    @property
+    def has_direct_road(self) -> bool:
+        """It is there, and has not failed where the staged one did not."""
+        return self._direct is not None
+
+    def load(
+        self,
+        files: Sequence[FileExtent | None],
+        block_ids: Sequence[int],
+        *,
+        block_tokens: int,
+        first_token: int,
+        last_token: int,
+    ) -> Carried:
+        """Bring the prompt's tokens `first_token … last_token` (the last one excluded) into their slots.
+
+        files: one for each chunk that these tokens lie in; None for one that is not there. All bytes of a chunk are
+            read also where some of its tokens are not asked for. block_ids, block_tokens: as of `plan_transfer`.
+
+        Raises:
+            InputError: files, blocks and tokens do not go together. Some of them may have been copied.
+            ConfigError: the system does not let this process lock memory for the staged road.
+            CopyFailed: the device failed.
+        """
+        chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
+        if any(chunk.file.checksum is None for chunk in chunks):
+            raise InputError("an extent without a checksum is room for a chunk, and has none to be loaded")
+        events: list[Event] = [DoneEvent()]
+        failed = self._carry(chunks, "load", lambda ring, asked, failed: events.extend(ring.load(asked, failed)))
+        outcomes: list[LoadOutcome] = [Absent()] * len(files)
+        for chunk in chunks:
+            outcomes[chunk.at] = failed.get(chunk.at, Loaded(chunk.file.nbytes))
+        # All of them were put into one queue.
+        return Carried(outcomes, events[-1])
+
+    def store(
+        self, files: Sequence[FileExtent | None], block_ids: Sequence[int], *, block_tokens: int, first_chunk: int = 0
+    ) -> list[bytes | None]:
+        """Write chunks from their blocks, which must not change meanwhile; the checksum of each that was written.
+
+        files: room for the prompt's chunks from `first_chunk` on, each a whole one; None where there is none. The
+            answer is as a tier's `commit` takes it, and what it makes durable.
+
+        Raises:
+            InputError, ConfigError: as for `load`.
+            CopyFailed: the device failed, or will not have these bytes kept. Nothing may be committed.
+        """
+        size = self._format.chunk_tokens
+        first_token, last_token = first_chunk * size, (first_chunk + len(files)) * size
+        chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
+        written: list[bytes | None] = [None] * len(files)
+        failed = self._carry(chunks, "store", lambda ring, asked, failed: ring.store(asked, written, failed))
+        for at, failure in failed.items():
+            _log.warning("a chunk could not be written: %s", failure.reason)
+            written[at] = None
+        return written
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of rings and files."""
+        for ring in (self._staged, self._direct):
+            if ring is not None:
+                ring.close()
+        self._direct = None
+
+    def _staged_ring(self) -> "_Ring":
+        nbytes = self._format.nbytes
+
+        def sums(rows: torch.Tensor) -> list[bytes]:
+            return [checksum_of(row[:nbytes].numpy().data) for row in rows]
+
+        ring = _Ring("files, staged", HostFiles(), self._copier, self._format, device=torch.device("cpu"), sums=sums)
+        self._copier.attach(ring.name, ring.memory.numpy().data)
+        return ring
+
+    def _direct_ring(self, cufile: Files | NoCuFile, device: torch.device) -> "_Ring | None":
+        if isinstance(cufile, NoCuFile):
+            _log.info("files are staged through host memory: %s", cufile.why)
+            return None
+        try:
+            from kv_cuda.copy.ops.xxh3 import ChunkSums
+
+            sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
+            ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)
+            ring.warm_up()
+        except (ImportError, InputError, OSError) as error:
+            _log.warning("files are staged through host memory: %s", error)
+            return None
+        self._copier.attach_tensor(ring.name, ring.memory)
+        return ring
+
+    def _chunks(
+        self,
+        files: Sequence[FileExtent | None],
+        block_ids: Sequence[int],
+        block_tokens: int,
+        first_token: int,
+        last_token: int,
+    ) -> list[_Chunk]:
+        size, nbytes = self._format.chunk_tokens, self._format.nbytes
+        numbers = range(
+            first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
+        )
+        if len(files) != len(numbers):
+            raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
+        chunks = []
+        for at, (number, file) in enumerate(zip(numbers, files, strict=True)):
+            if file is None:
+                continue
+            if file.nbytes != nbytes:
+                raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
+            plan = plan_transfer(
+                [HostExtent("", 0, nbytes)],
+                block_ids,
+                chunk_tokens=size,
+                block_tokens=block_tokens,
+                first_token=max(first_token, number * size),
+                last_token=min(last_token, (number + 1) * size),
+                extents_from_chunk=number,
+            )
+            chunks.append(_Chunk(at, file, plan.copies))
+        return chunks
+
+    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, way: _Way) -> _Failures:
+        """By the direct road what may go there, by the staged one the rest and what did not arrive. Why some failed."""
+        failed_direct: _Failures = {}
+        direct = self._direct
+        left = list(chunks)
+        if direct is not None:
+            asked = [chunk for chunk in chunks if self._goes_direct(chunk.file, direction)]
+            way(direct, asked, failed_direct)
+            arrived = {chunk.at for chunk in asked} - failed_direct.keys()
+            left = [chunk for chunk in chunks if chunk.at not in arrived]
+        failed: _Failures = {}
+        way(self._staged, left, failed)
+        to_blame = [failure.reason for at, failure in failed_direct.items() if at not in failed]
+        if direct is not None and to_blame:
+            _log.warning("files are staged through host memory from now on, as the direct road failed: %s", to_blame[0])
+            self._direct = None
+            direct.close()
+        return failed
+
+    def _goes_direct(self, file: FileExtent, direction: Direction) -> bool:
+        return file.offset % PAGE_BYTES == 0 and self._roads.takes_direct(direction, file.path)
+
+
+class _Ring:
+    """Two halves of memory that files fill and the copier empties in turn, or the other way round."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Files,
+        copier: RingCopier,
+        chunk_format: ChunkFormat,
+        *,
+        device: torch.device,
+        sums: Callable[[torch.Tensor], list[bytes]],
+    ) -> None:
+        """sums: the checksums of the chunks in these rows of the ring.
+
+        Raises:
+            OSError: the memory cannot be made ready for files.
+        """
+        self.name = name
+        self._files, self._copier, self._format, self._sums = files, copier, chunk_format, sums
+        self._half_chunks = _half_chunks(chunk_format)
+        rows, row_bytes = 2 * self._half_chunks, _row_bytes(chunk_format)
+        # Zeros, as what is written to a file behind a chunk must be nobody's.
+        self.memory = aligned_zeros(rows * row_bytes, device)
+        self._rows = self.memory.view(rows, row_bytes)
+        # What had this memory before may be at work on it still, and files know nothing of the device's queues.
+        queue = make_queue(device)
+        queue.follow_current()
+        queue.record().wait()
+        files.register(self.memory)
+        self._begun: tuple[list[Transfer], list[Transfer]] = ([], [])
+        self._free: list[Event] = [DoneEvent(), DoneEvent()]
+        self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Have the checksum's kernels made now, which takes a second, and not by the first chunk."""
+        self._sums(self._rows[:1])
+
+    def load(self, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
+        """The events of what was scattered, in order."""
+        events = []
+        halves = self._halves(chunks)
+        with self._finishing():
+            for number, (half, asked) in enumerate(halves):
+                self._free[half].wait()
+                self._begin(half, asked, writing=False)
+                if number:
+                    events += self._scatter(*halves[number - 1], failed)
+            if halves:
+                events += self._scatter(*halves[-1], failed)
+        return events
+
+    def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
+        """written: where checksums go, by the chunks' `at`; also of those that fail."""
+        halves = self._halves(chunks)
+        with self._finishing():
+            for number, (half, asked) in enumerate(halves):
+                self._free[half].wait()
+                first = half * self._half_chunks
+                self._copier.store(self._plan(list(enumerate(asked, first)))).wait()
+                for chunk, checksum in zip(asked, self._sums(self._rows[first : first + len(asked)]), strict=True):
+                    written[chunk.at] = checksum
+                self._begin(half, asked, writing=True)
+                if number:
+                    self._arrived(*halves[number - 1], failed)
+            if halves:
+                self._arrived(*halves[-1], failed)
+
+    def close(self) -> None:
+        self._copier.detach(self.name)  # waits for the copies
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+        with suppress(OSError):  # the memory goes all the same
+            self._files.unregister(self.memory)
+        self._files.close()
+
+    def _halves(self, chunks: Sequence[_Chunk]) -> list[tuple[int, Sequence[_Chunk]]]:
+        """As many chunks at a time as half the ring holds, with the half that they go through."""
+        step = self._half_chunks
+        return [(start // step % 2, chunks[start : start + step]) for start in range(0, len(chunks), step)]
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """No transfer outlives the call, however that ends: files are given back after it, and may be others' then."""
+        try:
+            yield
+        finally:
+            for begun in self._begun:
+                for transfer in begun:
+                    with suppress(OSError):
+                        transfer.wait()
+                begun.clear()
+
+    def _begin(self, half: int, chunks: Sequence[_Chunk], *, writing: bool) -> None:
+        """Whole pages of every chunk between its file and its row."""
+        for row, chunk in enumerate(chunks, half * self._half_chunks):
+            try:
+                file = self._opened(chunk.file.path, writable=writing)
+                move = file.write if writing else file.read
+                transfer = move(self._rows[row], chunk.file.offset)
+            except OSError as error:
+                transfer = _NeverBegun(error)
+            self._begun[half].append(transfer)
+
+    def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
+        """Those whose bytes were all moved, with their rows."""
+        arrived = []
+        for row, (chunk, transfer) in enumerate(zip(chunks, self._begun[half], strict=True), half * self._half_chunks):
+            path, nbytes = chunk.file.path, chunk.file.nbytes
+            try:
+                moved = transfer.wait()
+            except OSError as error:
+                failed[chunk.at] = ReadFailed(f"{path}: {error.strerror or error}")
+                continue
+            if moved < nbytes:
+                failed[chunk.at] = Damaged(f"{path}: {moved} of {nbytes} bytes were moved")
+            else:
+                arrived.append((row, chunk))
+        self._begun[half].clear()
+        return arrived
+
+    def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
+        arrived = self._arrived(half, chunks, failed)
+        if not arrived:
+            return []
+        first = half * self._half_chunks
+        checksums = self._sums(self._rows[first : first + len(chunks)])
+        right = []
+        for row, chunk in arrived:
+            if checksums[row - first] == chunk.file.checksum:
+                right.append((row, chunk))
+            else:
+                failed[chunk.at] = Damaged(
+                    f"{chunk.file.path}: the checksum of the bytes at {chunk.file.offset} is wrong"
+                )
+        if not right:
+            return []
+        self._free[half] = self._copier.load(self._plan(right))
+        return [self._free[half]]
+
+    def _plan(self, placed: Sequence[tuple[int, _Chunk]]) -> TransferPlan:
+        row_bytes, nbytes = self._rows.shape[1], self._format.nbytes
+        copies = [
+            replace(copy, extent=HostExtent(self.name, row * row_bytes, nbytes))
+            for row, chunk in placed
+            for copy in chunk.copies
+        ]
+        return TransferPlan(tuple(copies), self._format.chunk_tokens)
+
+    def _opened(self, path: str, *, writable: bool) -> OpenFile:
+        """Once for all its chunks, but anew when another file has taken its place."""
+        found = os.stat(path)
+        name = (path, found.st_dev, found.st_ino, writable)
+        file = self._open.pop(name, None) or self._files.open(path, writable=writable)
+        self._open[name] = file
+        if len(self._open) > _MAX_OPEN_FILES:  # more than a ring has chunks, so nobody uses the oldest
+            self._open.popitem(last=False)[1].close()
+        return file
+
+
+class _NeverBegun:
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def wait(self) -> int:
+        raise self._error
+
+
+def _row_bytes(chunk_format: ChunkFormat) -> int:
+    return -(-chunk_format.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _half_chunks(chunk_format: ChunkFormat) -> int:
+    return max(1, min(_MAX_CHUNKS_IN_HALF, _HALF_BYTES // _row_bytes(chunk_format)))

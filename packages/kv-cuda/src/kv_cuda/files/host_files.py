@@ -1,0 +1,136 @@
+"""Files as the direct road needs them, and the host's own way to read and write them.
+
+What moves bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`) and
+plain system calls do the same thing: the one into the device's memory, the other into the host's. A transfer begins at
+once and is waited for later. Whatever goes wrong is an `OSError`; a transfer that ends early is a short count.
+"""
+
+import errno
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Protocol
+
+import torch
+
+PAGE_BYTES: Final = 4096
+"""What offsets, lengths and addresses must be multiples of to go past the system's cache."""
+_MEMORY_ALIGNED: Final = 64 << 10
+"""A page of a GPU's memory, as cuFile registers it."""
+_THREADS: Final = 4
+"""As many as a disk wants at once; each holds one call of the system."""
+_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for transfers, uint8 in one axis, that begins at a page of the device's or the host's."""
+    memory = torch.zeros(nbytes + _MEMORY_ALIGNED, dtype=torch.uint8, device=device)
+    skipped = -memory.data_ptr() % _MEMORY_ALIGNED
+    return memory[skipped : skipped + nbytes]
+
+
+class Transfer(Protocol):
+    """A read or a write that has begun."""
+
+    def wait(self) -> int:
+        """The bytes that were moved: fewer than asked for where the file ends.
+
+        Raises:
+            OSError: nobody knows which of them were.
+        """
+
+
+class OpenFile(Protocol):
+    """memory: a run of bytes (uint8 in one axis), left alone by others until the transfer was waited for."""
+
+    def read(self, memory: torch.Tensor, offset: int) -> Transfer: ...
+
+    def write(self, memory: torch.Tensor, offset: int) -> Transfer: ...
+
+    def close(self) -> None: ...
+
+
+class Files(Protocol):
+    """Every call may raise `OSError`."""
+
+    def open(self, path: str, *, writable: bool) -> OpenFile: ...
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Make this memory ready for many transfers."""
+
+    def unregister(self, memory: torch.Tensor) -> None: ...
+
+    def close(self) -> None:
+        """Let go of everything but of open files."""
+
+
+class HostFiles:
+    """`Files` for memory of the host, past the system's cache where file, place and memory allow it."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-files")
+
+    def open(self, path: str, *, writable: bool) -> OpenFile:
+        return _HostFile(path, self._threads, writable=writable)
+
+    def register(self, memory: torch.Tensor) -> None:
+        return None
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        return None
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class _HostFile:
+    def __init__(self, path: str, threads: ThreadPoolExecutor, *, writable: bool) -> None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._threads = threads
+        self._plain = os.open(path, flags)
+        try:
+            self._direct = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                os.close(self._plain)
+                raise
+            self._direct = -1
+
+    def read(self, memory: torch.Tensor, offset: int) -> Transfer:
+        return _Running(self._threads.submit(_read, self._file(memory, offset), memory.numpy().data, offset))
+
+    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
+        return _Running(self._threads.submit(_write, self._file(memory, offset), memory.numpy().data, offset))
+
+    def close(self) -> None:
+        for file in (self._plain, self._direct):
+            if file >= 0:
+                os.close(file)
+        self._plain = self._direct = -1
+
+    def _file(self, memory: torch.Tensor, offset: int) -> int:
+        is_aligned = not (offset | memory.numel() | memory.data_ptr()) % PAGE_BYTES
+        return self._direct if is_aligned and self._direct >= 0 else self._plain
+
+
+class _Running:
+    def __init__(self, call: Future[int]) -> None:
+        self._call = call
+
+    def wait(self) -> int:
+        return self._call.result()
+
+
+def _read(file: int, memory: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(memory) and (got := os.preadv(file, [memory[done:]], offset + done)):
+        done += got
+        if got % PAGE_BYTES:  # only the file's end has such a length, and past the cache none may start there
+            break
+    return done
+
+
+def _write(file: int, memory: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(memory):
+        done += os.pwritev(file, [memory[done:]], offset + done)
+    return done

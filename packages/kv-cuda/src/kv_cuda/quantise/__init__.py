@@ -1,0 +1,1 @@
+"""Chunks in one byte an element."""

@@ -1,0 +1,240 @@
+"""Chunks in one byte an element: bus, pool and every tier below carry half of bfloat16, a quarter of float32.
+
+Around the copier of the exact, canonical bytes. On the way out that one gathers a chunk into staging memory on the
+tensors' own device, torch turns it into codes and scales there, and only these cross to the host; on the way in the
+reverse. So the numbers are worked on where they are, by every layout and copier there is. Two chunks of staging a
+direction let one be carried while the other is worked on; they are made when a direction is first used and kept. The
+order is the queues' business: nothing waits for the device, and on a CPU everything has happened on return.
+
+What cannot be kept is not kept wrongly: a chunk with an infinity, a NaN or a number beyond what the scales reach fails
+its store, of which the host learns when it asks the store's event, as it must before it commits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from kv_core.connect.device import DeviceCopier
+from kv_core.errors import CopyFailed, InputError
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.transfer import Copy, TransferPlan
+
+from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.plan import check_and_cut
+from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.layout import PagedLayout
+from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
+
+_STAGED_CHUNKS = 2
+_ALIGNED = 256
+
+
+class StagingCopier(DeviceCopier, Protocol):
+    """A copier whose pool may be memory of the device itself."""
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make `memory` known, uint8 in one axis."""
+
+
+class QuantisingCopier:
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Of one thread at a time."""
+
+    def __init__(
+        self, layout: PagedLayout, chunk_format: ChunkFormat, exact: StagingCopier, device: torch.device
+    ) -> None:
+        """exact: for the same layout and tensors and its `canonical_format`. device: the tensors'.
+
+        Raises:
+            InputError: the format is not one of this layout's.
+        """
+        kind, tokens = chunk_format.kind, chunk_format.chunk_tokens
+        if kind not in ("int8", "fp8") or chunk_format != layout.quantised_format(kind, tokens):
+            raise InputError(f"the format is none of layout {layout.name} in one byte an element: {chunk_format}")
+        self._layout, self._format, self._device = layout, chunk_format, device
+        self._pools: dict[str, Pool] = {}
+        canonical = layout.canonical_format(tokens)
+        self._ways = {way: _Way(way, canonical, chunk_format, exact, device) for way in ("load", "store")}
+        self._verdicts: list[_Verdict] = []
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        """Make a pool known. Its memory is pinned piece by piece as it is used.
+
+        Raises:
+            InputError: the view is read-only or empty.
+        """
+        self._pools[pool] = host_pool(pool, view, self._device, self._format.nbytes)
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+
+        Raises:
+            InputError: it is no such memory.
+        """
+        self._pools[pool] = device_pool(pool, memory, self._device)
+
+    def detach(self, pool: str) -> None:
+        """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
+        if pool in self._pools:
+            for way in self._ways.values():
+                way.end().wait()
+            self._pools.pop(pool).let_go()
+
+    def load(self, plan: TransferPlan) -> Event:
+        """Of a chunk that is loaded in part, all of it crosses the bus, and only what is asked for is written."""
+        by_chunk = self._checked(plan, to_engine=True)
+        way = self._ways["load"]
+        way.begin()
+        for chunk, copies in by_chunk:
+            way.load(chunk, copies)
+        return way.end()
+
+    def load_layers(self, plan: TransferPlan) -> list[Event]:
+        """As `load`; an event for each layer, all the same one: a chunk is made exact as a whole."""
+        return [self.load(plan)] * self._layout.layers
+
+    def store(self, plan: TransferPlan) -> Event:
+        """Chunks are stored whole, or `InputError`. Nothing of the plan may be kept if the event says `CopyFailed`."""
+        by_chunk = self._checked(plan, to_engine=False)
+        for _, copies in by_chunk:
+            tokens = sum(copy.tokens for copy in copies)
+            if tokens != self._format.chunk_tokens:
+                raise InputError(
+                    f"the plan stores {tokens} tokens of a chunk of {self._format.chunk_tokens}, "
+                    f"and format {self._format.kind} is stored whole or not at all"
+                )
+        way = self._ways["store"]
+        verdict = self._verdicts.pop() if self._verdicts else _Verdict(self._device)
+        way.begin()
+        way.clear(verdict)
+        for chunk, copies in by_chunk:
+            way.store(chunk, copies, verdict)
+        return _Judged(way.end_with(verdict), verdict, self._verdicts)
+
+    def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[tuple[torch.Tensor, list[Copy]]]:
+        """Each chunk's bytes in its pool, and what is to be moved."""
+        nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
+        check_and_cut(plan, self._layout, self._format, nbytes, to_engine=to_engine)
+        by_chunk: dict[HostExtent, list[Copy]] = {}
+        for copy in plan.copies:
+            by_chunk.setdefault(copy.extent, []).append(copy)
+        return [(self._pools[extent.pool].chunk(extent), copies) for extent, copies in by_chunk.items()]
+
+
+class _Verdict:
+    """The largest scale of a store, on the device and as the host reads it once it has arrived."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.empty((), device=device)
+        self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
+
+
+class _Judged:
+    """A store's event. `used`: where its verdict goes when it has been read, for another store."""
+
+    def __init__(self, arrived: Event, verdict: _Verdict, used: list[_Verdict]) -> None:
+        self._arrived, self._verdict, self._used = arrived, verdict, used
+        self._largest: float | None = None
+
+    def done(self) -> bool:
+        if not self._arrived.done():
+            return False
+        self._judge()
+        return True
+
+    def wait(self) -> None:
+        self._arrived.wait()
+        self._judge()
+
+    def _judge(self) -> None:
+        if self._largest is None:
+            self._largest = float(self._verdict.on_host)
+            self._used.append(self._verdict)
+        if not self._largest <= LARGEST_SCALE:  # NaN is not either
+            raise CopyFailed(
+                "the KV to be stored has an infinity, a NaN or a number too large for one byte and a scale "
+                f"(the largest scale is {self._largest:.3g}, the limit {LARGEST_SCALE:.3g})"
+            )
+
+
+class _Way:
+    """One direction's queues and staging."""
+
+    def __init__(
+        self, name: str, exact: ChunkFormat, quantised: ChunkFormat, copier: StagingCopier, device: torch.device
+    ) -> None:
+        self._name, self._exact, self._quantised, self._copier, self._device = name, exact, quantised, copier, device
+        self._work, self._bus = make_queue(device), make_queue(device)
+        self._free: list[Event] = [DoneEvent()] * _STAGED_CHUNKS
+        self._turn = 0
+        self._staging: tuple[torch.Tensor, torch.Tensor, Codes] | None = None
+
+    def begin(self) -> None:
+        """What is asked for from now comes after all that the engine has launched."""
+        self._work.follow_current()
+
+    def end(self) -> Event:
+        self._bus.follow(self._work.record())
+        return self._bus.record()
+
+    def clear(self, verdict: _Verdict) -> None:
+        with self._work.running():
+            verdict.on_device.zero_()
+
+    def end_with(self, verdict: _Verdict) -> Event:
+        self._bus.follow(self._work.record())
+        with self._bus.running():
+            verdict.on_host.copy_(verdict.on_device, non_blocking=True)
+        return self._bus.record()
+
+    def store(self, chunk: torch.Tensor, copies: Sequence[Copy], verdict: _Verdict) -> None:
+        turn, exact, quantised, codes = self._next()
+        self._work.follow(self._free[turn])
+        with self._work.running():
+            gathered = self._copier.store(self._staged(turn, copies))
+        self._work.follow(gathered)
+        with self._work.running():
+            codes.encode(exact, quantised, verdict.on_device)
+        self._bus.follow(self._work.record())
+        with self._bus.running():
+            chunk.copy_(quantised, non_blocking=True)
+        self._free[turn] = self._bus.record()
+
+    def load(self, chunk: torch.Tensor, copies: Sequence[Copy]) -> None:
+        turn, exact, quantised, codes = self._next()
+        self._bus.follow(self._free[turn])
+        with self._bus.running():
+            quantised.copy_(chunk, non_blocking=True)
+        self._work.follow(self._bus.record())
+        first = min(copy.first_token for copy in copies)
+        last = max(copy.first_token + copy.tokens for copy in copies)
+        with self._work.running():
+            codes.decode(quantised, exact, first, last)
+            scattered = self._copier.load(self._staged(turn, copies))
+        self._work.follow(scattered)
+        self._free[turn] = self._work.record()
+
+    def _next(self) -> tuple[int, torch.Tensor, torch.Tensor, Codes]:
+        """The turn, its staging for exact and for quantised bytes, and what turns them into each other."""
+        if self._staging is None:
+            exact, quantised = (
+                torch.empty((_STAGED_CHUNKS, _rounded(each.nbytes)), dtype=torch.uint8, device=self._device)
+                for each in (self._exact, self._quantised)
+            )
+            self._copier.attach_tensor(self._name, exact.view(-1))
+            # What had this memory before may still be at work on it, in the queue of whoever gave it back.
+            self._free = [self._work.record()] * _STAGED_CHUNKS
+            self._staging = exact, quantised, Codes(self._exact, self._quantised, self._device)
+        exact, quantised, codes = self._staging
+        turn = self._turn = (self._turn + 1) % _STAGED_CHUNKS
+        return turn, exact[turn, : self._exact.nbytes], quantised[turn, : self._quantised.nbytes], codes
+
+    def _staged(self, turn: int, copies: Sequence[Copy]) -> TransferPlan:
+        """The same tokens and slots, with the staging in the pool's place."""
+        extent = HostExtent(self._name, turn * _rounded(self._exact.nbytes), self._exact.nbytes)
+        return TransferPlan(tuple(replace(copy, extent=extent) for copy in copies), self._exact.chunk_tokens)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED

@@ -1,0 +1,1 @@
+"""What copies cost on this machine: `kv bench copy`."""

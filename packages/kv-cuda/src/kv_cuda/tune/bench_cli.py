@@ -1,0 +1,99 @@
+"""`kv bench copy`: measure the roads between host and device, and keep what was found for the copier to use."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kv_cuda.tune.measure import Measured
+    from kv_cuda.tune.measure_files import MeasuredFile
+
+_ABOUT = """\
+Measure how fast chunks move between pinned host memory and the GPU on each road: by the kernel alone, by the copy
+engine and a ring, and by the driver's batched copies. What is fastest for which length of run is kept in a file,
+which the copier reads when an engine starts. Takes about a minute; nothing else should use the GPU meanwhile.
+
+With --file: between the files of a directory and the GPU, straight (GPUDirect Storage) or through pinned memory. Name
+the directory of your disk tier, or any on the same file system; a GiB is written there and removed.
+"""
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="measure this machine")
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    copy = what.add_parser("copy", help="host ↔ GPU, and keep the result", description=_ABOUT)
+    copy.add_argument("--device", default="cuda", help="which GPU (default: cuda)")
+    copy.add_argument("--file", metavar="DIRECTORY", type=Path, help="measure files of this directory instead")
+    copy.add_argument("--json", action="store_true", help="one JSON object a line for each figure")
+    copy.add_argument("--dry-run", action="store_true", help="do not keep the result")
+    copy.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigError: there is no such GPU, or no Triton; or the directory cannot be used.
+    """
+    import torch
+
+    try:
+        device = torch.device(asked.device)
+    except RuntimeError:
+        raise ConfigError(f"--device {asked.device}: write cuda, or cuda:1 for the second GPU") from None
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"--device {asked.device}: there is no such GPU; `kv doctor` says what is missing")
+    name = torch.cuda.get_device_name(device)
+    kept = _roads(device, name, asked) if asked.file is None else _file_roads(device, name, asked)
+    if kept is not None:
+        print(f"kept in {kept}", file=sys.stderr)
+    return 0
+
+
+def _roads(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+    from kv_cuda.copy.copy_paths import roads_file, write_roads
+    from kv_cuda.tune.measure import Sizes, measure_roads, roads_from
+
+    measured = []
+    for one in measure_roads(device, Sizes()):
+        measured.append(one)
+        _say(one, one.layout, as_json=asked.json)
+    if asked.dry_run:
+        return None
+    path = roads_file(name)
+    write_roads(path, roads_from(measured))
+    return path
+
+
+def _file_roads(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+    from kv_cuda.copy.copy_paths import FileRoads, file_roads_file, read_file_roads, write_file_roads
+    from kv_cuda.files.cufile import NoCuFile, find_cufile
+    from kv_cuda.tune.measure_files import file_roads_from, measure_files
+
+    cufile = find_cufile(device)
+    if isinstance(cufile, NoCuFile):
+        print(f"no direct road: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
+    measured = []
+    for one in measure_files(device, asked.file, cufile):
+        measured.append(one)
+        _say(one, one.directory, as_json=asked.json)
+    roads = file_roads_from(measured)
+    if asked.dry_run or not roads.measured:
+        return None
+    path = file_roads_file(name)
+    write_file_roads(path, FileRoads({**read_file_roads(path).measured, **roads.measured}))
+    return path
+
+
+def _say(one: "Measured | MeasuredFile", where: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(one)), flush=True)
+    else:
+        rate = f"{one.gbps:7.1f} GB/s of {one.limit_gbps:6.1f} ({one.gbps / one.limit_gbps:.2f})"
+        print(f"{one.direction:<6} {one.road:<7} {where:<26} {rate}", flush=True)

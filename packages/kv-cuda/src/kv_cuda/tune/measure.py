@@ -1,0 +1,152 @@
+"""How fast each road is on this device, against what the bus can do in the same run."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from kv_core.extent import HostExtent
+from kv_core.transfer import TransferPlan, plan_transfer
+
+from kv_cuda.copy.copy_paths import Direction, Road, Roads, fastest
+from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.copy.ops import driver
+from kv_cuda.layout import PagedLayout, split_parts
+
+_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One road in one direction, as medians. limit_gbps: a plain copy of the same bytes, pinned memory ↔ device."""
+
+    layout: str
+    direction: Direction
+    road: Road
+    run_bytes: int
+    chunk_bytes: int
+    gbps: float
+    limit_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: a cache in bfloat16 with 128 elements a head. chunks: moved in one call."""
+
+    layers: int = 32
+    heads: int = 8
+    chunk_tokens: int = 256
+    chunks: int = 4
+    block_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
+
+    def layout(self, block_tokens: int, order: str = "apart") -> PagedLayout:
+        """order: `apart` (a block's K, then its V), or vLLM's `nhd` and `hnd` (K and V side by side in each head)."""
+        dim = 128
+        row = self.heads * dim
+        strides = {
+            "apart": {"token": row, "head": dim, "value_offset": block_tokens * row},
+            "nhd": {"token": 2 * row, "head": 2 * dim, "value_offset": dim},
+            "hnd": {"token": 2 * dim, "head": 2 * block_tokens * dim, "value_offset": dim},
+        }[order]
+        return split_parts(
+            f"{order}, {block_tokens}-token blocks",
+            block=2 * block_tokens * row,
+            dim=1,
+            **strides,
+            dtype="bfloat16",
+            itemsize=2,
+            layers=self.layers,
+            blocks=2 * self.chunks * self.chunk_tokens // block_tokens,
+            block_tokens=block_tokens,
+            heads=self.heads,
+            head_dim=dim,
+        )
+
+
+def measure_roads(device: torch.device, sizes: Sizes) -> Iterator[Measured]:
+    """Every road that the device has, by length of run, as each becomes known."""
+    roads: list[Road] = ["direct", "staged"]
+    if driver.is_available(device):
+        roads.append("driver")
+    for block_tokens in sizes.block_tokens:
+        yield from measure_layout(device, sizes, sizes.layout(block_tokens), roads)
+
+
+def measure_layout(
+    device: torch.device, sizes: Sizes, layout: PagedLayout, roads: Sequence[Road]
+) -> Iterator[Measured]:
+    """Both directions of each road through one layout, with random blocks."""
+    described = layout.canonical_format(sizes.chunk_tokens)
+    cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
+    is_cuda = device.type == "cuda"
+    pool = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+    beside = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, device=device)
+    plan = _plan(layout, sizes, described.nbytes)
+    moved = sizes.chunks * described.nbytes
+    for road in roads:
+        only = ((0, road),)
+        copier = GpuCopier(layout, list(cache), described, roads=Roads(load=only, store=only))
+        copier.attach("pool", pool.numpy().data)
+        moves: list[tuple[Direction, Callable[[TransferPlan], object], torch.Tensor, torch.Tensor]] = [
+            ("load", lambda plan, copier=copier: copier.load(plan).wait(), beside, pool),  # type: ignore[misc]
+            ("store", lambda plan, copier=copier: copier.store(plan).wait(), pool, beside),  # type: ignore[misc]
+        ]
+        for direction, move, to, origin in moves:
+            ours, limit = paired_s(
+                lambda move=move: move(plan),  # type: ignore[misc]
+                lambda to=to, origin=origin: _copy(to, origin),  # type: ignore[misc]
+            )
+            yield Measured(
+                layout.name,
+                direction,
+                road,
+                copier.run_bytes,
+                described.nbytes,
+                moved / ours / 1e9,
+                moved / limit / 1e9,
+            )
+        copier.detach("pool")
+
+
+def roads_from(measured: Sequence[Measured]) -> Roads:
+    """The table that follows."""
+    tables = {}
+    for direction in ("load", "store"):
+        rates: dict[int, dict[Road, float]] = {}
+        for one in measured:
+            if one.direction == direction:
+                rates.setdefault(one.run_bytes, {})[one.road] = one.gbps
+        tables[direction] = fastest(rates)
+    return Roads(**tables)
+
+
+def _plan(layout: PagedLayout, sizes: Sizes, chunk_bytes: int) -> TransferPlan:
+    shuffled = torch.randperm(layout.blocks, generator=torch.Generator().manual_seed(7))
+    table = shuffled[: sizes.chunks * sizes.chunk_tokens // layout.block_tokens].tolist()
+    return plan_transfer(
+        [HostExtent("pool", number * chunk_bytes, chunk_bytes) for number in range(sizes.chunks)],
+        table,
+        chunk_tokens=sizes.chunk_tokens,
+        block_tokens=layout.block_tokens,
+        first_token=0,
+        last_token=sizes.chunks * sizes.chunk_tokens,
+    )
+
+
+def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
+    to.copy_(origin, non_blocking=True)
+    if "cuda" in (to.device.type, origin.device.type):
+        torch.cuda.current_stream().synchronize()
+
+
+def paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
+    """Medians of two things timed in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(_ROUNDS + 2):
+        for call, kept in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            call()
+            if round_number >= 2:
+                kept.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])

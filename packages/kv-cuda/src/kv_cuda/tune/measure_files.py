@@ -1,0 +1,139 @@
+"""How fast each road is between the files of a directory and this device, against the same bytes and the host alone."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from kv_core.errors import ConfigError
+from kv_core.extent import FileExtent
+from kv_core.outcome import Loaded
+
+from kv_cuda.choose import make_copier
+from kv_cuda.copy.copy_paths import Direction, FileRoad, FileRoads
+from kv_cuda.files.cufile import NoCuFile
+from kv_cuda.files.direct import DirectCopier
+from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, aligned_zeros
+from kv_cuda.tune.measure import Sizes, paired_s
+
+CHUNKS = 16
+"""Of 32 MiB, so that the halves of the ring are used several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredFile:
+    """One road in one direction, as medians. limit_gbps: the same bytes between the files and memory of the host, past
+    the system's cache where the file system can, without checksum or copy."""
+
+    directory: str
+    direction: Direction
+    road: FileRoad
+    chunk_bytes: int
+    gbps: float
+    limit_gbps: float
+
+
+def measure_files(
+    device: torch.device, directory: Path, cufile: Files | NoCuFile, sizes: Sizes | None = None
+) -> Iterator[MeasuredFile]:
+    """Each road that there is, as it becomes known. Takes twice the chunks' bytes of room there for a while.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    sizes = replace(Sizes(), chunks=CHUNKS) if sizes is None else sizes
+    try:
+        with tempfile.TemporaryDirectory(prefix="kv-bench-", dir=directory) as made:
+            roads: list[tuple[FileRoad, Files | NoCuFile]] = [("staged", NoCuFile("not asked for", ""))]
+            if not isinstance(cufile, NoCuFile):
+                roads.append(("direct", cufile))
+            for road, files in roads:
+                yield from _measure(device, Path(made) / road, road, files, sizes)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be measured: {error.strerror or error}") from None
+
+
+def file_roads_from(measured: Sequence[MeasuredFile]) -> FileRoads:
+    """The faster road for each directory of which both were measured in both directions."""
+    rates: dict[str, dict[Direction, dict[FileRoad, float]]] = {}
+    for one in measured:
+        rates.setdefault(one.directory, {}).setdefault(one.direction, {})[one.road] = one.gbps
+    return FileRoads({
+        directory: {direction: max(roads, key=roads.__getitem__) for direction, roads in ways.items()}
+        for directory, ways in rates.items()
+        if len(ways) == 2 and all(len(roads) == 2 for roads in ways.values())
+    })  # fmt: skip
+
+
+def _measure(
+    device: torch.device, path: Path, road: FileRoad, files: Files | NoCuFile, sizes: Sizes
+) -> Iterator[MeasuredFile]:
+    """Store, then load, by one road."""
+    directory = str(path.parent.parent.absolute())
+    layout = sizes.layout(16) if 16 in sizes.block_tokens else sizes.layout(sizes.block_tokens[0])
+    described = layout.canonical_format(sizes.chunk_tokens)
+    cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
+    slot = PAGE_BYTES + -(-described.nbytes // PAGE_BYTES) * PAGE_BYTES
+    room = [FileExtent(str(path), at * slot + PAGE_BYTES, described.nbytes, None) for at in range(sizes.chunks)]
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, sizes.chunks * slot)
+    shuffled = torch.randperm(layout.blocks, generator=torch.Generator().manual_seed(7))
+    table = shuffled[: sizes.chunks * sizes.chunk_tokens // layout.block_tokens].tolist()
+    moved = sizes.chunks * described.nbytes
+    copier = DirectCopier(make_copier(layout, list(cache), described), described, device, files)
+    plain = _Plain(path, room, slot - PAGE_BYTES)
+    try:
+        checksums = copier.store(room, table, block_tokens=layout.block_tokens)
+        plain.read()  # so that what it writes below is what the chunks are
+        written = [replace(extent, checksum=checksum) for extent, checksum in zip(room, checksums, strict=True)]
+        moves: list[tuple[Direction, Callable[[], None], Callable[[], None]]] = [
+            ("store", lambda: _store(copier, room, table, layout.block_tokens), plain.write),
+            ("load", lambda: _load(copier, written, table, layout.block_tokens), plain.read),
+        ]
+        for direction, ours, theirs in moves:
+            our_s, their_s = paired_s(ours, theirs)
+            if (road == "direct") != copier.has_direct_road:
+                return  # it failed, which the log says; what was measured is not this road
+            ours_gbps, limit_gbps = (moved / seconds / 1e9 for seconds in (our_s, their_s))
+            yield MeasuredFile(directory, direction, road, described.nbytes, ours_gbps, limit_gbps)
+    finally:
+        copier.close()
+        plain.close()
+
+
+def _store(copier: DirectCopier, room: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
+    if None in copier.store(room, table, block_tokens=block_tokens):
+        raise OSError("a chunk could not be written")
+
+
+def _load(copier: DirectCopier, files: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
+    last_token = len(table) * block_tokens
+    carried = copier.load(files, table, block_tokens=block_tokens, first_token=0, last_token=last_token)
+    carried.event.wait()
+    if not all(isinstance(outcome, Loaded) for outcome in carried.outcomes):
+        raise OSError("a chunk could not be read")
+
+
+class _Plain:
+    """All of the chunks' bytes at once between the file and the host."""
+
+    def __init__(self, path: Path, extents: Sequence[FileExtent], nbytes: int) -> None:
+        self._files, self._extents = HostFiles(), extents
+        self._file = self._files.open(str(path), writable=True)
+        self._memory = aligned_zeros(len(extents) * nbytes, torch.device("cpu")).view(len(extents), nbytes)
+
+    def read(self) -> None:
+        begun = [self._file.read(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)]
+        for transfer in begun:
+            transfer.wait()
+
+    def write(self) -> None:
+        begun = [self._file.write(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)]
+        for transfer in begun:
+            transfer.wait()
+
+    def close(self) -> None:
+        self._file.close()
+        self._files.close()

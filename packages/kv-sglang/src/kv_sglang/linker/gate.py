@@ -1,0 +1,83 @@
+"""What a forward pass waits for, layer by layer, before it reads pages that are being loaded."""
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kv_core.errors import CopyFailed
+from kv_cuda.copy.streams import Event, engine_follows
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Loads that started together. layers: copies on their way; over: nothing more will come; landed: all arrived."""
+
+    layers: list[Event] = field(default_factory=list)
+    over: bool = False
+    landed: bool = False
+
+
+class LayerGate:
+    """SGLang's `layer_done_counter`: it numbers batches of loads, and lets a forward pass through layer by layer.
+
+    A layer that never comes holds nobody up: the pass goes on with whatever the slots hold, and `finish` says so before
+    anything of it is used. Batches are opened and filled by one side, and waited for by another thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches: dict[int, _Batch] = {}
+        self._opened = -1
+        self.consumer_index = -1
+
+    def open(self) -> int:
+        """A new batch's number."""
+        with self._changed:
+            self._opened += 1
+            self._batches[self._opened] = _Batch()
+            return self._opened
+
+    def let_through(self, number: int, event: Event) -> None:
+        """The batch's next layer has been copied once `event` is done."""
+        with self._changed:
+            self._batches[number].layers.append(event)
+            self._changed.notify_all()
+
+    def end(self, number: int, *, landed: bool) -> None:
+        """Nothing is written for this batch any more."""
+        with self._changed:
+            batch = self._batches[number]
+            batch.over, batch.landed = True, landed
+            self._changed.notify_all()
+
+    def set_consumer(self, index: int) -> None:
+        """Which batch the next forward pass reads; -1: none."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """The forward pass is about to read this layer, of this rank's first."""
+        with self._changed:
+            batch = self._batches.get(self.consumer_index)
+            if batch is None:
+                return
+            self._changed.wait_for(lambda: len(batch.layers) > layer or batch.over)
+            event = batch.layers[layer] if len(batch.layers) > layer else None
+        if event is not None:
+            with suppress(CopyFailed):  # whoever loads sees it too, and ends the batch as not landed
+                engine_follows(event)
+
+    def finish(self, number: int) -> bool:
+        """Wait until nothing is written for this batch, and forget it. True if all of it arrived; so for no batch."""
+        with self._changed:
+            batch = self._batches.get(number)
+            if batch is None:
+                return True
+            self._changed.wait_for(lambda: batch.over)
+            del self._batches[number]
+            return batch.landed
+
+    def finish_all(self) -> None:
+        """The same for every batch."""
+        for number in list(self._batches):
+            self.finish(number)
+        self.consumer_index = -1

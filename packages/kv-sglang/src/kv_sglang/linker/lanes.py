@@ -1,0 +1,246 @@
+"""Loads and stores between the host pool and SGLang's own blocks on the device, each on a thread of its own.
+
+What must be decided at once (is it there, does it stay there) is decided on the caller's thread; what takes time, the
+copies, is not. SGLang asks several ranks the same and counts on the same answers, so none depends on how far a thread
+has come: a load that was taken is carried out, and a store that was offered gets its turn. An error on a thread is
+ours or the device's, and is told to whoever turns the cache off; the thread goes on, so that nothing is waited for in
+vain.
+"""
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from kv_core.errors import CopyFailed
+from kv_core.service import ReadLease
+from kv_cuda.choose import LayerwiseCopier
+
+from kv_sglang.linker.gate import LayerGate
+from kv_sglang.pages import Hands, PageStore
+from kv_sglang.pools import first_slots
+
+MAX_WAITING_PAGES: Final = 4096
+"""Pages whose stores may wait. SGLang keeps them on the device until their turn, so what is beyond is not stored."""
+_END_S: Final = 30.0
+
+TurnOff = Callable[[str, BaseException], None]
+
+
+class Point(Protocol):
+    """A point in the device's work, as torch's events are."""
+
+    def synchronize(self) -> None:
+        """Return when it has been reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One request's pages, leased by `holder`, and the slots of the device that they go to, one a token."""
+
+    lease: ReadLease
+    holder: str
+    indices: torch.Tensor
+
+
+class Loads:
+    """Pages of waiting requests on their way to the device, batch by batch. Its methods belong to one thread."""
+
+    def __init__(self, store: PageStore, copier: LayerwiseCopier, turn_off: TurnOff) -> None:
+        """copier: between chunks and the device. gate: where forward passes wait for the layers."""
+        self.gate = LayerGate()
+        self._store = store
+        self._hands = Hands(copier)
+        self._turn_off = turn_off
+        self._numbers = itertools.count()
+        self._taken: dict[str, _Load] = {}
+        self._batches: queue.SimpleQueue[tuple[int, list[_Load], Point] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-sglang loads", daemon=True)
+        self._thread.start()
+
+    def ready(self, request: str, hashes: Sequence[str]) -> int:
+        """How many leading pages can be loaded now. Never waits."""
+        return self._store.ready(hashes, self._asker(request)) if hashes else 0
+
+    def take(self, request: str, hashes: Sequence[str], indices: torch.Tensor) -> bool:
+        """Load exactly these pages with the next batch. False: they are gone.
+
+        indices: the device's slots, one a token.
+        """
+        holder = f"{self._store.name}-load-{next(self._numbers)}"
+        lease = self._store.lease(self._store.keys(hashes), holder)
+        self._store.forget_asker(self._asker(request))
+        if lease is None:
+            self._store.cache.end(holder)
+            return False
+        self._taken[request] = _Load(lease, holder, indices)
+        return True
+
+    def give_back(self, request: str) -> bool:
+        """Do not load what this request took. False: it took nothing, or its batch has started."""
+        load = self._taken.pop(request, None)
+        if load is not None:
+            self._store.cache.end(load.holder)
+        return load is not None
+
+    def start(self, known: Point) -> int:
+        """Load what was taken. The batch's number at the gate; -1: there is nothing to load.
+
+        known: when the slots can be read.
+        """
+        if not self._taken:
+            return -1
+        loads, self._taken = list(self._taken.values()), {}
+        number = self.gate.open()
+        self._batches.put((number, loads, known))
+        return number
+
+    def reset(self) -> None:
+        """Finish what has started, and give back all else."""
+        for request in list(self._taken):
+            self.give_back(request)
+        self.gate.finish_all()
+
+    def close(self) -> None:
+        """The same, and let go of the pool's memory."""
+        self.reset()
+        self._batches.put(None)
+        self._thread.join(_END_S)
+        self._hands.let_go()
+
+    def _asker(self, request: str) -> str:
+        return f"{self._store.name}-ask-{request}"
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            number, loads, known = batch
+            landed = False
+            try:
+                known.synchronize()
+                landed = self._carry(number, loads)
+            except Exception as error:  # noqa: BLE001  # the forward pass waits for the end of this batch
+                self._turn_off(f"pages could not be loaded: {error}", error)
+            for load in loads:
+                self._store.cache.end(load.holder)
+            self.gate.end(number, landed=landed)
+
+    def _carry(self, number: int, loads: Sequence[_Load]) -> bool:
+        store = self._store
+        pairs = [
+            pair
+            for load in loads
+            for pair in zip(load.lease.extents, _slots(load.indices, len(load.lease.extents), store), strict=True)
+        ]
+        events = self._hands.on(store.cache.pool).load_layers(store.plan(pairs))
+        for event in events:
+            self.gate.let_through(number, event)
+        for event in events:
+            event.wait()
+        # Bytes that did not stay put while they were read may be another page's.
+        released = [store.cache.release(load.lease) for load in loads]
+        return all(released)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Pages to be stored, those in front of them in the prompt, and what must have happened on the device before."""
+
+    hashes: Sequence[str]
+    before: Sequence[str]
+    indices: torch.Tensor
+    written: Sequence[Point]
+
+
+class Stores:
+    """Pages on their way out, in the order in which they were offered. Its methods belong to one thread."""
+
+    def __init__(self, store: PageStore, turn_off: TurnOff) -> None:
+        self._store = store
+        self._turn_off = turn_off
+        self._changed = threading.Condition()
+        self._offers: deque[_Offer | bool | None] = deque()  # a bool: the answer, without storing; None: the end
+        self._under_way = 0
+        self._waiting_pages = 0
+        self._answers: deque[bool] = deque()
+        self._thread = threading.Thread(target=self._run, name="kv-sglang stores", daemon=True)
+        self._thread.start()
+
+    def offer(
+        self, hashes: Sequence[str], before: Sequence[str], indices: torch.Tensor, written: Sequence[Point]
+    ) -> None:
+        """Store these pages, or answer `False` in their turn. They must stay on the device until then.
+
+        before: the pages in front of them. indices: the device's slots, one a token. written: when they can be read.
+        """
+        with self._changed:
+            has_room = self._waiting_pages + len(hashes) <= MAX_WAITING_PAGES
+            self._waiting_pages += len(hashes) if has_room else 0
+            self._put(_Offer(hashes, before, indices, written) if has_room else False)
+
+    def answer_in_turn(self, stored: bool) -> None:
+        """Another stores them, or nobody."""
+        with self._changed:
+            self._put(stored)
+
+    def answered(self) -> int:
+        """How many answers wait for `take_answer`."""
+        with self._changed:
+            return len(self._answers)
+
+    def take_answer(self) -> bool:
+        """Whether the pages offered first, of those not answered yet, are stored."""
+        with self._changed:
+            return self._answers.popleft()
+
+    def reset(self) -> None:
+        """Wait for every store, and drop the answers."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)
+            self._answers.clear()
+
+    def close(self) -> None:
+        """The same, and end."""
+        self.reset()
+        with self._changed:
+            self._put(None)
+        self._thread.join(_END_S)
+
+    def _put(self, offer: _Offer | bool | None) -> None:
+        self._offers.append(offer)
+        self._under_way += 1
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._offers)
+                offer = self._offers.popleft()
+            if offer is None:
+                return
+            stored = self._carry(offer) if isinstance(offer, _Offer) else offer
+            with self._changed:
+                self._waiting_pages -= len(offer.hashes) if isinstance(offer, _Offer) else 0
+                self._under_way -= 1
+                self._answers.append(stored)
+                self._changed.notify_all()
+
+    def _carry(self, offer: _Offer) -> bool:
+        try:
+            for point in offer.written:
+                point.synchronize()
+            slots = _slots(offer.indices, len(offer.hashes), self._store)
+            return all(self._store.write(offer.hashes, slots, offer.before))
+        except Exception as error:  # noqa: BLE001  # SGLang waits for an answer to everything that it offered
+            self._turn_off(f"pages could not be stored: {error}", error)
+            return False
+
+
+def _slots(indices: torch.Tensor, pages: int, store: PageStore) -> list[int]:
+    slots = first_slots(indices.cpu(), pages, store.pages.page_slots)
+    if slots is None:
+        raise CopyFailed(f"SGLang's {indices.numel()} slots are not those of {pages} whole pages")
+    return slots

@@ -1,0 +1,273 @@
+"""SGLang's external linker: pages straight between its device blocks and our host memory. Experimental.
+
+Each method is a translation and one call; what it means is in `kv_sglang.linker.lanes`. All of them are called on the
+scheduler's main thread, so none of them copies or waits for a tier: a hit is promised from host memory only, and what
+slower tiers hold is brought up for a later question. SGLang changed this interface three times in five weeks, so
+arguments that it adds are taken and left alone.
+
+A load that was promised and then fails cannot become a miss: SGLang aborts its requests (503). That takes a lease that
+ends while it is being read from, or a device that fails. Whatever else goes wrong turns the cache off, and every
+question from then on is a miss.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Sequence
+from importlib.metadata import version
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.utils import get_device_module
+
+from kv_sglang import TESTED
+from kv_sglang.attach import KV, Rank, attach, check_hashes, served_model
+from kv_sglang.linker.chains import Chains
+from kv_sglang.linker.device import describe_device
+from kv_sglang.linker.lanes import Loads, Stores
+from kv_sglang.page_settings import read_settings
+from kv_sglang.pools import Wanted
+from kv_sglang.weights import engine_name, watch_updates
+
+_log = limited_logger(__name__)
+
+_CALLS: Final = {
+    "lookup": ["rid", "transfers"],
+    "load": ["rid", "transfers"],
+    "start_layer_wise_loading": [],
+    "finish_layer_wise_loading": ["counter_index"],
+    "cancel_queued_load": ["rid"],
+    "offload": ["transfers"],
+    "num_completed_offloads": [],
+    "pop_completed_offload": [],
+    "record_offload_ready": [],
+    "reset": [],
+    "close": [],
+}
+"""SGLang's calls as they are implemented here. More behind them is no matter."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Hook = Callable[Concatenate["KVLinker", _P], _R]
+
+
+def _guarded(fallback: _R) -> Callable[[_Hook[_P, _R]], _Hook[_P, _R]]:
+    """Answer `fallback` while the cache is off, and turn it off when the hook raises."""
+
+    def decorate(hook: _Hook[_P, _R]) -> _Hook[_P, _R]:
+        @functools.wraps(hook)
+        def guarded(self: "KVLinker", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if self.off:
+                return fallback
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and the scheduler would die of it
+                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                return fallback
+
+        return cast(_Hook[_P, _R], guarded)
+
+    return decorate
+
+
+class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classes are untyped here
+    """`--unified-cache-external-linker-backend dynamic`, with this class's name in the linker's config.
+
+    off: why nothing is read or written; empty while it works.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Collection[ComponentType] = (),
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+        **_added: Any,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: settings that cannot be honoured, a model that cannot be served, or an SGLang whose interface
+                is another.
+        """
+        check_interface()
+        self.off = ""
+        self.forward_stream = forward_stream
+        refuse_what_is_not_served(params, components)
+        self._group = params.attn_tp_cache_group or params.tp_cache_group
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        settings = read_settings(extra_config or {}, int(params.page_size), os.environ)
+        described = describe_device(pool, int(params.page_size), cast(Wanted, settings.format))
+        rank = _rank(server_args, described.replicated, self._group)
+        self._writes = not described.replicated or rank.number == 0
+        watch_updates()
+        name = engine_name(rank.ranks)
+        self._attached = attach(settings, served_model(rank), rank, {KV: described.pages}, engine_name=name)
+        store = self._attached.stores[KV]
+        self._ranks = rank.ranks
+        self._loads = Loads(store, described.copier(), self.turn_off)
+        self._stores = Stores(store, self.turn_off)
+        self._chains = Chains()
+        self.layer_done_counter = self._loads.gate
+        self.pools = {PoolName.KV: described.pages}
+        _log.info("the linker of kv-sglang (experimental) keeps pages of %d tokens", settings.chunk_tokens)
+
+    # In.
+
+    @_guarded(cast(list[int], []))
+    def lookup(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> list[int]:
+        hashes = _pages(transfers).keys or []
+        self._chains.tell(hashes)
+        return list(range(1, self._loads.ready(rid, hashes) + 1))
+
+    def load(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
+        # Every rank must answer the same, so each of them comes here, whatever happened to it.
+        return self._all_ranks(self._take(rid, transfers)) or self._let_go(rid)
+
+    @_guarded(fallback=False)
+    def _take(self, rid: str, transfers: Sequence[PoolTransfer]) -> bool:
+        pages = _pages(transfers)
+        return self._loads.take(rid, pages.keys or [], pages.device_indices)
+
+    def _let_go(self, rid: str) -> bool:
+        self._loads.give_back(rid)
+        return False
+
+    def start_layer_wise_loading(self) -> int:
+        return self._loads.start(_now())
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loads.gate.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._loads.give_back(rid)
+
+    # Out.
+
+    def offload(self, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
+        # Ranks count each other's answers, so there is one to every offer, at once or in its turn.
+        if not self._offer(transfers):
+            self._stores.answer_in_turn(not self._writes)
+        return True
+
+    @_guarded(fallback=False)
+    def _offer(self, transfers: Sequence[PoolTransfer]) -> bool:
+        pages = _pages(transfers)
+        hashes = pages.keys or []
+        if not self._writes or not hashes:
+            return False
+        before = self._chains.before(hashes[0])
+        self._chains.tell(hashes)
+        self._stores.offer(hashes, before, pages.device_indices, self.record_offload_ready())
+        return True
+
+    def num_completed_offloads(self) -> int:
+        return self._stores.answered()
+
+    def pop_completed_offload(self) -> bool:
+        return self._stores.take_answer()
+
+    # The rest.
+
+    def reset(self) -> None:
+        """SGLang empties its caches. What was stored stays."""
+        self._loads.reset()
+        self._stores.reset()
+        if self._attached.watch is not None:
+            self._attached.watch.emptied()
+
+    def close(self) -> None:
+        self.off = self.off or "it is closed"
+        self._loads.close()
+        self._stores.close()
+        self._attached.close()
+
+    def turn_off(self, why: str, error: BaseException) -> None:
+        """Promise and store nothing from now on. From any thread."""
+        if not self.off:
+            self.off = why
+            _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+
+    def _all_ranks(self, answer: bool) -> bool:
+        """Whether all of them say so."""
+        if self._ranks == 1:
+            return answer
+        agreed = torch.tensor([int(answer)], dtype=torch.int)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(agreed.item())
+
+
+def check_interface() -> None:
+    """SGLang must call what is implemented here.
+
+    Raises:
+        ConfigError: it does not; the text says what differs and what to install.
+    """
+    for name, wanted in _CALLS.items():
+        call = getattr(UnifiedCacheLinker, name, None)
+        found = ["nothing"] if call is None else list(inspect.signature(call).parameters)[1:]
+        if call is None or found[: len(wanted)] != wanted:
+            raise _other_sglang(f"{name} takes {found}, not {wanted}")
+    if unknown := UnifiedCacheLinker.__abstractmethods__ - _CALLS.keys():
+        raise _other_sglang(f"it also wants {sorted(unknown)}")
+    check_hashes()
+
+
+def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]) -> None:
+    """
+    Raises:
+        ConfigError: the model, or how it is spread, is none that the linker serves.
+    """
+    names = sorted(component.name for component in components if component is not ComponentType.FULL)
+    refused = {
+        f"a model with {', '.join(names)}": bool(names),
+        "pipeline parallelism": params.pp_size > 1,
+        "context parallelism": params.attn_cp_size > 1,
+        "a draft model's KV": bool(params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise ConfigError(
+            f"the linker of kv-sglang does not serve {' and '.join(found)}: use the storage of HiCache, "
+            "`python -m kv_sglang flags` without --linker"
+        )
+
+
+def _other_sglang(how: str) -> ConfigError:
+    return ConfigError(
+        f"SGLang {version('sglang')} has another linker interface than {TESTED}, with which kv-sglang is tested: "
+        f"{how}; install sglang=={TESTED}, or use the storage of HiCache, `python -m kv_sglang flags` without --linker"
+    )
+
+
+def _rank(server_args: Any, replicated: bool, group: Any) -> Rank:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    return Rank(
+        number=dist.get_rank(group) if ranks > 1 else 0,
+        ranks=ranks,
+        replicated=replicated,
+        stage=0,
+        stages=1,
+        replica=parallel.attn_dp_rank,
+        replicas=int(server_args.dp_size),
+        nodes=int(server_args.nnodes),
+    )
+
+
+def _pages(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
+    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+def _now() -> Any:
+    event = get_device_module().Event()
+    event.record()
+    return event

@@ -1,0 +1,150 @@
+"""Where an engine's cache is: in its own process, in a private server that ends with it, or in one that it joins.
+
+In process wherever all that use it share one, because nothing is faster. Otherwise rank 0 starts a server whose
+life hangs on its own, and everyone meets at a socket named after the engine. A server named in the settings is joined
+instead, and shared with every engine that names it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from kv_core.errors import ConfigError, TierDown
+from kv_core.log import limited_logger
+
+from kv_tiers.attach.settings import Settings
+from kv_tiers.build import build_local_cache
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.config import HostConfig
+from kv_tiers.events.bus import EventBus
+from kv_tiers.server import wire
+from kv_tiers.server.address import PRIVATE_PREFIX
+from kv_tiers.server.config import default_socket
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.launch import ServerProcess, launch
+from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.server.report import Registration
+from kv_tiers.tenants import read_tenants
+from kv_tiers.watch.build import build_bus
+
+_log = limited_logger(__name__)
+
+_WAIT_FOR_RANK_0_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What every chunk of an engine is."""
+
+    chunk_bytes: int
+    fingerprint: str
+
+
+def socket_of(settings: Settings, engine_id: str) -> Path:
+    """Where the engine's processes find its server."""
+    return Path(settings.server.socket) if settings.server.socket else default_socket(f"{PRIVATE_PREFIX}{engine_id}")
+
+
+def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
+    """The cache in this process, and the bus that tells what happens in it: close it after the cache.
+
+    Raises:
+        ConfigError: the settings cannot be honoured on this machine.
+    """
+    # Whoever asks `kv explain` asks a server: a history that nobody can ask for would cost and be of no use.
+    bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0))
+    try:
+        cache = build_local_cache(
+            _host(settings),
+            chunk_bytes=chunks.chunk_bytes,
+            fingerprint=chunks.fingerprint,
+            tiers=settings.tiers,
+            cold=settings.cold,
+            tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
+            events=bus.source("", chunks.chunk_bytes, settings.chunk_tokens),
+        )
+    except BaseException:
+        bus.close()
+        raise
+    return cache, bus
+
+
+def open_there(
+    settings: Settings,
+    chunks: Format,
+    *,
+    engine_id: str,
+    rank: int | None,
+    facts: Mapping[str, str],
+    on_new_pool: Callable[[MappedPool], None] | None = None,
+    detached: bool = True,
+) -> tuple[RemoteCache, ServerProcess | None]:
+    """The cache at the engine's server, and the server if this is rank 0 and it is a private one.
+
+    rank: None for the scheduler. facts: what the engine's other processes should know of this one (`workers_of`).
+    detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
+        what waits. It ends by itself when this process does.
+
+    Raises:
+        ConfigError: no server could be started or joined; the text says why.
+    """
+    socket = socket_of(settings, engine_id)
+    server = None
+    if not settings.server.socket and rank == 0:
+        if settings.host.name:
+            raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
+        config = {
+            "host": _host(settings),
+            "tiers": settings.tiers,
+            "cold": settings.cold,
+            "tenants": settings.tenants,
+            "observe": settings.observe,
+        }
+        server = launch(msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
+    until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
+    while True:
+        try:
+            remote = RemoteCache(
+                socket,
+                chunk_bytes=chunks.chunk_bytes,
+                fingerprint=chunks.fingerprint,
+                engine=engine_id,
+                facts=facts,
+                on_new_pool=on_new_pool,
+            )
+        except ConfigError:
+            if time.monotonic() > until:
+                if server is not None:
+                    server.stop()
+                raise
+            time.sleep(0.05)  # rank 0 has not got so far
+        else:
+            return remote, server
+
+
+def workers_of(settings: Settings, engine_id: str) -> list[Registration]:
+    """The workers that have registered, by rank; none if there is no server.
+
+    Raises:
+        ConfigError: the server is another user's, or refuses us.
+    """
+    try:
+        answer = ask_server(socket_of(settings, engine_id), wire.Registered(engine_id))
+    except TierDown as why:
+        _log.debug("engine %s has no server: %s", engine_id, why)
+        return []
+    assert isinstance(answer, wire.Registrations)
+    workers = [session for session in answer.sessions if "rank" in session.facts]
+    return sorted(workers, key=lambda session: int(session.facts["rank"]))
+
+
+def _host(settings: Settings) -> HostConfig:
+    return HostConfig(
+        capacity_bytes=settings.host.capacity_bytes,
+        name=settings.host.name,
+        lease_s=settings.host.lease_s,
+        policy=settings.host.policy,
+    )

@@ -1,0 +1,129 @@
+"""Everything below the host tier, as one thing: the lanes in their order, the way up and the way down."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.clock import Clock
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+
+from kv_tiers.cache.host import HostTier
+from kv_tiers.cache.promote import PromoteCounts, Promotions
+from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
+from kv_tiers.config import ColdConfig
+from kv_tiers.lanes.health import Health
+from kv_tiers.lanes.lane import Lane, LaneCounts
+from kv_tiers.tier import KeepsFiles, TierUsage
+
+_log = limited_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """One tier's, at this moment."""
+
+    name: str
+    health: Health
+    why: str
+    usage: TierUsage
+    lane: LaneCounts
+    spill: SpillCounts
+
+
+class Below:
+    """Owns the lanes and closes them. Methods take the host's lock themselves, but where it says otherwise."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        lanes: Sequence[tuple[Lane, WriteMode]],
+        config: ColdConfig,
+        *,
+        keep_s: float,
+        clock: Clock,
+    ) -> None:
+        """lanes: hottest first, each with how chunks get there. keep_s: as of `Promotions`."""
+        self._host = host
+        self._lanes = [lane for lane, _ in lanes]
+        slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
+        batch_chunks = max(1, config.batch_bytes // slot_bytes)
+        self.spills = Spills(host, lanes, part=config.spill_share, batch_chunks=batch_chunks)
+        self.promotions = Promotions(
+            host,
+            self._lanes,
+            self.spills,
+            wait_s=config.wait_s,
+            keep_s=keep_s,
+            max_slots=max(1, int(slots * config.prefetch_share)),
+            batch_chunks=batch_chunks,
+            clock=clock,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        """Nobody finds these below any more."""
+        for lane in self._lanes:
+            lane.discard(keys)
+
+    def clear(self) -> None:
+        for lane in self._lanes:
+            lane.clear()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        for lane in self._lanes:
+            lane.clear_tenant(tenant)
+
+    def freeze(self, name: str, frozen: bool) -> bool:
+        """Leave a tier alone, or go on with it. False: there is none of this name."""
+        named = [lane for lane in self._lanes if lane.name == name]
+        for lane in named:
+            lane.freeze(frozen)
+        return bool(named)
+
+    def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
+        """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
+        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.answers_from_memory}
+
+    def unasked(self) -> list[str]:
+        """The tiers of which `holding` says nothing."""
+        return [lane.name for lane in self._lanes if not lane.answers_from_memory]
+
+    def files(self) -> dict[str, KeepsFiles]:
+        """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
+
+        They are called past their lanes, so from a thread that may wait. End what they lend before the cache is closed.
+        """
+        return {
+            lane.name: lane.tier
+            for lane in self._lanes
+            if isinstance(lane.tier, KeepsFiles) and lane.health()[0].serves
+        }
+
+    def states(self) -> list[TierState]:
+        with self._host.lock:
+            spills = self.spills.counts()
+        states = []
+        for lane, spill in zip(self._lanes, spills, strict=True):
+            health, why = lane.health()
+            states.append(TierState(lane.name, health, why, lane.usage(), lane.counts(), spill))
+        return states
+
+    def promote_counts(self) -> PromoteCounts:
+        return self.promotions.counts
+
+    def drain(self, timeout_s: float) -> None:
+        """Have everything stored below that is to be stored, as far as the time allows."""
+        self.spills.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drain, then close. False: a tier still has memory of the pool in a call that does not come back."""
+        self.drain(timeout_s)
+        with self._host.lock:
+            left = self.spills.stop()
+        if left:
+            text = "closing: %d chunks are not stored below after %.1f s; a longer cold.drain_s has more of them stored"
+            _log.warning(text, left, timeout_s)
+        closed = [lane.close(timeout_s) for lane in self._lanes]  # every one, also after one that does not
+        return all(closed)

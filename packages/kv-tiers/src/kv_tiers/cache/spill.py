@@ -1,0 +1,304 @@
+"""The way down: chunks of the host tier that a tier below does not have yet.
+
+`through`: as soon as its lane has room, oldest first. `back`: when the chunk is among the coldest and free slots become
+few (and at the end); it is evicted once it is stored. A burst that outruns this evicts at once and waits for nothing.
+Until a chunk is handed to a lane it is not leased, so a backlog keeps nobody from anything: what is evicted from it is
+lost to the tier below and counted. While it is being stored it is leased, so it is found in the host tier until it can
+be found below. At most a part of each tenant's share is leased so: the engine's own stores always find room. Shares
+take turns, so one whose part is used up, or that stores much, keeps no other from going down.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Stored, StoreOutcome
+
+from kv_tiers.cache.host import HostTier
+from kv_tiers.events import events
+from kv_tiers.eviction.shares import Share
+from kv_tiers.lanes.jobs import Outgoing
+from kv_tiers.lanes.lane import Lane
+
+WriteMode = Literal["through", "back", "never"]
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Of one tier. waiting, under_way: present values; the others only grow. In chunks."""
+
+    waiting: int = 0
+    under_way: int = 0
+    stored: int = 0
+    refused: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    key: ChunkKey
+    parent: ChunkKey | None
+
+
+@dataclass(slots=True)
+class _Below:
+    """One tier and what it does not have yet: of each share by slot, oldest first.
+
+    share_of: of the slots in `queues`. turns: the shares that have something there and may have more leased; the first
+    is next.
+    """
+
+    lane: Lane
+    mode: WriteMode
+    queues: dict[Share, OrderedDict[int, _Waiting]] = field(default_factory=dict)
+    share_of: dict[int, Share] = field(default_factory=dict)
+    turns: OrderedDict[Share, None] = field(default_factory=OrderedDict)
+    counts: SpillCounts = field(default_factory=SpillCounts)
+
+    def find(self, slot: int) -> _Waiting | None:
+        share = self.share_of.get(slot)
+        return None if share is None else self.queues[share][slot]
+
+    def add(self, slot: int, chunk: _Waiting, share: Share) -> None:
+        self.queues.setdefault(share, OrderedDict())[slot] = chunk
+        self.share_of[slot] = share
+        self.turns[share] = None
+
+    def remove(self, slot: int) -> bool:
+        """False: nothing waits there."""
+        share = self.share_of.pop(slot, None)
+        if share is None:
+            return False
+        queue = self.queues[share]
+        del queue[slot]
+        if not queue:
+            del self.queues[share]
+            self.turns.pop(share, None)
+        return True
+
+
+@dataclass(slots=True)
+class _Batch:
+    below: _Below
+    share: Share
+    slots: list[int]
+    chunks: list[_Waiting]
+    then_evict: bool
+    began_s: float = field(default_factory=time.monotonic)
+
+
+class Spills:
+    """All tiers' below one host tier. Called under the host's lock unless it says otherwise."""
+
+    def __init__(
+        self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], *, part: float, batch_chunks: int
+    ) -> None:
+        """part: of each share, how much may be leased for spilling at a time; where chunks are written back, also how
+        much is kept free for what comes next."""
+        self._host = host
+        self._below = [_Below(lane, mode) for lane, mode in lanes]
+        self._part = part
+        self._batch_chunks = batch_chunks
+        self._leased: Counter[Share] = Counter()
+        self._stopped = False
+        self._emptying: Counter[Share] = Counter()
+        self._writes_back = any(mode == "back" for _, mode in lanes)
+
+    def committed(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
+    ) -> None:
+        """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
+        if not keys or not self._below:
+            return
+        share = self._host.shares.of(keys[0].tenant)
+        parents = dict(zip(chain, (None, *chain), strict=False))
+        for below in self._below[:above]:
+            if below.mode == "never":
+                continue
+            for key, slot in zip(keys, slots, strict=True):
+                if self._host.residency.key_at(slot) == key:  # else it was forgotten while it was written
+                    if below.remove(slot):
+                        below.counts.lost += 1  # another chunk's, evicted since
+                    below.add(slot, _Waiting(key, parents.get(key)), share)
+        self._pump(share)
+
+    def _pump(self, share: Share) -> None:
+        """Hand over what the lanes have room for, now that there is something new of this share."""
+        for below in self._below:
+            if below.mode == "through":
+                while self._hand_over(below):
+                    pass
+        if self._writes_back:
+            self._make_room(share)
+            self._host.tell_evicted("watermark")
+
+    def _make_room(self, share: Share) -> None:
+        """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
+        residency = self._host.residency
+        while share.slots - share.slots_used + self._emptying[share] < self._part_of(share):
+            slot = residency.victim((), set(), share.policy)
+            if slot is None:
+                return
+            key = residency.key_at(slot)
+            lacking = [
+                (below, waiting)
+                for below in self._below
+                if below.mode == "back" and (waiting := below.find(slot)) is not None and waiting.key == key
+            ]
+            if not lacking:
+                self._host.evict(slot)
+                self._host.free([slot])
+                continue
+            for below, waiting in lacking:
+                if not self._submit(_Batch(below, share, [slot], [waiting], then_evict=True)):
+                    return
+                below.remove(slot)
+
+    def drain(self, timeout_s: float) -> None:
+        """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
+        until = time.monotonic() + timeout_s
+        for below in self._below:
+            while below.lane.health()[0].serves:
+                with self._host.lock:
+                    while self._hand_over(below):
+                        pass
+                    done = not below.share_of
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                if below.lane.drain(left) and done:
+                    break
+                time.sleep(min(left, 0.002))  # what waits has no room, for another tier's sake
+
+    def stop(self) -> int:
+        """Hand nothing over any more. How many chunks the tiers did not have by then, taken together."""
+        self._stopped = True
+        key_at = self._host.residency.key_at
+        left = 0
+        for below in self._below:
+            left += below.counts.under_way
+            for queue in below.queues.values():
+                left += sum(key_at(slot) == chunk.key for slot, chunk in queue.items())
+            below.queues.clear()
+            below.share_of.clear()
+            below.turns.clear()
+        return left
+
+    def counts(self) -> list[SpillCounts]:
+        """By tier, in their order."""
+        for below in self._below:
+            below.counts.waiting = len(below.share_of)
+        return [
+            SpillCounts(**{name: getattr(below.counts, name) for name in SpillCounts.__slots__})
+            for below in self._below
+        ]
+
+    def _hand_over(self, below: _Below) -> bool:
+        """The next few of one prompt. False: there is no room, or nothing to hand over."""
+        room = min(self._batch_chunks, below.lane.room_for_stores()) if below.turns else 0
+        while room > 0 and below.turns:
+            share = next(iter(below.turns))
+            its_room = min(room, self._part_of(share) - self._leased[share])
+            if its_room <= 0:
+                del below.turns[share]  # until some of what is leased has been stored
+                continue
+            batch = self._next_of(below, share, its_room)
+            if share in below.turns:
+                below.turns.move_to_end(share)
+            if batch.slots:
+                return self._submit(batch)
+        return False
+
+    def _next_of(self, below: _Below, share: Share, room: int) -> _Batch:
+        """What comes next of a share's queue: a few of one prompt, and none that are not there any more."""
+        batch = _Batch(below, share, [], [], then_evict=False)
+        while (queue := below.queues.get(share)) and len(batch.slots) < room:
+            slot, waiting = next(iter(queue.items()))
+            if batch.chunks and waiting.parent != batch.chunks[-1].key:
+                break
+            below.remove(slot)
+            if self._host.residency.key_at(slot) == waiting.key:
+                batch.slots.append(slot)
+                batch.chunks.append(waiting)
+            else:
+                below.counts.lost += 1
+        return batch
+
+    def _part_of(self, share: Share) -> int:
+        return max(1, int(share.slots * self._part))
+
+    def _submit(self, batch: _Batch) -> bool:
+        if self._stopped or self._leased[batch.share] + len(batch.slots) > self._part_of(batch.share):
+            return False
+        pool = self._host.pool
+        outgoing = [
+            Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.chunk_bytes)
+            for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
+        ]
+        self._host.residency.lease(batch.slots)
+        self._leased[batch.share] += len(batch.slots)
+        self._emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
+        batch.below.counts.under_way += len(batch.slots)
+        if batch.below.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
+            return True
+        self._settle(batch)
+        self._put_back(batch)
+        return False
+
+    def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
+        """On the lane's thread, without the lock."""
+        stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
+        down = stored < len(outcomes) and not batch.below.lane.health()[0].serves
+        with self._host.lock:
+            self._settle(batch)
+            counts = batch.below.counts
+            counts.stored += stored
+            if down and not stored:
+                self._put_back(batch)
+            else:
+                counts.refused += len(outcomes) - stored
+            if batch.then_evict and stored:
+                self._evict(batch)
+                self._host.tell_evicted("watermark")
+            if self._host.events.on:
+                self._tell(batch, outcomes, is_retried=down and not stored)
+            self._pump(batch.share)
+
+    def _tell(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
+        whole = zip(batch.chunks, outcomes, strict=True)
+        keys = [chunk.key for chunk, outcome in whole if isinstance(outcome, Stored)]
+        self._host.events.publish(
+            events.Spilled(
+                batch.below.lane.name,
+                keys,
+                len(outcomes) - len(keys),
+                is_retried,
+                len(keys) * self._host.pool.chunk_bytes,
+                time.monotonic() - batch.began_s,
+            )
+        )
+
+    def _settle(self, batch: _Batch) -> None:
+        self._host.unlease(batch.slots)
+        self._leased[batch.share] -= len(batch.slots)
+        self._emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
+        batch.below.counts.under_way -= len(batch.slots)
+        for below in self._below:
+            if batch.share in below.queues:
+                below.turns[batch.share] = None
+
+    def _put_back(self, batch: _Batch) -> None:
+        """It waits again, where it was."""
+        for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
+            if self._host.residency.key_at(slot) == chunk.key and not self._stopped:
+                batch.below.add(slot, chunk, batch.share)
+                batch.below.queues[batch.share].move_to_end(slot, last=False)
+
+    def _evict(self, batch: _Batch) -> None:
+        for slot, chunk in zip(batch.slots, batch.chunks, strict=True):
+            if self._host.residency.key_at(slot) == chunk.key and not self._host.residency.is_leased(slot):
+                self._host.evict(slot)
+                self._host.free([slot])

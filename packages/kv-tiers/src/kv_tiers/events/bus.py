@@ -1,0 +1,236 @@
+"""The way from a cache to whoever watches it: one bounded queue and one thread, and the cache never waits for either.
+
+Publishing is an append to a deque: no lock, no system call, nothing raised. While nobody subscribes it is not even
+called, because the publisher asks `Source.on` first and makes no event. The thread looks several times a second, so an
+event is told a moment after it happened; in between the queue holds at most `max_queued` of them. What comes beyond
+that is dropped and counted: watching must not cost memory without end, and what is told late is of little use.
+
+Every subscriber is told everything, in the order of publishing, on that one thread. One that raises harms nobody else:
+it is logged the first time, counted every time, and told the next event all the same.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from kv_core.clock import Clock
+from kv_core.log import limited_logger
+
+from kv_tiers.events.events import Event
+
+_log = limited_logger(__name__)
+
+MAX_QUEUED: Final = 1 << 14
+INTERVAL_S: Final = 0.05
+
+
+class Source:
+    """One cache's end of a bus. Publish only after a look at `on`, so that unwatched events are never made."""
+
+    __slots__ = (
+        "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_bytes", "chunk_tokens", "is_logged", "name",
+        "on", "on_requests",
+    )  # fmt: skip
+
+    def __init__(self, bus: "EventBus", name: str, chunk_bytes: int, chunk_tokens: int = 0) -> None:
+        self.name = name
+        """Tells this cache apart from others on the same bus."""
+        self.chunk_bytes = chunk_bytes
+        self.chunk_tokens = chunk_tokens
+        """What one of its chunks is of a prompt; 0 as long as no engine has told."""
+        self.on = False
+        """Somebody subscribes."""
+        self.on_requests = False
+        """Somebody wants to know of every request: of lookups, loads and holders' ends."""
+        self.is_logged = False
+        """Somebody writes lines of what an operator must know, so that nobody else has to."""
+        self._queue, self._max_queued = bus._queue, bus._max_queued
+        self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
+
+    def publish(self, event: Event) -> None:
+        """Tell the subscribers, soon. From any thread, under any lock."""
+        if len(self._queue) < self._max_queued:
+            self._append((self, self._now_s(), event))
+        else:
+            self._dropped()
+
+
+class Occurred(msgspec.Struct, frozen=True):
+    """An event, which cache it is of, and when: on the bus's clock, which was never set (`EventBus.wall_s`)."""
+
+    source: Source
+    at_s: float
+    event: Event
+
+
+class Subscriber(ABC):
+    """Whoever is told. Called by the bus's thread alone, until `close`."""
+
+    wants_requests = True
+    """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may be told of none. They
+    are most of what happens, and keep every prompt's keys alive until they are told."""
+    writes_log = False
+    """It writes a line for what an operator must know: a tier that fails or is back, and damage."""
+
+    @abstractmethod
+    def take(self, occurred: Occurred) -> None:
+        """Something happened."""
+
+    def flush(self) -> None:
+        """Nothing more is at hand: write out what was gathered. Called often."""
+        return
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        return
+
+
+class _Marker(threading.Event):
+    """In the queue: whoever waits for it learns that all before it was told."""
+
+
+class EventBus:
+    """Owns its subscribers and closes them. Safe to use from any thread."""
+
+    def __init__(
+        self, *, max_queued: int = MAX_QUEUED, interval_s: float = INTERVAL_S, clock: Clock | None = None
+    ) -> None:
+        self._queue: deque[tuple[Source, float, Event] | _Marker] = deque()
+        self._max_queued = max_queued
+        self._interval_s = interval_s
+        self._now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
+        self._lock = threading.Lock()  # of everything below; publishing takes it only to count what it drops
+        self._sources: list[Source] = []
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._complained: set[int] = set()
+        self._events_dropped = 0
+        self._failures = 0
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._closed = False
+
+    @property
+    def events_dropped(self) -> int:
+        """Events that found the queue full."""
+        return self._events_dropped
+
+    @property
+    def failures(self) -> int:
+        """How often a subscriber raised."""
+        return self._failures
+
+    def source(self, name: str = "", chunk_bytes: int = 0, chunk_tokens: int = 0) -> Source:
+        """A new cache's end."""
+        source = Source(self, name, chunk_bytes, chunk_tokens)
+        with self._lock:
+            self._sources.append(source)
+            self._turn(source)
+        return source
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Have it told everything from now on. After `close` it is told nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._subscribers += (subscriber,)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._deliver, name="kv-events", daemon=True)
+                self._thread.start()
+            for source in self._sources:
+                self._turn(source)
+
+    def wall_s(self, at_s: float) -> float:
+        """A moment of this bus's clock in seconds since 1970, by the machine's clock as it is set now."""
+        return time.time() - self._now_s() + at_s
+
+    def now_s(self) -> float:
+        return self._now_s()
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was published before was told. False: it takes longer than allowed."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return True
+        marker = _Marker()
+        self._queue.append(marker)
+        self._wake.set()
+        return marker.wait(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Tell what is queued, then close the subscribers. Closing again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for source in self._sources:
+                self._turn(source)
+            thread = self._thread
+        self._wake.set()
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning("a subscriber of the cache's events does not come back; it is left as it is")
+                return
+        for subscriber in self._subscribers:
+            self._guarded(subscriber, subscriber.close)
+
+    def _turn(self, source: Source) -> None:
+        """On, or off if nobody is there to be told."""
+        source.on = bool(self._subscribers) and not self._closed
+        source.on_requests = source.on and any(subscriber.wants_requests for subscriber in self._subscribers)
+        source.is_logged = source.on and any(subscriber.writes_log for subscriber in self._subscribers)
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._events_dropped += 1
+
+    def _deliver(self) -> None:
+        queue = self._queue
+        while True:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            is_last = self._closed
+            subscribers = self._subscribers
+            if not queue and not is_last:
+                continue
+            for _ in range(len(queue)):
+                item = queue.popleft()
+                if isinstance(item, _Marker):
+                    self._flush_all(subscribers)
+                    item.set()
+                    continue
+                occurred = Occurred(*item)
+                for subscriber in subscribers:
+                    try:
+                        subscriber.take(occurred)
+                    except Exception:  # noqa: BLE001  # one subscriber's bug is not another's, nor the cache's
+                        self._complain(subscriber)
+            self._flush_all(subscribers)
+            if is_last and not queue:
+                return
+
+    def _flush_all(self, subscribers: tuple[Subscriber, ...]) -> None:
+        for subscriber in subscribers:
+            self._guarded(subscriber, subscriber.flush)
+
+    def _guarded(self, subscriber: Subscriber, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # noqa: BLE001  # as in `_deliver`
+            self._complain(subscriber)
+
+    def _complain(self, subscriber: Subscriber) -> None:
+        self._failures += 1
+        if id(subscriber) not in self._complained:
+            self._complained.add(id(subscriber))
+            _log.exception(
+                "%s failed on an event; from now on its failures are only counted", type(subscriber).__name__
+            )
+
+
+UNWATCHED: Final = EventBus().source()
+"""Of a cache that has no bus: nobody can subscribe to it."""

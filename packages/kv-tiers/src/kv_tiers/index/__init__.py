@@ -1,0 +1,1 @@
+"""Which chunk is in which slot, and the states it goes through."""

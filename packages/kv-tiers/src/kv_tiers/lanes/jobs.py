@@ -1,0 +1,261 @@
+"""What a lane has to do, in which order, and what nobody may find meanwhile: a table, and no more.
+
+Loads and questions of presence go before discards, and discards before stores: an engine waits for the first, and
+whoever was told that a chunk is gone must not find it. What is discarded or cleared is hidden from the moment it is
+said until the tier was told, and a store of it that is under way ends as if it had not begun.
+
+Nothing here locks, waits, knows the time or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
+around every call.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import LoadOutcome, StoreOutcome
+
+from kv_tiers.tier import Read
+
+MAX_DISCARDS: Final = 100_000
+"""More keys than this to be discarded by a tier that does not answer, and it is cleared instead when it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A chunk to store: `pages` are leased until the job is done, its bytes the first `nbytes`."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    pages: memoryview
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What became of one chunk that was to be loaded. checksum: of its bytes, if it was."""
+
+    key: ChunkKey
+    outcome: LoadOutcome
+    checksum: bytes = b""
+
+
+@dataclass(slots=True)
+class Load:
+    reads: list[Read]
+    done: Callable[[list[Arrival]], None]
+
+
+@dataclass(slots=True)
+class Ask:
+    """How many leading keys the tier holds."""
+
+    keys: list[ChunkKey]
+    done: Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Store:
+    """dropped: what was discarded since it was submitted."""
+
+    chunks: list[Outgoing]
+    done: Callable[[list[StoreOutcome]], None]
+    dropped: set[ChunkKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Discard:
+    keys: list[ChunkKey]
+
+
+@dataclass(slots=True)
+class Clear:
+    pass
+
+
+@dataclass(slots=True)
+class ClearTenant:
+    tenant: bytes
+
+
+Submitted = Load | Ask | Store
+Job = Submitted | Discard | Clear | ClearTenant
+
+
+class Jobs:
+    """Of one lane."""
+
+    def __init__(self, *, max_load_chunks: int, max_store_chunks: int, most_stores: int) -> None:
+        """most_stores: how many may be under way at a time."""
+        self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
+        self._most_stores = most_stores
+        self._loads: deque[Load | Ask] = deque()
+        self._stores: deque[Store] = deque()
+        self._load_chunks = self._store_chunks = 0  # waiting and under way
+        self._storing: dict[int, Store] = {}
+        self._discards: dict[ChunkKey, None] = {}
+        self._discarding: set[ChunkKey] = set()
+        self._clear_next = self._clearing = False
+        self._tenants_to_clear: dict[bytes, None] = {}
+        self._clearing_tenants: set[bytes] = set()
+
+    @property
+    def queued(self) -> int:
+        """Chunks to be loaded or stored, and questions."""
+        return self._load_chunks + self._store_chunks
+
+    @property
+    def room_for_stores(self) -> int:
+        return max(0, self._max_store_chunks - self._store_chunks)
+
+    @property
+    def is_clearing(self) -> bool:
+        """Nothing may be found, and nothing submitted."""
+        return self._clearing or self._clear_next
+
+    def has_submitted(self) -> bool:
+        """Something that was submitted waits."""
+        return bool(self._loads or self._stores)
+
+    def has_any(self) -> bool:
+        """Something waits."""
+        return self.has_submitted() or bool(self._discards or self._clear_next or self._tenants_to_clear)
+
+    def submit(self, job: Submitted) -> bool:
+        """False: there is no room, or what it is about is being cleared."""
+        if self.is_clearing or self._is_of_cleared(job):
+            return False
+        match job:
+            case Store():
+                if len(job.chunks) > self._max_store_chunks - self._store_chunks:
+                    return False
+                self._store_chunks += len(job.chunks)
+                self._stores.append(job)
+            case _:
+                if self._load_chunks + _load_chunks(job) > self._max_load_chunks:
+                    return False
+                self._load_chunks += _load_chunks(job)
+                self._loads.append(job)
+        return True
+
+    def take_submitted(self) -> list[Submitted]:
+        """All that was submitted and has not begun: it will not be done."""
+        waiting: list[Submitted] = [*self._loads, *self._stores]
+        self._load_chunks -= sum(map(_load_chunks, self._loads))
+        self._store_chunks -= sum(len(job.chunks) for job in self._stores)
+        self._loads.clear()
+        self._stores.clear()
+        return waiting
+
+    def discard(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            self._discards[key] = None
+            for job in (*self._stores, *self._storing.values()):
+                job.dropped.add(key)
+        if len(self._discards) > MAX_DISCARDS:
+            self.clear()
+
+    def clear(self) -> None:
+        self._clear_next = True
+        self._discards.clear()
+        self._tenants_to_clear.clear()
+        for job in (*self._stores, *self._storing.values()):
+            job.dropped.update(chunk.key for chunk in job.chunks)
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        self._tenants_to_clear[tenant] = None
+        for job in (*self._stores, *self._storing.values()):
+            job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
+
+    def first_hidden(self, keys: Sequence[ChunkKey]) -> int:
+        """The place of the first of these that nobody may find; their number if there is none."""
+        first = len(keys)
+        if self._discards or self._discarding:
+            hidden = (n for n, key in enumerate(keys) if key in self._discards or key in self._discarding)
+            first = next(hidden, first)
+        if self._tenants_to_clear or self._clearing_tenants:
+            first = next((n for n, key in enumerate(keys[:first]) if self._is_being_cleared(key)), first)
+        return first
+
+    def is_hidden(self, key: ChunkKey) -> bool:
+        return key in self._discards or key in self._discarding or self._is_being_cleared(key)
+
+    def next(self) -> Job | None:
+        """What may begin now. None: nothing. It stays here until it has begun (`begin`), if it was not submitted."""
+        if self._loads:
+            return self._loads.popleft()
+        if self._clear_next and not self._storing and not self._clearing:
+            return Clear()
+        if self._tenants_to_clear and not self.is_clearing:
+            storing = {chunk.key.tenant for job in self._storing.values() for chunk in job.chunks}
+            for tenant in self._tenants_to_clear:
+                if tenant not in storing and tenant not in self._clearing_tenants:
+                    return ClearTenant(tenant)
+        if self._discards:
+            busy = {chunk.key for job in self._storing.values() for chunk in job.chunks}
+            keys = [key for key in self._discards if key not in busy]
+            if keys:
+                return Discard(keys)
+        if self._stores and not self.is_clearing and len(self._storing) < self._most_stores:
+            first = self._stores[0]
+            if not any(chunk.key in self._discarding for chunk in first.chunks):
+                return self._stores.popleft()
+        return None
+
+    def begin(self, job: Job) -> None:
+        match job:
+            case Store():
+                self._storing[id(job)] = job
+            case Clear():
+                self._clearing, self._clear_next = True, False
+            case Discard():
+                for key in job.keys:
+                    del self._discards[key]
+                self._discarding.update(job.keys)
+            case ClearTenant():
+                del self._tenants_to_clear[job.tenant]
+                self._clearing_tenants.add(job.tenant)
+            case _:
+                pass
+
+    def end(self, job: Job) -> None:
+        match job:
+            case Store():
+                del self._storing[id(job)]
+                self._store_chunks -= len(job.chunks)
+            case Clear():
+                self._clearing = False
+            case Discard():
+                self._discarding.difference_update(job.keys)
+            case ClearTenant():
+                self._clearing_tenants.remove(job.tenant)
+            case _:
+                self._load_chunks -= _load_chunks(job)
+
+    def say_again(self, job: Job) -> None:
+        """The tier was down: what it was to forget it is told when it is back."""
+        match job:
+            case Clear():
+                self._clear_next = True
+            case Discard():
+                self._discards.update(dict.fromkeys(job.keys))
+            case ClearTenant():
+                self._tenants_to_clear[job.tenant] = None
+            case _:
+                pass
+
+    def _is_being_cleared(self, key: ChunkKey) -> bool:
+        return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants
+
+    def _is_of_cleared(self, job: Submitted) -> bool:
+        """Whether it is about chunks of a tenant whose clearing has not ended."""
+        if not self._tenants_to_clear and not self._clearing_tenants:
+            return False
+        if isinstance(job, Ask):
+            return any(map(self._is_being_cleared, job.keys))
+        return any(self._is_being_cleared(one.key) for one in (job.reads if isinstance(job, Load) else job.chunks))
+
+
+def _load_chunks(job: Load | Ask) -> int:
+    return len(job.reads) if isinstance(job, Load) else 1

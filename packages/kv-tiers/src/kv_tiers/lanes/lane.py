@@ -1,0 +1,485 @@
+"""A lane: the bounded queue and the few threads in front of one tier. Nobody else calls a tier.
+
+Submitting never waits: a lane that is full, resting, stuck, frozen or closed refuses, and what was refused costs a miss
+and nothing more. What goes first, and what is hidden meanwhile, is a table of its own (`kv_tiers.lanes.jobs`).
+
+Here chunks get their headers on the way out and are checked against them on the way back. A wrong one is discarded at
+once, so the next question is a miss and not the same fault again.
+
+What becomes of the tier and of its chunks is told as events. Only where no log of these is kept does the lane log it.
+
+A tier that raises is rested: nothing is sent to it until a probe succeeds, at first soon and then ever more seldom. A
+job that does not come back within `stuck_s` has the same effect until it does; its memory stays lent, because nobody
+can take it back from a thread that may still write there.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kv_core.clock import Clock
+from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed, Refused, Stored, StoreOutcome
+
+from kv_tiers import chunk_header
+from kv_tiers.clock import MonotonicClock
+from kv_tiers.events import events
+from kv_tiers.events.bus import UNWATCHED
+from kv_tiers.lanes.health import Health, HealthTracker, release_frames
+from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
+
+_log = limited_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCounts:
+    """A snapshot. `queued` is a present value; the rest only grow. Chunks, but for `downs` and `seconds_…`."""
+
+    queued: int
+    loaded: int
+    absent: int
+    damaged: int
+    read_failed: int
+    stored: int
+    refused: int
+    discarded: int
+    downs: int
+    seconds_loading: float
+    seconds_storing: float
+
+
+class _Probe:
+    """Whether a tier that failed is back."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    loaded: int = 0
+    absent: int = 0
+    damaged: int = 0
+    read_failed: int = 0
+    stored: int = 0
+    refused: int = 0
+    discarded: int = 0
+    downs: int = 0
+    seconds_loading: float = 0.0
+    seconds_storing: float = 0.0
+
+
+class Lane:
+    """One tier's. Safe to call from any thread. It owns the tier and closes it."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        format_id: bytes,
+        *,
+        threads: int = 2,
+        max_load_chunks: int = 1024,
+        max_store_chunks: int = 256,
+        rest_s: float = 0.1,
+        max_rest_s: float = 1.0,
+        stuck_s: float = 10.0,
+        clock: Clock | None = None,
+    ) -> None:
+        """threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
+        clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
+        the machine's."""
+        self.tier = tier
+        self.name = tier.name
+        self.answers_from_memory = tier.answers_from_memory
+        self.events = UNWATCHED
+        """Where its health and damage are told; whoever puts the lane below a cache sets it."""
+        self._noticed = Health.UP
+        self._format_id = format_id
+        # A store may take the medium's time to make things durable, and a load should not wait for that.
+        self._jobs = Jobs(
+            max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, most_stores=max(1, threads - 1)
+        )
+        self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
+        self._changed = threading.Condition()
+        self._running: dict[int, float] = {}  # job → when it began
+        self._totals = _Totals()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def leading(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading `keys` the tier holds. Only for one that answers from memory."""
+        with self._changed:
+            if not self._health().serves or self._jobs.is_clearing:
+                return 0
+            keys = keys[: self._jobs.first_hidden(keys)]
+        return _leading(self._holds(keys))
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these a load would find. Only for a tier that answers from memory."""
+        with self._changed:
+            if not self._health().serves or self._jobs.is_clearing:
+                return [False] * len(keys)
+            hidden = set(filter(self._jobs.is_hidden, keys))
+        return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
+
+    def ask(self, keys: Sequence[ChunkKey], done: Callable[[int], None]) -> bool:
+        """Have the tier asked, in one round trip: `done` gets how many leading `keys` it holds, on another thread."""
+        return self._submit(Ask(list(keys), done))
+
+    def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None]) -> bool:
+        """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused."""
+        return self._submit(Load(list(reads), done))
+
+    def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
+        """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
+        return self._submit(Store(list(chunks), done))
+
+    def discard(self, keys: Iterable[ChunkKey]) -> None:
+        """Nobody finds these here from now, whatever the tier is doing; it is told when it can be. Never refused."""
+        with self._changed:
+            self._jobs.discard(keys)
+            self._changed.notify()
+
+    def clear(self) -> None:
+        """Nobody finds anything here from now that is here now, or on its way here."""
+        with self._changed:
+            self._jobs.clear()
+            self._changed.notify()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        """As `clear`, for what has this tag. A tier that cannot tell tenants apart is cleared whole."""
+        with self._changed:
+            if isinstance(self.tier, ClearsTenants):
+                self._jobs.clear_tenant(tenant)
+            else:
+                self._jobs.clear()
+            self._changed.notify()
+
+    def room_for_stores(self) -> int:
+        """How many more chunks `store` would take now."""
+        with self._changed:
+            return self._jobs.room_for_stores if self._health().serves else 0
+
+    def freeze(self, frozen: bool) -> None:
+        """Leave the tier alone, or go on with it. What is queued waits; what is submitted meanwhile is refused."""
+        with self._changed:
+            self._tracker.is_frozen = frozen
+            self._health()
+            self._changed.notify_all()
+
+    def health(self) -> tuple[Health, str]:
+        """How the tier is doing, and why; of one that is up, why it was not the last time, if ever."""
+        with self._changed:
+            health = self._health()
+            return health, self._tracker.full if health is Health.FULL else self._tracker.last_failure
+
+    def counts(self) -> LaneCounts:
+        with self._changed:
+            totals = self._totals
+            return LaneCounts(
+                queued=self._jobs.queued,
+                loaded=totals.loaded,
+                absent=totals.absent,
+                damaged=totals.damaged,
+                read_failed=totals.read_failed,
+                stored=totals.stored,
+                refused=totals.refused,
+                discarded=totals.discarded,
+                downs=totals.downs,
+                seconds_loading=totals.seconds_loading,
+                seconds_storing=totals.seconds_storing,
+            )
+
+    def usage(self) -> TierUsage:
+        return self.tier.usage()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or running. False: there still was when the time was over."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while self._jobs.has_any() or self._running:
+                left = until - time.monotonic()
+                if left <= 0 or not self._health().serves:
+                    return not self._running and not self._jobs.has_submitted()
+                self._changed.wait(min(left, 0.05))
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Refuse what is queued, wait for what is running, close the tier. False: a call to it never came back, so it
+        stays open and the memory it was lent stays lent."""
+        with self._changed:
+            self._tracker.is_closed = True
+            waiting = self._jobs.take_submitted()
+            self._changed.notify_all()
+        for job in waiting:
+            self._refuse(job, "the cache was closed")
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            _log.warning("tier %s does not come back from a call; it is left as it is", self.name)
+            return False
+        try:
+            self.tier.close()
+        except Exception as error:  # noqa: BLE001  # it is over either way, and its memory is lent no longer
+            _log.warning("tier %s: closing it failed: %s: %s", self.name, type(error).__name__, error)
+        return True
+
+    def step(self) -> bool:
+        """Do one job in this thread. False: there is none to be done now."""
+        with self._changed:
+            job = self._next()
+            if job is None:
+                return False
+            self._begin(job)
+        self._run(job)
+        return True
+
+    # Under `_changed`.
+
+    def _health(self) -> Health:
+        now = self._tracker.now(self._running.values())
+        if now is not self._noticed:  # a call that hangs is noticed by whoever asks next, as nothing else happens then
+            if self.events.on:
+                why = self._tracker.why(now)
+                self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, why))
+            self._noticed = now
+        return now
+
+    def _submit(self, job: Submitted) -> bool:
+        with self._changed:
+            if not self._health().serves or not self._jobs.submit(job):
+                return False
+            self._changed.notify()
+            return True
+
+    def _next(self) -> Job | _Probe | None:
+        if self._tracker.is_frozen or self._tracker.is_closed:
+            return None
+        if self._tracker.rests_until_s is not None:
+            return _Probe() if self._tracker.may_probe() else None
+        return self._jobs.next()
+
+    def _begin(self, job: Job | _Probe) -> None:
+        self._running[id(job)] = self._clock.now_s()
+        if isinstance(job, _Probe):
+            self._tracker.is_probing = True
+        else:
+            self._jobs.begin(job)
+
+    def _end(self, job: Job | _Probe) -> None:
+        del self._running[id(job)]
+        if isinstance(job, _Probe):
+            self._tracker.is_probing = False
+        else:
+            self._jobs.end(job)
+        self._changed.notify_all()
+
+    # Without it.
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (job := self._next()) is None:
+                    if self._tracker.is_closed:
+                        return
+                    self._changed.wait(self._tracker.rest_left_s())
+                self._begin(job)
+            self._run(job)
+            del job  # or its memory stays lent while this thread waits for the next
+
+    def _run(self, job: Job | _Probe) -> None:
+        answer: Callable[[], None]
+        try:
+            answer = self._do(job)
+        except TierDown as down:
+            answer = self._down(job, str(down))
+            release_frames(down)
+        except Exception as error:  # noqa: BLE001  # a tier may be a third party's, and its bugs cost its chunks only
+            self._log_bug()
+            answer = self._down(job, f"{type(error).__name__}: {error}")
+            release_frames(error)
+        with self._changed:
+            self._end(job)
+        answer()
+
+    def _do(self, job: Job | _Probe) -> Callable[[], None]:
+        began = self._clock.now_s()
+        match job:
+            case Load():
+                arrivals, failures = self._load(job.reads)
+                with self._changed:
+                    self._totals.seconds_loading += self._clock.now_s() - began
+                    if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
+                        self._tracker.loaded()
+                refuse = self._rest("; ".join(failures)) if failures else _nothing
+
+                def answer() -> None:
+                    job.done(arrivals)
+                    refuse()
+
+                return answer
+            case Ask():
+                with self._changed:
+                    keys = job.keys[: self._jobs.first_hidden(job.keys)]
+                leading = _leading(self.tier.holds(keys)) if keys else 0
+                return lambda: job.done(leading)
+            case Store():
+                outcomes = self._store(job)
+                with self._changed:
+                    self._totals.seconds_storing += self._clock.now_s() - began
+                self._see_whether_full()
+                return lambda: job.done(outcomes)
+            case Clear():
+                self.tier.clear()
+            case Discard():
+                self.tier.discard(job.keys)
+                with self._changed:
+                    self._totals.discarded += len(job.keys)
+            case ClearTenant():
+                assert isinstance(self.tier, ClearsTenants)
+                self.tier.clear_tenant(job.tenant)
+            case _Probe():
+                self.tier.probe()
+                with self._changed:
+                    self._tracker.probed()
+                    self._health()
+                self._see_whether_full()
+                if not self.events.is_logged:
+                    _log.info("tier %s is back", self.name)
+        return _nothing
+
+    def _load(self, reads: list[Read]) -> tuple[list[Arrival], list[str]]:
+        """What became of each; and why some could not be read, which is a fault of the device and none of theirs."""
+        arrivals = []
+        wrong = []
+        failures = []
+        with self._changed:
+            # A load that follows from an answer of before these were discarded would bring them back.
+            wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
+        told_of = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
+        for read in reads:
+            told = told_of.get(id(read), Absent())
+            outcome, checksum = told, b""
+            if isinstance(told, Loaded):
+                damage = chunk_header.check(read.header, read.chunk, key=read.key, format_id=self._format_id)
+                if damage is not None:
+                    outcome = damage
+                else:
+                    checksum = chunk_header.checksum_in(read.header)
+            if isinstance(outcome, Damaged):
+                level = logging.DEBUG if self.events.is_logged else logging.WARNING
+                _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
+                wrong.append(read.key)
+            elif isinstance(outcome, ReadFailed):
+                failures.append(outcome.reason)
+            arrivals.append(Arrival(read.key, outcome, checksum))
+        with self._changed:
+            self._totals.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+            self._totals.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
+            self._totals.damaged += len(wrong)
+            self._totals.read_failed += len(failures)
+        if wrong:
+            if self.events.on:
+                reasons = {arrival.outcome.reason for arrival in arrivals if isinstance(arrival.outcome, Damaged)}
+                self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
+            self.discard(wrong)
+        return arrivals, list(dict.fromkeys(failures))
+
+    def _store(self, job: Store) -> list[StoreOutcome]:
+        with self._changed:
+            chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
+        writes = [
+            Write(
+                chunk.key,
+                chunk.parent,
+                chunk_header.pack_header(chunk.key, chunk.parent, chunk.pages[: chunk.nbytes], self._format_id),
+                chunk.pages,
+                chunk.nbytes,
+            )
+            for chunk in chunks
+        ]
+        told = dict(zip([write.key for write in writes], self.tier.store(writes), strict=True))
+        outcomes = [told.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
+        stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
+        with self._changed:
+            self._totals.stored += stored
+            self._totals.refused += len(outcomes) - stored
+        return outcomes
+
+    def _see_whether_full(self) -> None:
+        full = self.tier.usage().full
+        with self._changed:
+            if full and not self._tracker.full and not self.events.is_logged:
+                _log.warning("tier %s takes no more chunks: %s", self.name, full)
+            self._tracker.full = full
+            self._health()
+
+    def _rest(self, why: str, down: Job | None = None) -> Callable[[], None]:
+        """Leave the tier alone for a while. What must be called then, without the lock: it refuses what waits.
+
+        down: the job that it did not do.
+        """
+        with self._changed:
+            is_first = self._tracker.failed(why)
+            self._totals.downs += is_first
+            self._health()
+            if down is not None:
+                self._jobs.say_again(down)
+            waiting = self._jobs.take_submitted()
+        if is_first and not self.events.is_logged:
+            _log.warning("tier %s is down and rests: %s", self.name, why)
+
+        def refuse() -> None:
+            for refused in waiting if down is None else (down, *waiting):
+                self._refuse(refused, f"tier {self.name} is down: {why}")
+
+        return refuse
+
+    def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
+        return self._rest(why, None if isinstance(job, _Probe) else job)
+
+    def _refuse(self, job: Job, why: str) -> None:
+        match job:
+            case Load():
+                job.done([Arrival(read.key, Absent()) for read in job.reads])
+            case Ask():
+                job.done(0)
+            case Store():
+                with self._changed:
+                    self._totals.refused += len(job.chunks)
+                job.done([Refused(why)] * len(job.chunks))
+            case _:
+                pass
+
+    def _log_bug(self) -> None:
+        # As text: a traceback kept by a log handler would keep the memory that the call was lent.
+        _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
+
+    def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        if not keys:
+            return []
+        try:
+            return self.tier.holds(keys)
+        except TierDown as down:
+            self._down(_Probe(), str(down))()
+        except Exception as error:  # noqa: BLE001  # as in `_run`
+            self._log_bug()
+            self._down(_Probe(), f"{type(error).__name__}: {error}")()
+        return [False] * len(keys)
+
+
+def _leading(held: Sequence[bool]) -> int:
+    return next((n for n, here in enumerate(held) if not here), len(held))
+
+
+def _nothing() -> None:
+    return

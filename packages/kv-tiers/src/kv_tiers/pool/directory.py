@@ -1,0 +1,141 @@
+"""What a named pool says about itself, so that it outlives its process: a header and one record a slot.
+
+A record vouches for itself (its checksum covers the slot's number too) and for its chunk's bytes (xxh3_128). It is
+written after the bytes and wiped before they may be replaced, so whatever instant a process dies at, a record that
+still reads well names bytes that were whole. All writes are plain stores to shared memory: they survive the process in
+the order in which it made them.
+
+    header  magic 8 | version u32 | zero u32 | chunk_bytes u64 | slot_bytes u64 | slots u64 | sha256(fingerprint) 32
+            | xxh3_64 of the above
+    record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | zero u32 | chunk_bytes u64
+            | number u64 | xxh3_128 of the chunk 16 | key 72 | xxh3_64 of the above, seeded with the slot
+
+Everything is little-endian.
+"""
+
+import hashlib
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+from kv_core.errors import InputError
+from kv_core.keys import ChunkKey
+
+VERSION: Final = 1
+HEADER_BYTES: Final = 4096
+RECORD_BYTES: Final = 128
+MAX_KEY_BYTES: Final = 72
+NO_PARENT: Final = 0xFFFFFFFF
+
+_MAGIC: Final = b"kvpool\r\n"
+_HEADER: Final = struct.Struct("<8sIIQQQ32s")
+_RECORD_MAGIC: Final = b"kvck"
+_RECORD: Final = struct.Struct(f"<4sHHIIQQ16s{MAX_KEY_BYTES}s")
+_U64: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One slot's committed chunk.
+
+    parent: the slot of the chunk before it in the prompt at that time, or `NO_PARENT`.
+    number: counts commits, so that what was committed later has the larger one.
+    """
+
+    slot: int
+    key: ChunkKey
+    parent: int
+    number: int
+    digest: bytes
+
+
+def nbytes_for(slots: int) -> int:
+    """Header and records, in whole pages."""
+    return HEADER_BYTES + -(-slots * RECORD_BYTES // 4096) * 4096
+
+
+def least_worth_first(records: Sequence[Record]) -> list[Record]:
+    """Ordered by the last commit to anything that builds on the chunk, and tails before their heads."""
+    by_slot = {record.slot: record for record in records}
+    ordered = slots_least_worth_first(
+        {slot: record.number for slot, record in by_slot.items()},
+        {slot: record.parent for slot, record in by_slot.items()},
+    )
+    return [by_slot[slot] for slot in ordered]
+
+
+def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int, int]) -> list[int]:
+    """The same of chunks by slot: the number of each one's commit, and its parent's slot or one that is none."""
+    last_commit = dict(number_of)
+    newest_first = sorted(number_of, key=number_of.__getitem__, reverse=True)
+    for slot in newest_first:
+        parent = parent_of[slot]
+        if parent in last_commit:
+            last_commit[parent] = max(last_commit[parent], last_commit[slot])
+    return sorted(newest_first, key=last_commit.__getitem__)  # which keeps that order among equals
+
+
+class Directory:
+    """Header and records in the first `nbytes_for(slots)` bytes of a pool's mapping."""
+
+    def __init__(self, mapping: mmap.mmap, *, chunk_bytes: int, slot_bytes: int, slots: int, fingerprint: str) -> None:
+        self._mapping = mapping
+        self._chunk_bytes = chunk_bytes
+        self._slots = slots
+        described = _HEADER.pack(
+            _MAGIC, VERSION, 0, chunk_bytes, slot_bytes, slots, hashlib.sha256(fingerprint.encode()).digest()
+        )
+        self._header = described + _U64.pack(xxhash.xxh3_64_intdigest(described))
+        self._next_number = 0
+
+    def is_ours(self) -> bool:
+        """The header is there and says the same geometry and fingerprint as we."""
+        return self._mapping[: len(self._header)] == self._header
+
+    def is_blank(self) -> bool:
+        return not any(self._mapping[: len(self._header)])
+
+    def begin(self) -> None:
+        """Write the header over a directory of zeros."""
+        self._mapping[: len(self._header)] = self._header
+
+    def records(self) -> list[Record]:
+        """Every record that reads well, by slot. What does not is nobody's chunk."""
+        read = [record for slot in range(self._slots) if (record := self._read(slot)) is not None]
+        self._next_number = max((record.number + 1 for record in read), default=0)
+        return read
+
+    def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
+        """Vouch for a chunk whose bytes are in its slot."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, self._chunk_bytes, number, digest, key)
+        start = HEADER_BYTES + slot * RECORD_BYTES
+        self._mapping[start : start + RECORD_BYTES] = fields + _checksum(slot, fields)
+
+    def wipe(self, slot: int) -> None:
+        """The slot's bytes are about to be replaced, or its chunk was forgotten."""
+        start = HEADER_BYTES + slot * RECORD_BYTES
+        self._mapping[start : start + RECORD_BYTES] = bytes(RECORD_BYTES)
+
+    def _read(self, slot: int) -> Record | None:
+        start = HEADER_BYTES + slot * RECORD_BYTES
+        data = self._mapping[start : start + RECORD_BYTES]
+        if data[:4] != _RECORD_MAGIC:
+            return None
+        fields = data[: _RECORD.size]
+        if data[_RECORD.size :] != _checksum(slot, fields):
+            return None
+        _, version, key_bytes, parent, _, chunk_bytes, number, digest, key = _RECORD.unpack(fields)
+        if version != VERSION or chunk_bytes != self._chunk_bytes:
+            return None
+        try:
+            return Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest)
+        except InputError:
+            return None
+
+
+def _checksum(slot: int, fields: bytes) -> bytes:
+    return _U64.pack(xxhash.xxh3_64_intdigest(fields, seed=slot))

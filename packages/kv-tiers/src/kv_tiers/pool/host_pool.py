@@ -1,0 +1,402 @@
+"""The host pool: one mapping cut into equal slots, a chunk a slot.
+
+The mapping is reserved whole and taken from the machine as slots are first written: slots used before are handed out
+again first, and new ones in ascending order. It is plain memory. Whoever owns a device pins it, and whoever shares it
+maps it by name. A pool counts no leases and does not lock: its cache does.
+
+An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
+what is in it (`kv_tiers.pool.directory`), which the next process to open it finds. A shared one has no name in any file
+system: other processes map it by the descriptor they are handed, and it ends with the last of them.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError, MisuseError
+from kv_core.extent import HostExtent
+from kv_core.log import limited_logger
+
+from kv_tiers.pool.directory import Directory, nbytes_for
+from kv_tiers.pool.machine import memory_limit_bytes, spelled
+from kv_tiers.pool.private_files import open_own_file, own_directory
+
+_log = limited_logger(__name__)
+
+PAGE_BYTES: Final = 4096
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+class HostPool:
+    """Slots of `slot_bytes` in one mapping; chunk i of a plan lies at the start of its slot.
+
+    Made by `anonymous`, `named` or `shared`. Use by one thread at a time, but for `view` and `extent`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chunk_bytes: int,
+        slots: int,
+        mapping: mmap.mmap,
+        *,
+        file: int = -1,
+        keeps_directory: bool = False,
+        fingerprint: str = "",
+    ) -> None:
+        self.name = name
+        self.chunk_bytes = chunk_bytes
+        self.slot_bytes = slot_bytes_for(chunk_bytes)
+        self.slots = slots
+        self.directory: Directory | None = None
+        self._mapping = mapping
+        self._file = file
+        self._slots_from = 0
+        self._can_run_dry = file >= 0
+        if keeps_directory:
+            self._slots_from = nbytes_for(slots)
+            self.directory = Directory(
+                mapping,
+                chunk_bytes=chunk_bytes,
+                slot_bytes=self.slot_bytes,
+                slots=slots,
+                fingerprint=fingerprint,
+            )
+        self._view = memoryview(mapping)[self._slots_from :]
+        self._closed = False
+        self._taken = bytearray(slots)
+        self._returned: list[
+            int
+        ] = []  # last in, first out: the slot that is most likely still in the processor's cache
+        self._untouched_from = 0
+        self._backed = bytearray(slots)
+        self._extents: list[HostExtent | None] = [None] * slots
+
+    @classmethod
+    def anonymous(cls, name: str, chunk_bytes: int, slots: int) -> "HostPool":
+        """Memory of this process alone, in huge pages where the machine has them.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        nbytes = _check_size(name, chunk_bytes, slots)
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
+                "write a smaller capacity"
+            ) from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                _log.debug("pool %s has no huge pages: %s", name, error)
+        return cls(name, chunk_bytes, slots, mapping)
+
+    @classmethod
+    def named(cls, name: str, chunk_bytes: int, slots: int, *, fingerprint: str = "") -> "HostPool":
+        """A file of mode 0600 in a directory of the user's own. Opened by one process at a time.
+
+        fingerprint: what the chunks' bytes mean. If it, the chunk's size or the number of slots differ from what the
+        file says, it starts empty.
+
+        Raises:
+            ConfigError: no such memory or space; the name is taken by another process, or by a file that is not ours.
+        """
+        slots_bytes = _check_size(name, chunk_bytes, slots)
+        nbytes = nbytes_for(slots) + slots_bytes
+        path = pool_path(name)
+        _make_private(path.parent)
+        file = _open_private(path)
+        try:
+            pool = cls(
+                name,
+                chunk_bytes,
+                slots,
+                _map_file(file, path, nbytes, slots_bytes),
+                file=file,
+                keeps_directory=True,
+                fingerprint=fingerprint,
+            )
+        except BaseException:
+            os.close(file)
+            raise
+        pool._start_directory(path, nbytes)
+        return pool
+
+    @classmethod
+    def shared(cls, name: str, chunk_bytes: int, slots: int) -> "HostPool":
+        """Memory without a name in any file system, which whoever is handed `descriptor` can map too.
+
+        Nothing is taken from the machine before it is written, and nothing is left when the last process that maps it
+        is gone. It can be neither cut short nor made longer, so that no process can take pages from under another.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        nbytes = _check_size(name, chunk_bytes, slots)
+        file, is_sealed = _open_unnamed(name)
+        try:
+            os.ftruncate(file, nbytes)
+            if is_sealed:
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            pool = cls(name, chunk_bytes, slots, mmap.mmap(file, nbytes), file=file)
+        except OSError as error:
+            os.close(file)
+            raise ConfigError(
+                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
+                "write a smaller capacity"
+            ) from None
+        # A memfd lies in no file system that somebody else could fill; memory set aside slot by slot would be zeroed on
+        # the thread that asks, which for a server is the only one.
+        pool._can_run_dry = not is_sealed
+        return pool
+
+    @staticmethod
+    def unlink(name: str) -> None:
+        """Remove the named pool's file, if it is there. Who has it open keeps it until they close."""
+        pool_path(name).unlink(missing_ok=True)
+
+    @property
+    def view(self) -> memoryview:
+        """The slots' bytes, writable; offsets of extents count from its start. Release what you make of it."""
+        return self._view
+
+    @property
+    def descriptor(self) -> int:
+        """The file that the slots lie in, from its first byte; for a shared pool only. It stays the pool's own.
+
+        Raises:
+            MisuseError: not a shared pool.
+        """
+        if self._file < 0 or self.directory is not None:
+            raise MisuseError(f"pool {self.name!r} is not shared, so it has no descriptor to hand out")
+        return self._file
+
+    @property
+    def slots_used(self) -> int:
+        return self._untouched_from - len(self._returned)
+
+    def allocate(self) -> int | None:
+        """A free slot, or None."""
+        if self._returned:
+            slot = self._returned.pop()
+        elif self._untouched_from < self.slots:
+            slot = self._untouched_from
+            self._untouched_from += 1
+        else:
+            return None
+        self._taken[slot] = 1
+        return slot
+
+    def free(self, slot: int) -> None:
+        if not self._taken[slot]:
+            raise MisuseError(f"slot {slot} of pool {self.name!r} is free already")
+        self._taken[slot] = 0
+        self._returned.append(slot)
+
+    def take(self, slots: Iterable[int]) -> None:
+        """Mark slots of a fresh pool as in use: an earlier process filled them."""
+        if self._untouched_from:
+            raise MisuseError(f"pool {self.name!r} has handed out slots already")
+        for slot in slots:
+            self._taken[slot] = 1
+            self._untouched_from = max(self._untouched_from, slot + 1)
+        self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
+
+    def back(self, slots: Iterable[int]) -> set[int]:
+        """Have the file system set memory aside for these slots; those for which it has none left.
+
+        Without it a write to a slot never used before kills the process (SIGBUS) when somebody else has filled the file
+        system. It costs what the first write would have cost. Memory outside file systems needs none of it.
+        """
+        if not self._can_run_dry:
+            return set()
+        short: set[int] = set()
+        for slot in slots:
+            if not self._backed[slot]:
+                try:
+                    os.posix_fallocate(self._file, self._slots_from + slot * self.slot_bytes, self.slot_bytes)
+                    self._backed[slot] = 1
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    short.add(slot)
+        return short
+
+    def extent(self, slot: int) -> HostExtent:
+        """Where the chunk in this slot is. One object a slot for all time, as making one costs more than all else."""
+        extent = self._extents[slot]
+        if extent is None:
+            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_bytes)
+        return extent
+
+    def chunk(self, slot: int) -> memoryview:
+        """The bytes of the chunk in this slot. Release it."""
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.chunk_bytes]
+
+    def pages(self, slot: int) -> memoryview:
+        """The whole slot, from a page's boundary. Release it."""
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
+
+        Raises:
+            BufferError: something made of `view` is still alive; the pool stays open, so let go of it and close again.
+        """
+        if self._closed:
+            return
+        try:
+            # Both refuse while the memory is lent: the view if an array was made of it, the mapping if a slice was.
+            self._view.release()
+            self._mapping.close()
+        except BufferError:
+            self._view = memoryview(self._mapping)[self._slots_from :]
+            raise BufferError(
+                f"pool {self.name!r} cannot be unmapped: an array or memoryview made of its view is still alive; "
+                "let go of it, then close again"
+            ) from None
+        self._closed = True
+        if self._file >= 0:
+            os.close(self._file)  # and with it the lock
+
+    def _start_directory(self, path: Path, nbytes: int) -> None:
+        assert self.directory is not None
+        if self.directory.is_ours():
+            return
+        if not self.directory.is_blank():
+            _log.warning(
+                "pool %s starts empty: %s was made for another chunk format, chunk size or number of slots",
+                self.name,
+                path,
+            )
+            # Of another geometry: any byte may lie where we would look for a record.
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, nbytes)
+            os.posix_fallocate(self._file, 0, self._slots_from)
+        self.directory.begin()
+
+
+def slot_bytes_for(chunk_bytes: int) -> int:
+    """A chunk's size in whole pages, so that every slot is aligned for the disk and the device."""
+    return -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def pool_path(name: str) -> Path:
+    """Where the named pool's file is.
+
+    Raises:
+        ConfigError: not a name for a file.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"the pool's name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with a dot")
+    return _parent() / f"kv-tiers-{os.geteuid()}" / name
+
+
+def _parent() -> Path:
+    shared = Path("/dev/shm")  # noqa: S108  # the directory made in it is the user's alone
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def check_capacity(nbytes: int, name: str = "") -> None:
+    """What is wrong with a pool's size whatever its chunks are. name: of the pool, for the error.
+
+    Raises:
+        ConfigError: it holds no chunk, or more than the machine's memory.
+    """
+    if nbytes < PAGE_BYTES:
+        raise ConfigError(
+            f"a capacity of {nbytes} bytes holds no chunk at all; write how much memory chunks may take, such as 4GiB"
+        )
+    limit = memory_limit_bytes()
+    if limit is not None and nbytes > limit:
+        raise ConfigError(
+            f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control "
+            f"group) has {spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the "
+            "engine room"
+        )
+
+
+def _check_size(name: str, chunk_bytes: int, slots: int) -> int:
+    if chunk_bytes <= 0 or slots <= 0:
+        raise ConfigError(f"a pool of {slots} chunks of {chunk_bytes} bytes; both must be positive")
+    nbytes = slots * slot_bytes_for(chunk_bytes)
+    check_capacity(nbytes, name)
+    return nbytes
+
+
+def _open_unnamed(name: str) -> tuple[int, bool]:
+    """A file in memory without a name, and whether it can be sealed. Pythons built for old systems know no memfd."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"kv-tiers-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
+    with tempfile.NamedTemporaryFile(prefix="kv-tiers-", dir=_parent()) as named:  # unlinked with the block, mode 0600
+        return os.dup(named.fileno()), False
+
+
+def _make_private(directory: Path) -> None:
+    """A directory that is ours and closed to others, made if it is not there."""
+    try:
+        own_directory(directory, "remove it, or write no name for the pool")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made for named pools: {error.strerror}; write no name") from None
+
+
+def _open_private(path: Path) -> int:
+    """The file, made if it is not there, ours alone and locked."""
+    while True:
+        try:
+            file = open_own_file(path, os.O_RDWR | os.O_CREAT, "remove it or choose another name")
+        except OSError as error:
+            raise ConfigError(
+                f"the pool's file {path} cannot be opened: {error.strerror}; remove it or choose another name"
+            ) from None
+        try:
+            found = os.fstat(file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"the pool {path.name!r} is open already, in this process or another; a named pool has one owner: "
+                    "end that one or choose another name"
+                ) from None
+            if _is_still(path, found):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # unlinked between our open and our lock: what is there now is another file
+
+
+def _is_still(path: Path, opened: os.stat_result) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, opened)
+
+
+def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap:
+    found, space = os.fstat(file), os.fstatvfs(file)
+    free = space.f_bavail * space.f_frsize + found.st_blocks * 512
+    if nbytes > free:
+        raise ConfigError(
+            f"the pool's file {path} was to have {spelled(nbytes)} and its file system has {spelled(free)} free; "
+            f"write a capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
+        )
+    try:
+        if found.st_size != nbytes:
+            os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, nbytes - slots_bytes)  # the directory is written to at any time: see `back`
+        return mmap.mmap(file, nbytes)
+    except OSError as error:
+        raise ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}") from None

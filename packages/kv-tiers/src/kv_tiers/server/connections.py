@@ -1,0 +1,266 @@
+"""The server's connections: requests in, answers out, and nobody at another's cost.
+
+Each client gets a few requests' worth of a turn, so one that floods the server delays the others by no more than that,
+and one that does not read its answers is dropped. Only processes of our own user are served: the kernel says who is at
+the other end.
+"""
+
+import os
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from kv_core.errors import InputError, MisuseError
+from kv_core.log import limited_logger
+
+from kv_tiers.server import wire
+from kv_tiers.server.orphans import open_pidfd
+from kv_tiers.server.session import Session
+
+_log = limited_logger(__name__)
+
+MAX_QUEUED_FRAMES: Final = 64
+"""Answers that a client has not read; one that follows the protocol has at most two."""
+FRAMES_A_TURN: Final = 16
+GREETING_S: Final = 5.0
+"""How long a client may take to say hello; and one that was refused, to read why."""
+UNREGISTERED_S: Final = 60.0
+"""How long a client that has registered no cache may ask for nothing."""
+_READ_BYTES: Final = 1 << 18
+_PEER: Final = struct.Struct("3i")
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """One connection. pidfd: of its process, or -1; whoever hears that the client is gone takes it over."""
+
+    number: int
+    socket: socket.socket
+    pid: int
+    pidfd: int = -1
+    is_greeted: bool = False
+    is_ending: bool = False
+    """It gets what is unsent and no more."""
+    waiting: wire.Register | None = None
+    """Its cache is being opened, and it is not heard meanwhile."""
+    register: wire.Register | None = None
+    session: Session | None = None
+    token: bytes = b""
+    frames: wire.Frames = field(default_factory=lambda: wire.Frames(wire.MAX_REQUEST_BYTES))
+    unsent: deque[tuple[bytes, int]] = field(default_factory=deque)
+    """Frames, each with the descriptor that goes with it or -1."""
+    events: int = 0
+    """What the selector watches its socket for."""
+    heard_s: float = 0.0
+    """When it connected, made its last whole request or was refused, by the monotonic clock."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When its patience with us is over; None: it has a cache, or waits for one."""
+        if self.is_ending or not self.is_greeted:
+            return self.heard_s + GREETING_S
+        return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
+
+
+class Clients:
+    """Used by the server's thread only, which calls what the selector says is registered."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        max_clients: int,
+        *,
+        answer: Callable[[Client, wire.Request], None],
+        gone: Callable[[Client], None],
+    ) -> None:
+        """answer: may raise `InputError` and `MisuseError`. gone: the connection is closed, whichever side did it."""
+        self._selector = selector
+        self._max_clients = max_clients
+        self._answer = answer
+        self._gone = gone
+        self._clients: dict[int, Client] = {}
+        self._eager: dict[int, Client] = {}  # more of their requests are here than their turn allowed
+        self._unsettled: dict[int, Client] = {}  # those that may have to be dropped for want of words
+        self._last_number = 0
+
+    def all(self) -> list[Client]:
+        return list(self._clients.values())
+
+    def are_eager(self) -> bool:
+        """Somebody's next turn has come already."""
+        return bool(self._eager)
+
+    def patience_s(self) -> float | None:
+        """How soon `expire` should be called."""
+        due = [due_s for client in self._unsettled.values() if (due_s := client.due_s) is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def expire(self) -> None:
+        """End those that have had their time to say what they want."""
+        now_s = time.monotonic()
+        for client in list(self._unsettled.values()):
+            due_s = client.due_s
+            if due_s is None:
+                del self._unsettled[client.number]
+            elif due_s <= now_s:
+                if client.is_ending:
+                    self.drop(client)
+                elif not client.is_greeted:
+                    self.refuse(client, f"no hello came within {GREETING_S:g} s of the connection")
+                else:
+                    self.refuse(client, f"nothing was asked for {UNREGISTERED_S:g} s, and no cache is registered")
+
+    def take_turns(self) -> None:
+        for client in list(self._eager.values()):
+            self.work(client)
+
+    def work(self, client: Client) -> None:
+        """Answer what has arrived, up to a turn's worth."""
+        self._eager.pop(client.number, None)
+        for _ in range(FRAMES_A_TURN):
+            if client.waiting or client.is_ending or client.number not in self._clients:
+                break
+            if not self.attempt(client, partial(self._take_next, client)):
+                break
+        else:
+            self._eager[client.number] = client
+        if client.number in self._clients:
+            self._watch(client)
+
+    def attempt(self, client: Client, act: Callable[[], bool]) -> bool:
+        """What comes of wrong requests, and of bugs of ours: one client's trouble and nobody else's."""
+        try:
+            return act()
+        except InputError as error:
+            self.refuse(client, str(error), kind="malformed")
+        except MisuseError as error:
+            self.send(client, wire.Failed("misuse", str(error)))
+        except Exception:  # noqa: BLE001  # whatever it is, the other clients must not notice
+            _log.exception("session %d ends, as its request met a bug", client.number)
+            self.refuse(client, "a bug in the server; its log has the rest", kind="fault")
+        return True
+
+    def send(self, client: Client, answer: wire.Answer, descriptor: int = -1) -> None:
+        client.unsent.append((wire.frame(answer), descriptor))
+        if len(client.unsent) > MAX_QUEUED_FRAMES:
+            _log.warning("session %d is dropped: it does not read its answers", client.number)
+            self.drop(client)
+            return
+        self._flush(client)
+
+    def refuse(self, client: Client, text: str, *, kind: wire.FailedKind = "refused") -> None:
+        """Say why, and end the session."""
+        _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
+        client.is_ending = True
+        client.heard_s = time.monotonic()
+        self._unsettled[client.number] = client
+        self.send(client, wire.Failed(kind, text))
+
+    def drop(self, client: Client) -> None:
+        """The connection is over, whichever side ended it."""
+        if self._clients.pop(client.number, None) is None:
+            return
+        self._eager.pop(client.number, None)
+        self._unsettled.pop(client.number, None)
+        if client.events:
+            self._selector.unregister(client.socket)
+            client.events = 0
+        client.socket.close()
+        self._gone(client)
+
+    def greet(self, accepted: socket.socket) -> None:
+        """Take over a connection that was accepted; it does not block."""
+        pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        self._last_number += 1
+        client = self._clients[self._last_number] = Client(self._last_number, accepted, pid, heard_s=time.monotonic())
+        self._unsettled[client.number] = client
+        if uid != os.geteuid():
+            self.refuse(client, f"this server is user {os.geteuid()}'s, and you are user {uid}")
+        elif len(self._clients) > self._max_clients:
+            self.refuse(client, f"this server has its {self._max_clients} clients (max_sessions) already")
+        else:
+            client.pidfd = open_pidfd(pid)
+            self._watch(client)
+
+    def _watch(self, client: Client) -> None:
+        """Have the selector tell us what this client's state has use for."""
+        events = selectors.EVENT_WRITE if client.unsent else 0
+        if not (client.is_ending or client.waiting or client.number in self._eager):
+            events |= selectors.EVENT_READ
+        if events == client.events:
+            return
+        ready = partial(self._ready, client)
+        if not client.events:
+            self._selector.register(client.socket, events, ready)
+        elif not events:
+            self._selector.unregister(client.socket)
+        else:
+            self._selector.modify(client.socket, events, ready)
+        client.events = events
+
+    def _ready(self, client: Client) -> None:
+        # It may have been dropped since the selector looked, and either of these may drop it.
+        if client.unsent and client.number in self._clients:
+            self._flush(client)
+        if client.events & selectors.EVENT_READ and client.number in self._clients:
+            self._read(client)
+
+    def _read(self, client: Client) -> None:
+        try:
+            data = client.socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.drop(client)
+            return
+        client.frames.feed(data)
+        self.work(client)
+
+    def _take_next(self, client: Client) -> bool:
+        """False: no whole request is here."""
+        body = client.frames.next()
+        if body is None:
+            return False
+        self._answer(client, wire.read_request(body))
+        client.heard_s = time.monotonic()
+        if client.session is None and client.number in self._clients:
+            self._unsettled[client.number] = client
+        return True
+
+    def _flush(self, client: Client) -> None:
+        try:
+            while client.unsent:
+                data, descriptor = client.unsent[0]
+                if descriptor >= 0:
+                    sent = socket.send_fds(client.socket, [data], [descriptor])
+                else:
+                    sent = client.socket.send(data)
+                if sent == len(data):
+                    client.unsent.popleft()
+                else:
+                    client.unsent[0] = (data[sent:], -1)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.drop(client)
+            return
+        if client.is_ending and not client.unsent:
+            self.drop(client)
+        else:
+            self._watch(client)
+
+
+def turn_away(accepted: socket.socket) -> None:
+    """Tell a newcomer that this process has no descriptors for it. It is closed by the caller."""
+    text = "this server may open no more descriptors; raise its limit (ulimit -n), or let it serve fewer (max_sessions)"
+    with suppress(OSError):
+        accepted.send(wire.frame(wire.Failed("refused", text)))

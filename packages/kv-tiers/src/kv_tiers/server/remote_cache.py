@@ -1,0 +1,410 @@
+"""`RemoteCache`: the `CacheService` whose cache is in another process.
+
+It fails only into a miss. While the server is away (dead, hung, restarting) a lookup finds nothing, a store gets no
+room and what was under way has failed; nothing raises and nothing waits. A call that the server does not answer in time
+ends the connection, and the calls after it try again: at once first, then ever more seldom, and never waiting for more
+than a local socket's connect.
+
+What a reconnect finds is one of two things. The same server still has this client's write leases, as it cannot know
+whether somebody is writing: they go on, and everything else is void. Another server has another pool: leases of the old
+one are void here before a new one is given, and the old mapping lasts as long as anybody uses it, so that a copy which
+is under way harms nobody. What was forgotten meanwhile is told to whoever answers, before the first lookup.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kv_core.clock import Clock
+from kv_core.errors import MisuseError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import (
+    CacheCounts,
+    Completion,
+    Holder,
+    LeaseId,
+    LoadFailed,
+    LoadReady,
+    LookupProgress,
+    ReadLease,
+    Ticket,
+    WriteLease,
+)
+
+from kv_tiers.clock import MonotonicClock
+from kv_tiers.server import wire
+from kv_tiers.server.connection import Opening
+from kv_tiers.server.link import Link
+from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.returning import Returning
+
+_log = limited_logger(__name__)
+
+MAX_REPLAY: Final = 1024
+"""More keys than this forgotten while the server is away, and the whole cache is cleared when it is back. What is said
+at a reconnect must fit what a socket takes without its reader."""
+_GENERATION: Final = 1 << 40
+_LOOK_S: Final = 0.005
+_NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
+
+A = TypeVar("A", bound=wire.Answer)
+
+
+class RemoteCache:
+    """A `CacheService` at a server's socket. Safe to call from any thread, and not across a fork.
+
+    pool: where the chunks are now. generation: how many other pools there were before it.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        chunk_bytes: int,
+        fingerprint: str,
+        engine: str = "",
+        shards: int = 1,
+        facts: Mapping[str, str] | None = None,
+        timeout_s: float = 1.0,
+        connect_timeout_s: float = 30.0,
+        on_new_pool: Callable[[MappedPool], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Connect and register; this waits for the server, up to `connect_timeout_s`, as it may have tiers to open.
+
+        chunk_bytes, fingerprint: what the chunks are; sessions with the same share them.
+        engine, shards, facts: what the engine's other processes may ask for (`kv_tiers.server.wire.Registered`).
+        timeout_s: how long any later call may take.
+        on_new_pool: told of each pool but the first before anything in it is leased to this client. It is called by
+            whichever call met the restarted server and must not call the cache.
+
+        Raises:
+            ConfigError: no server answers there, or it refuses this client; the text says why.
+        """
+        self._path = socket
+        self._chunk_bytes = chunk_bytes
+        self._fingerprint = fingerprint
+        self._about = (engine, shards, dict(facts or {}))
+        self._on_new_pool = on_new_pool
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._token = b""
+        self._writes: dict[LeaseId, Holder] = {}
+        self._void: set[LeaseId] = set()  # of those, which the server does not know (any more)
+        self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
+        self._said: wire.Register | None = None  # to the server that was met last
+        self._tickets: dict[Holder, dict[Ticket, tuple[ChunkKey, ...]]] = {}
+        self._failed: dict[Holder, list[Completion]] = {}
+        self._forgotten: dict[ChunkKey, None] = {}
+        self._is_cleared = False
+        self._own_numbers = 0
+        self._counts = _NOTHING
+        self._is_watched = False
+        self._closed = False
+        self._has_stored = False  # on this connection, or it was writing when that began
+        self._returning: Returning | None = None
+        self.generation = -1
+        self.pool: MappedPool
+        self._link = Link(
+            socket,
+            timeout_s,
+            MonotonicClock() if clock is None else clock,
+            register=self._register,
+            met=self._meet,
+            back=self._catch_up,
+            lost=self._lose,
+        )
+        self._link.open(connect_timeout_s)
+
+    def lookup(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+    ) -> LookupPlan:
+        if keys_per_chunk < 1 or len(keys) % keys_per_chunk:
+            raise MisuseError(
+                f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
+            )
+        most = wire.MAX_KEYS // keys_per_chunk * keys_per_chunk
+        request = wire.Lookup(wire.pack_keys(keys[:most]), holder, keys_per_chunk, patient)
+        with self._lock:
+            plan = self._ask(request, wire.Planned)
+        if plan is None:
+            return LookupPlan(holder, 0, Ended.REFUSED, ())
+        ended = Ended[plan.ended]
+        if ended is Ended.ALL_HELD and len(keys) > most:
+            ended = Ended.REFUSED
+        return LookupPlan(holder, plan.chunks, ended, plan.tiers)
+
+    def progress(self, holder: Holder) -> LookupProgress:
+        with self._lock:
+            told = self._ask(wire.Progress(holder), wire.Progressed)
+            return LookupProgress(0, 0, 0.0) if told is None else told.progress
+
+    def renew(self, holder: Holder) -> bool:
+        with self._lock:
+            renewed = self._ask(wire.Renew(holder), wire.Truth)
+            return renewed is not None and renewed.value
+
+    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
+        asked = tuple(keys)
+        why = f"one load has at most {wire.MAX_KEYS} chunks"
+        with self._lock:
+            if len(asked) <= wire.MAX_KEYS:
+                begun = self._ask(wire.BeginLoad(wire.pack_keys(asked), holder), wire.Ticketed)
+                if begun is not None and begun.ticket:
+                    ticket = Ticket(self._numbered(begun.ticket))
+                    self._tickets.setdefault(holder, {})[ticket] = asked
+                    return ticket
+                why = "the cache server is away" if begun is None else "this client holds as much as one may"
+            ticket = Ticket(self._own_number())
+            self._failed.setdefault(holder, []).append(LoadFailed(ticket, asked, why))
+            return ticket
+
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder)
+        with self._lock:
+            self._has_stored = True
+            leased = self._ask(request, wire.Leased)
+            if leased is None or not leased.lease:
+                lease = LeaseId(self._own_number())
+                self._writes[lease] = holder
+                self._void.add(lease)
+                return WriteLease(lease, (), (), "the cache server is away" if leased is None else leased.refused)
+            lease = LeaseId(self._numbered(leased.lease))
+            self._writes[lease] = holder
+            refused = leased.refused
+            if not refused and len(keys) > wire.MAX_KEYS:
+                refused = f"one store has at most {wire.MAX_KEYS} chunks"
+            return WriteLease(
+                lease,
+                tuple([keys[place] for place in leased.places]),
+                tuple(map(self.pool.extent, leased.slots)),
+                refused,
+            )
+
+    def commit(self, lease: WriteLease) -> None:
+        with self._lock:
+            self._check_open()
+            if lease.id not in self._writes:
+                raise MisuseError(
+                    f"write lease {lease.id} is not open: committed or released before, or its holder ended"
+                )
+            # The server is met first, if it is back: it must hear of this lease as one that we still have.
+            is_up = self._link.is_up()
+            if self._strike_write(lease.id) and is_up:
+                self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
+
+    def release(self, lease: ReadLease | WriteLease) -> bool:
+        is_write = isinstance(lease, WriteLease)
+        with self._lock:
+            if self._closed:
+                return False
+            is_up = self._link.is_up()  # before the lease is struck, as in `commit`
+            if is_write:
+                is_known = lease.id in self._writes and self._strike_write(lease.id)
+            else:
+                is_known = lease.id // _GENERATION == self.generation
+            if not is_known or not is_up:
+                return False
+            released = self._ask(wire.Release(lease.id % _GENERATION, is_write), wire.Truth)
+            return released is not None and released.value
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        gone = list(keys)
+        with self._lock:
+            for at in range(0, len(gone), wire.MAX_KEYS):
+                part = gone[at : at + wire.MAX_KEYS]
+                if self._ask(wire.Forget(wire.pack_keys(part)), wire.Done) is None:
+                    self._remember(part)
+
+    def end(self, holder: Holder) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._tickets.pop(holder, None)
+            self._failed.pop(holder, None)
+            for lease in [lease for lease, writer in self._writes.items() if writer == holder]:
+                self._strike_write(lease)
+            self._ask(wire.End(holder), wire.Done)
+
+    def poll(self, holder: Holder) -> list[Completion]:
+        with self._lock:
+            self._check_open()
+            done: list[Completion] = []
+            if holder in self._tickets:
+                polled = self._ask(wire.Poll(holder), wire.Polled)
+                if polled is not None:
+                    done = [self._completed(holder, one) for one in polled.done]
+            return self._failed.pop(holder, []) + done
+
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        """No round trip: it is said only where somebody listens, and not answered."""
+        with self._lock:
+            if self._is_watched and not self._closed:
+                self._link.tell(wire.Allocated(dict(islice(blocks.items(), wire.MAX_ALLOCATED))))
+
+    def clear(self) -> None:
+        with self._lock:
+            if self._ask(wire.Clear(), wire.Done) is None:
+                self._forgotten.clear()
+                self._is_cleared = True
+
+    def counts(self) -> CacheCounts:
+        """While the server is away: what it said last, or nothing but zeros."""
+        with self._lock:
+            counted = self._ask(wire.Counts(), wire.Counted)
+            if counted is not None:
+                self._counts = counted.counts
+            return self._counts
+
+    def close(self) -> None:
+        """Give everything back, and let go of the pool: it is unmapped when nobody uses its memory any more."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._returning is not None:
+                self._returning.stop()
+                self._come_back(time.monotonic() + self._timeout_s)
+            if self._link.connection is not None:
+                self._ask(wire.Unregister(), wire.Done)
+            self._closed = True
+            self._link.close()
+
+    # What follows is called under the lock.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MisuseError("the cache is closed")
+
+    def _ask(self, request: wire.Request, answer: type[A]) -> A | None:
+        """None: the server is away."""
+        self._check_open()
+        return self._link.ask(request, answer)
+
+    def _lose(self) -> None:
+        """The connection is lost, and what was under way on it has failed."""
+        if self._has_stored and not self._closed and (self._returning is None or not self._returning.is_alive()):
+            self._returning = Returning(self._try_to_return)
+        for holder, tickets in self._tickets.items():
+            failed = [LoadFailed(ticket, keys, "the cache server is away") for ticket, keys in tickets.items()]
+            self._failed.setdefault(holder, []).extend(failed)
+        self._tickets.clear()
+
+    def _try_to_return(self) -> bool:
+        """On a thread of its own. True: there is no need to try again."""
+        with self._lock:
+            return self._closed or self._come_back()
+
+    def _come_back(self, until_s: float = 0.0) -> bool:
+        """To the server that may still have write leases of ours. Another one is not met here: its pool would take the
+        old one's place while the engine copies. True: we are back, or the old server is no more.
+
+        until_s: try until then, by the monotonic clock.
+        """
+        is_another = False
+
+        def is_the_same(answer: wire.Pool) -> bool:
+            nonlocal is_another
+            is_another = answer.name != self.pool.name
+            return not is_another
+
+        while not self._link.is_up(may_meet=is_the_same):
+            if is_another or self._link.nobody_listens:
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _register(self) -> wire.Register:
+        engine, shards, facts = self._about
+        known = [lease % _GENERATION for lease in self._writes if lease not in self._void]
+        return wire.Register(
+            engine=engine,
+            chunk_bytes=self._chunk_bytes,
+            fingerprint=self._fingerprint,
+            shards=shards,
+            facts=facts,
+            resume=self._token,
+            writes=known,
+            forgotten=wire.pack_keys(list(self._forgotten)),
+            is_cleared=self._is_cleared,
+        )
+
+    def _meet(self, opening: Opening, answer: wire.Pool) -> None:
+        """A server has answered: the first, the same again, or another.
+
+        Raises:
+            TierDown: its pool cannot be used here.
+        """
+        resumed = set(answer.writes)
+        if self.generation < 0 or answer.name != self.pool.name:
+            resumed.clear()
+            descriptor = opening.connection.take_descriptor()
+            pool = MappedPool(answer.name, answer.chunk_bytes, answer.slots, descriptor)
+            if self.generation >= 0 and self._on_new_pool is not None:
+                try:
+                    self._on_new_pool(pool)
+                except Exception as error:  # somebody else's code, and no exception of ours leaves a hook of the engine
+                    _log.exception("a new pool of the cache server at %s is of no use here", self._path)
+                    raise TierDown(f"the new pool is of no use here: {error}") from error
+            self.pool = pool
+            self.generation += 1
+        ours = {lease % _GENERATION for lease in self._writes if lease not in self._void}
+        self._void.update(lease for lease in self._writes if lease % _GENERATION not in resumed)
+        self._surplus = resumed - ours
+        self._said, self._token = opening.register, answer.token
+        self._is_watched = answer.is_watched
+        self._has_stored = bool(ours)
+
+    def _catch_up(self) -> None:
+        """Tell the server what was given up and forgotten after it was written to."""
+        assert self._said is not None
+        for number in self._surplus:
+            self._ask(wire.Release(number, True), wire.Truth)
+        told = set(self._said.forgotten.unpack())
+        left = [key for key in self._forgotten if key not in told]
+        must_clear = self._is_cleared and not self._said.is_cleared
+        self._forgotten.clear()
+        self._is_cleared = must_clear and self._ask(wire.Clear(), wire.Done) is None
+        if left and self._ask(wire.Forget(wire.pack_keys(left)), wire.Done) is None:
+            self._remember(left)
+
+    def _remember(self, keys: Sequence[ChunkKey]) -> None:
+        if not self._is_cleared:
+            self._forgotten.update(dict.fromkeys(keys))
+            if len(self._forgotten) > MAX_REPLAY:
+                self._forgotten.clear()
+                self._is_cleared = True
+
+    def _numbered(self, number: int) -> int:
+        """The server's number, told apart from the same number of a server before."""
+        return self.generation * _GENERATION + number
+
+    def _own_number(self) -> int:
+        """For what the server knows nothing of: never one of its numbers."""
+        self._own_numbers += 1
+        return -self._own_numbers
+
+    def _strike_write(self, lease: LeaseId) -> bool:
+        """Take an open lease off the books. True: the server knows it."""
+        del self._writes[lease]
+        if lease in self._void:
+            self._void.remove(lease)
+            return False
+        return True
+
+    def _completed(self, holder: Holder, one: wire.Ready | wire.Missed) -> Completion:
+        ticket = Ticket(self._numbered(one.ticket))
+        tickets = self._tickets[holder]
+        asked = tickets.pop(ticket)
+        if not tickets:
+            del self._tickets[holder]
+        if isinstance(one, wire.Missed):
+            return LoadFailed(ticket, tuple(one.missing.unpack()), one.reason)
+        extents = tuple(map(self.pool.extent, one.slots))
+        return LoadReady(ticket, ReadLease(LeaseId(self._numbered(one.lease)), asked, extents))

@@ -1,0 +1,1 @@
+"""Commands of `kv` and `kv-server`."""

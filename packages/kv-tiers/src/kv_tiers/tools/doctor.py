@@ -1,0 +1,121 @@
+"""What `kv doctor` says of memory, file systems and the libraries of the tiers."""
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_core.tools.doctor import Asked, Finding, version_of
+
+from kv_tiers.pool.machine import memory_limit_bytes, spelled
+
+_EXTRAS = {"redis": "redis", "s3": "obstore", "http": "starlette", "otel": "opentelemetry-sdk", "top": "rich"}
+_NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
+
+
+def check(asked: Asked) -> Iterator[Finding]:
+    """For the entry-point group `kv_core.doctor`."""
+    yield from _memory()
+    yield from _numa(Path("/sys/devices/system/node"))
+    yield from _directory(Path(asked.path))
+    yield from _libraries()
+
+
+def _memory() -> Iterator[Finding]:
+    limit = memory_limit_bytes()
+    if limit is not None:
+        yield Finding("ok", "memory", f"{spelled(limit)} for this process and all beside it")
+    shared = Path("/dev/shm")  # noqa: S108  # it is what named pools are in
+    if not shared.is_dir():
+        yield Finding("note", "shared memory", "there is no /dev/shm", "leave host.name out: a named pool needs it")
+        return
+    state = os.statvfs(shared)
+    size = state.f_frsize * state.f_blocks
+    if limit is not None and size < limit // 4:
+        advice = "a named pool must fit: mount it larger; in a container, --shm-size"
+        yield Finding("note", "shared memory", f"{spelled(size)} in {shared}", advice)
+    else:
+        yield Finding("ok", "shared memory", f"{spelled(size)} in {shared}")
+
+
+def _numa(nodes: Path) -> Iterator[Finding]:
+    found = sorted(path.name for path in nodes.glob("node[0-9]*"))
+    if len(found) > 1:
+        advice = "run each engine on the cores and memory of its GPU's node: numactl --cpunodebind=N --membind=N"
+        yield Finding("note", "NUMA", f"{len(found)} nodes", advice)
+    else:
+        yield Finding("ok", "NUMA", "one node")
+
+
+def _directory(path: Path) -> Iterator[Finding]:
+    what = f"directory {path}"
+    kind = file_system_of(path.resolve(), Path("/proc/self/mountinfo"))
+    try:
+        state = os.statvfs(path)
+        direct = takes_direct_io(path)
+    except OSError as error:
+        yield Finding("wrong", what, error.strerror or str(error), "name a directory that you may write to: --path DIR")
+        return
+    found = f"{kind}, {spelled(state.f_frsize * state.f_bavail)} free"
+    if kind.partition(".")[0] in _NETWORKED:
+        advice = "use a shared_fs tier here, and a disk tier on a local disk"
+        yield Finding("note", what, found + ", a network's file system", advice)
+    elif not direct:
+        advice = "a disk tier works here through the page cache; ext4 and xfs take direct I/O"
+        yield Finding("note", what, found + ", no direct I/O", advice)
+    else:
+        yield Finding("ok", what, found + ", direct I/O")
+
+
+def takes_direct_io(path: Path) -> bool:
+    """Whether a file there can be written past the page cache.
+
+    Raises:
+        OSError: nothing can be written there at all.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=".kv-doctor-", dir=path)
+    os.close(descriptor)
+    try:
+        opened = os.open(name, os.O_WRONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, 4096) as page:  # direct I/O wants memory that begins at a page
+                return os.write(opened, page) == len(page)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        os.unlink(name)
+
+
+def file_system_of(path: Path, mounts: Path) -> str:
+    """The kind of file system that this absolute path is on, as in mountinfo (proc(5)); "unknown" if it is not told."""
+    best, kind = "", "unknown"
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mounted_at = before.split()[4].replace("\\040", " ")
+        if path.is_relative_to(mounted_at) and len(mounted_at) >= len(best):
+            best, kind = mounted_at, after.split()[0]
+    return kind
+
+
+def _libraries() -> Iterator[Finding]:
+    yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
+    there = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
+    here = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in there.items() if version)
+    missing = [extra for extra, version in there.items() if not version]
+    found = here or "none"
+    if missing:
+        advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'"
+        yield Finding("ok", "optional libraries", f"{found}; not installed: {', '.join(missing)}", advice)
+    else:
+        yield Finding("ok", "optional libraries", found)

@@ -1,0 +1,246 @@
+"""`kv explain`: why a prompt was missed, as a running server knows it."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_core.errors import InputError, TierDown
+from kv_core.hashing import ChainScheme
+from kv_core.keys import tenant_tag
+from kv_core.sequence import KeySequence
+from kv_core.tools.cli import (
+    add_prompt_options,
+    prompt_items,
+    prompt_root,
+    prompt_scheme,
+    prompt_space,
+    prompt_tokens,
+)
+
+from kv_tiers.server import wire
+from kv_tiers.server.config import default_socket
+from kv_tiers.server.connection import ask_server
+from kv_tiers.watch.explain import BEING_WRITTEN, ChunkState, is_held
+
+_ABOUT = """\
+Ask a running kv-server what it has of a prompt, chunk by chunk, and what became of the rest.
+
+The prompt is given as to `kv keys`. Without --model every model and format that the server has is looked through.
+"""
+_EXAMPLES = """\
+examples:
+  kv explain prompt.json --name default
+  kv explain --text prompt.txt --tokenizer tokenizer.json --salt tenant-7 --also-salt tenant-8
+  kv explain prompt.json --chunk-tokens 128 --json
+
+The prompt is also looked for without a salt, and with every --also-salt. Chunks of other salts, chunk sizes or adapters
+have other names, and nobody can tell from a name what it stands for: only what is asked for is found.
+
+The exit status is 0 if all of the prompt is held, 1 if not, or 2 if an input or option is wrong.
+"""
+_TIMEOUT_S = 5.0
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+_CAUSES = {
+    "store": "to make room for a prompt",
+    "promotion": "to make room for chunks on their way up",
+    "watermark": "to keep slots free",
+    "quota": "to keep its tenant's bound",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the server said of the prompt under one salt. salt: None for none."""
+
+    salt: str | None
+    is_own: bool
+    answer: wire.Explanations
+
+
+def register(commands: Any) -> None:
+    """Add `kv explain`; called by the `kv` command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="why a prompt was missed",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_explain)
+    add_prompt_options(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--name", default="default", help="of the server (default: default)")
+    server.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    parser.add_argument(
+        "--also-salt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="look for the prompt with this salt too; repeat",
+    )
+    parser.add_argument("--json", action="store_true", help="everything the server said, as one JSON object")
+
+
+def _explain(asked: argparse.Namespace) -> int:
+    scheme = prompt_scheme(asked)
+    prompt_space(asked, scheme)  # refuse wrong options before any tokens are read
+    tokens = [token for part in prompt_tokens(asked) for token in part]
+    chunks = len(tokens) // scheme.chunk_tokens
+    if not chunks:
+        raise InputError(
+            f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is kept"
+        )
+    socket = Path(asked.socket) if asked.socket is not None else default_socket(asked.name)
+    salts = list(dict.fromkeys([asked.salt, None, *asked.also_salt]))
+    answers = [_Answer(salt, salt == asked.salt, _ask(socket, asked, scheme, tokens, salt)) for salt in salts]
+    own = _own(answers[0].answer, is_named=asked.model is not None)
+    told = min(chunks, wire.MAX_EXPLAINED)
+    is_all_held = own is not None and own.held == chunks
+    if asked.json:
+        print(json.dumps(_described(answers, own, chunks, scheme.chunk_tokens)))
+    else:
+        _print(answers, own, chunks, told, scheme.chunk_tokens)
+    return 0 if is_all_held else 1
+
+
+def _ask(
+    socket: Path, asked: argparse.Namespace, scheme: ChainScheme, tokens: Sequence[int], salt: str | None
+) -> wire.Explanations:
+    root = prompt_root(asked, scheme, salt)
+    digests = KeySequence(scheme, root=root, items=prompt_items(asked)).append(tokens)[: wire.MAX_EXPLAINED]
+    space = prompt_space(asked, scheme)
+    heads = []
+    if space is not None:
+        keys = space.keys(digests[:1], groups=(asked.group,), tenant=tenant_tag(salt))
+        heads = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
+    nbytes = len(digests[0])
+    request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), heads)
+    try:
+        answer = ask_server(socket, request, timeout_s=_TIMEOUT_S)
+    except TierDown as down:
+        raise InputError(f"{down}; name the server with --name or --socket") from None
+    if not isinstance(answer, wire.Explanations):
+        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {socket} does not explain: {said}")
+    return answer
+
+
+def _own(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
+    """Where the prompt was expected: in the key space that was named, or else where most of it is."""
+    expected = [one for one in answer.explained if one.was_asked or not is_named]
+    return max(expected, key=lambda one: one.held, default=None)
+
+
+def _described(
+    answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, chunk_tokens: int
+) -> dict[str, object]:
+    first = answers[0].answer
+    return {
+        "chunks": chunks,
+        "chunk_tokens": chunk_tokens,
+        "chunks_held": 0 if own is None else own.held,
+        "history_keys": first.history_keys,
+        "remembered_s": first.remembered_s,
+        "is_whole": first.is_whole,
+        # A salt may be a secret, so they are told by their place on the command line and not by name.
+        "salts": [
+            {
+                "salt": _salt_name(number, one),
+                "explained": [dataclasses.asdict(explained) for explained in one.answer.explained],
+            }
+            for number, one in enumerate(answers)
+        ],
+    }
+
+
+def _salt_name(number: int, answer: _Answer) -> str:
+    if answer.salt is None:
+        return "none"
+    return "given" if answer.is_own else f"also {number}"
+
+
+def _print(answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, told: int, chunk_tokens: int) -> None:
+    first = answers[0].answer
+    held = 0 if own is None else own.held
+    print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
+    if own is None:
+        print(_chunks(0, chunks) + f": {_never(first)}")
+    else:
+        _print_states(own, first)
+    if told < chunks:
+        print(f"chunks {told}–{chunks - 1} were not asked for: a server explains {told} at a time")
+    for other in first.explained:
+        if other is not own and other.held:
+            model = f"key space {other.space[:12]}" + (f" ({', '.join(other.engines)})" if other.engines else "")
+            print(f"the first {other.held} chunks are held under another model or format: {model}")
+    for answer in answers[1:]:
+        best = max((one.held for one in answer.answer.explained), default=0)
+        if best:
+            salt = "without a salt" if answer.salt is None else f"under the salt {answer.salt!r}"
+            print(f"the first {best} chunks are held {salt}")
+
+
+def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
+    missed = False
+    for state in own.states:
+        text = _held(state) if is_held(state) else _missed(state, answer)
+        if is_held(state) and missed:
+            text += ", but no use: a chunk before is missing"
+        print(f"{_chunks(state.first, state.chunks)}: {text}")
+        missed = missed or not is_held(state)
+    if own.is_cut:
+        print("and more, which the server did not tell")
+    if missed and own.unasked:
+        print(f"not asked, as that takes a network: {', '.join(own.unasked)}")
+
+
+def _chunks(first: int, chunks: int) -> str:
+    return f"chunk {first}" if chunks == 1 else f"chunks {first}–{first + chunks - 1}"
+
+
+def _held(state: ChunkState) -> str:
+    return f"in {state.where}"
+
+
+def _missed(state: ChunkState, answer: wire.Explanations) -> str:
+    ago = "" if state.seconds_ago is None else f" {_span(state.seconds_ago)} ago"
+    below = f"; stored in {', '.join(state.below)} since, and not there now as far as is known" if state.below else ""
+    if state.where == BEING_WRITTEN:
+        return "being written just now"
+    if state.parts and not state.what:
+        return "where this prompt parts from what was stored: other prompts went on differently here"
+    match state.what:
+        case "":
+            return _never(answer)
+        case "evicted":
+            cause = _CAUSES.get(state.cause, state.cause)
+            return f"evicted{ago} from {state.tier} by {state.policy} {cause}{below}"
+        case "damaged":
+            return f"discarded{ago}, as its bytes in {state.tier} were wrong: {state.cause}"
+        case "refused":
+            return f"found no room{ago}: {state.cause}"
+        case "aborted":
+            return f"begun{ago} and never finished: its writer gave up or ended"
+        case "forgotten":
+            return f"forgotten{ago}, as somebody asked for it"
+        case _:
+            return f"stored{ago}, and left a moment ago{below}"
+
+
+def _never(answer: wire.Explanations) -> str:
+    if not answer.history_keys:
+        return "not held; this server remembers nothing (history_keys = 0), so it cannot say more"
+    if answer.is_whole:
+        return f"never stored here since the server began to remember, {_span(answer.remembered_s)} ago"
+    return f"not held, and not among the last {answer.history_keys} keys that the server remembers"
+
+
+def _span(seconds: float) -> str:
+    for unit, name in _UNITS:
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,207 @@
+"""What tiers of given capacities would have served of a trace. The index and the policies are the cache's own.
+
+Each request asks for its prompt: the leading chunks that any tier holds are hits, each of the fastest tier that has it.
+Then the prompt is stored in the first tier: what was hit below comes up and stays below too, what was missed is
+computed. A chunk that is evicted goes down to the next tier, unless that holds it already. One request is done before
+the next begins, nothing waits, and no bytes exist.
+
+The hit ratio is by tokens over contiguous prefixes: chunks hit over chunks asked for, each of as many tokens, after the
+first requests (`warm_up`), which fill the tiers and do not count.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction import make_policy
+from kv_tiers.index.residency import Residency
+
+WARM_UP = 0.2
+"""The part of the requests that fills the tiers before hits count."""
+
+Prompts = Sequence[Sequence[ChunkKey]]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    name: str
+    capacity_chunks: int
+    policy: str
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """hit: asked for and served from here. stored: written here, be they computed, promoted or spilled."""
+
+    name: str
+    chunks_hit: int = 0
+    chunks_stored: int = 0
+    chunks_evicted: int = 0
+
+
+@dataclass(slots=True)
+class Served:
+    """Of the requests that count."""
+
+    tiers: list[TierCounts]
+    requests: int = 0
+    chunks_asked: int = 0
+
+    @property
+    def chunks_hit(self) -> int:
+        return sum(tier.chunks_hit for tier in self.tiers)
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.chunks_hit / self.chunks_asked if self.chunks_asked else 0.0
+
+
+def simulate(
+    prompts: Prompts, plans: Sequence[TierPlan], *, warm_up: float = WARM_UP, progress: Progress | None = None
+) -> Served:
+    """Replay the prompts over these tiers, the fastest first.
+
+    progress: told after each request how many are done.
+
+    Raises:
+        ConfigError: there is no policy of such a name.
+    """
+    tiers = [_Tier(plan) for plan in plans]
+    parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}
+    begin = int(warm_up * len(prompts))
+    served = Served([])
+    for number, prompt in enumerate(prompts):
+        if number == begin:
+            served = Served([tier.start_counting() for tier in tiers])
+        served.requests += 1
+        served.chunks_asked += len(prompt)
+        _look_up(prompt, tiers)
+        lost = tiers[0].store(prompt)
+        for tier in tiers[1:]:
+            lost = [key for run in _runs(lost, parent_of) for key in tier.take(run, parent_of)]
+        if progress is not None:
+            progress(number + 1)
+    return served
+
+
+def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP) -> float:
+    """The hit ratio that no policy of one tier of this capacity can pass: Belady's, which knows the future.
+
+    Of all that is resident or arrives, the chunks stay whose next use is nearest (Belady, IBM Systems Journal 5:2,
+    1966), and what is never used again is not kept at all. A chunk is used whenever one that follows it is, so heads
+    never leave before tails, and the most chunks hit are also the most hit as prefixes. It may decline to store a
+    chunk, which our policies may not: they can only let it leave first.
+    """
+    never = len(prompts)
+    next_use: list[list[int]] = []
+    upcoming: dict[ChunkKey, int] = {}
+    for number in range(len(prompts) - 1, -1, -1):
+        next_use.append([upcoming.get(key, never) for key in prompts[number]])
+        upcoming.update(dict.fromkeys(prompts[number], number))
+    next_use.reverse()
+    resident: dict[ChunkKey, int] = {}
+    latest_first: list[tuple[int, int, ChunkKey]] = []
+    begin = int(warm_up * len(prompts))
+    hit = asked = 0
+    for number, prompt in enumerate(prompts):
+        if number >= begin:
+            hit += next((place for place, key in enumerate(prompt) if key not in resident), len(prompt))
+            asked += len(prompt)
+        for place, (key, use) in enumerate(zip(prompt, next_use[number], strict=True)):
+            if use == never:
+                resident.pop(key, None)
+            else:
+                resident[key] = use
+                heapq.heappush(latest_first, (-use, -place, key))
+        while len(resident) > capacity_chunks:
+            negative, _, key = heapq.heappop(latest_first)
+            if resident.get(key) == -negative:
+                del resident[key]
+    return hit / asked if asked else 0.0
+
+
+class _Tier:
+    def __init__(self, plan: TierPlan) -> None:
+        self.residency = Residency(plan.capacity_chunks, make_policy(plan.policy, plan.capacity_chunks))
+        self._free = list(range(plan.capacity_chunks - 1, -1, -1))
+        self.counts = TierCounts(plan.name)
+
+    def start_counting(self) -> TierCounts:
+        self.counts = TierCounts(self.counts.name)
+        return self.counts
+
+    def store(self, prompt: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Store what of the prompt is not here; what that evicted, in this order. As `LocalCache` does it."""
+        residency = self.residency
+        own = self._extend(prompt)
+        spared, met = frozenset(own), set[int]()
+        keys: list[ChunkKey] = []
+        slots: list[int] = []
+        lost: list[ChunkKey] = []
+        for key in prompt:
+            if residency.is_held(key):
+                continue
+            slot = self._free.pop() if self._free else residency.victim(spared, met)
+            if slot is None:
+                break
+            if (gone := residency.key_at(slot)) is not None:
+                residency.empty(slot)
+                lost.append(gone)
+            residency.reserve([key], [slot])
+            keys.append(key)
+            slots.append(slot)
+        if met:
+            residency.put_back([slot for slot in own if slot in met])
+        if keys:
+            residency.commit(keys, slots)
+            self._extend(prompt)
+        self.counts.chunks_stored += len(keys)
+        self.counts.chunks_evicted += len(lost)
+        return lost
+
+    def take(self, run: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[ChunkKey]:
+        """Store what the tier above evicted, behind what is here of the same prompt; what that evicted in turn."""
+        chain = list(reversed(run))
+        parent = parent_of[chain[-1]]
+        while parent is not None and self.residency.find(parent) is not None:
+            chain.append(parent)
+            parent = parent_of[parent]
+        chain.reverse()
+        return self.store(chain)
+
+    def _extend(self, chain: Sequence[ChunkKey]) -> list[int]:
+        there = [(key, slot) for key in chain if (slot := self.residency.find(key)) is not None]
+        slots = [slot for _, slot in there]
+        if slots:
+            self.residency.extend([key for key, _ in there], slots)
+        return slots
+
+
+def _look_up(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> None:
+    found: list[tuple[list[ChunkKey], list[int]]] = [([], []) for _ in tiers]
+    for key in prompt:
+        for tier, (keys, slots) in zip(tiers, found, strict=True):
+            if (slot := tier.residency.find(key)) is not None:
+                keys.append(key)
+                slots.append(slot)
+                break
+        else:
+            break
+    for tier, (keys, slots) in zip(tiers, found, strict=True):
+        tier.counts.chunks_hit += len(slots)
+        if slots:
+            tier.residency.touch(prompt if tier is tiers[0] else keys, slots)
+
+
+def _runs(lost: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[list[ChunkKey]]:
+    """Evicted chunks in runs of one prompt, each head first."""
+    runs: list[list[ChunkKey]] = []
+    for key in lost:
+        if runs and parent_of[runs[-1][-1]] == key:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    return [list(reversed(run)) for run in runs]

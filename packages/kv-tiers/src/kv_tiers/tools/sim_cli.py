@@ -1,0 +1,314 @@
+"""`kv sim`: what a cache of a given size and policy would have served of a trace."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_core.errors import InputError
+
+from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from kv_tiers.pool.machine import spelled
+from kv_tiers.tools.sim import WARM_UP, Progress, Served, TierCounts, TierPlan, optimum, simulate
+from kv_tiers.watch.trace_file import Trace, read_trace
+
+_ABOUT = """\
+Replay a trace of requests over a cache that was never built: which part of the prompts would have come from it, how
+many bytes would have moved and how long that would have taken. The eviction policies are those of the cache itself.
+
+TRACE is Mooncake's JSON lines (hash_ids, timestamp in ms) or plain text: one request a line, its chunk ids with spaces
+between, perhaps after @SECONDS. Either may be gzipped. Equal ids must mean equal prefixes. What `observe.record` wrote
+says itself how many tokens and bytes a chunk has.
+
+A CAPACITY is a number of chunks (5000), bytes with a unit (64GiB, 2TB), or a part of the trace's unique chunks (5%).
+"""
+_EXAMPLES = """\
+examples:
+  kv sim requests.jsonl --capacity 64GiB
+  kv sim requests.jsonl --capacity 1%,2%,5%,10%,20%,40% --policy lru,arc,opt --plot hits.svg
+  kv sim requests.jsonl --capacity 5% --below disk=40% --bandwidth disk=6 --json
+
+The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks asked for. opt is Belady's
+optimum, which knows the future: no policy passes it. Of several tiers, a hit is of the fastest that has the chunk, and
+what one tier evicts goes down to the next.
+
+The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
+"""
+_OPT = "opt"
+_CHUNK_TOKENS = 512
+_DEFAULT_KV = "128KiB"
+_GBPS = {"host": 40.0, "disk": 3.0}
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_PROGRESS_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """served: None for the optimum, of which only the ratio is known."""
+
+    policy: str
+    capacity_chunks: int
+    hit_ratio: float
+    served: Served | None
+
+
+def register(commands: Any) -> None:
+    """Add `kv sim`; called by the `kv` command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "sim",
+        help="hit ratios of policies and capacities on a trace",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_sim)
+    parser.add_argument("trace", metavar="TRACE", help="the trace's file")
+    parser.add_argument(
+        "--capacity", required=True, metavar="CAPACITY[,…]", help="of the host tier; several are compared"
+    )
+    parser.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        metavar="NAME[,…]",
+        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--below",
+        action="append",
+        default=[],
+        metavar="NAME=CAPACITY[:POLICY]",
+        help=f"a tier below the host's and those given before; repeat (default policy: {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--warm-up",
+        default=f"{WARM_UP:.0%}",
+        metavar="PART",
+        help="requests that fill the tiers before hits count (default: 20%%)",
+    )
+    cost = parser.add_argument_group("bytes and time")
+    cost.add_argument(
+        "--chunk-tokens", type=int, metavar="N", help=f"tokens a chunk (default: the trace's, else {_CHUNK_TOKENS})"
+    )
+    cost.add_argument(
+        "--token-bytes",
+        metavar="BYTES",
+        help=f"KV of one token over all layers (default: the trace's, else {_DEFAULT_KV}, that of Llama 3.1 8B in "
+        "16 bits)",
+    )
+    cost.add_argument(
+        "--bandwidth",
+        action="append",
+        default=[],
+        metavar="NAME=GB/S",
+        help="what a tier reads and writes in a second, in 10^9 bytes; repeat (default: host=40, any other 3)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object a line for each policy and capacity")
+    output.add_argument("--plot", metavar="FILE", help="draw hit ratio over capacity; .svg, .png or .pdf")
+
+
+def _sim(asked: argparse.Namespace) -> int:
+    if asked.plot is not None:
+        from kv_tiers.tools import sim_plot  # before the work: without its library there is nothing to wait for
+
+        sim_plot.check(asked.plot)
+    if asked.chunk_tokens is not None and asked.chunk_tokens < 1:
+        raise InputError(f"--chunk-tokens {asked.chunk_tokens}: a chunk has at least one token")
+    policies = list(dict.fromkeys(asked.policy.split(",")))
+    for name in policies:
+        if name != _OPT:
+            make_policy(name, 1)  # refuse what is not there before the trace is read
+    warm_up = _part(asked.warm_up, "--warm-up")
+    trace = read_trace(asked.trace)
+    chunk_tokens, chunk_bytes = _sizes(trace, asked.chunk_tokens, asked.token_bytes)
+    capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in asked.capacity.split(",")]
+    below = [_below(text, trace, chunk_bytes) for text in asked.below]
+    names = ["host", *(plan.name for plan in below)]
+    if len(set(names)) < len(names):
+        raise InputError(f"--below: the tiers' names must differ, and not be host: {', '.join(names)}")
+    gbps = _bandwidths(asked.bandwidth, names)
+    if below and _OPT in policies:
+        raise InputError("opt is of one tier; leave --below out, or opt")
+    clock = _Clock(len(trace.prompts) * len(capacities) * len(policies))
+    runs = []
+    for policy in policies:
+        for capacity in capacities:
+            if policy == _OPT:
+                runs.append(_Run(policy, capacity, optimum(trace.prompts, capacity, warm_up=warm_up), None))
+            else:
+                plans = [TierPlan("host", capacity, policy), *below]
+                served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress())
+                runs.append(_Run(policy, capacity, served.hit_ratio, served))
+            clock.finish(len(trace.prompts))
+    if asked.json:
+        for run in runs:
+            print(json.dumps(_described(run, trace, chunk_bytes, chunk_tokens, gbps)))
+    else:
+        _print_table(runs, trace, chunk_bytes, gbps)
+    if asked.plot is not None:
+        lines = {name: [(r.capacity_chunks, r.hit_ratio) for r in runs if r.policy == name] for name in policies}
+        sim_plot.draw(asked.plot, {trace.name: (trace.chunks_unique, lines)})
+    return 0
+
+
+def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:
+    """Tokens and bytes a chunk: what the options say, else the trace, else Mooncake's."""
+    if trace.is_recorded_without_sizes and (tokens_option is None or bytes_option is None):
+        raise InputError(
+            f"{trace.name} was recorded by a release that wrote down neither how many tokens nor how many bytes a "
+            "chunk has: give both, --chunk-tokens (the engine's setting chunk_tokens) and --token-bytes (the cache's "
+            "chunk_bytes, times its shards and groups, by those tokens), or record again"
+        )
+    if trace.chunk_bytes and not trace.chunk_tokens and tokens_option is None:
+        raise InputError(
+            f"{trace.name} does not say how many tokens a chunk has, as no engine told the cache; give --chunk-tokens"
+        )
+    tokens = tokens_option or trace.chunk_tokens or _CHUNK_TOKENS
+    if bytes_option is None and trace.chunk_bytes:
+        return tokens, trace.chunk_bytes
+    return tokens, _bytes(bytes_option or _DEFAULT_KV, "--token-bytes") * tokens
+
+
+def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dict[str, float]) -> None:
+    span = "" if trace.span_s is None else f" in {trace.span_s:.0f} s"
+    print(f"{trace.name}: {len(trace.prompts)} requests{span}, {trace.chunks_unique} unique chunks", end="")
+    print(f" of {spelled(chunk_bytes)}: {spelled(trace.chunks_unique * chunk_bytes)}")
+    print(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9}", end="")
+    print(f"  {'tier':<8} {'hit ratio':>9} {'read':>10} {'in':>9} {'written':>10} {'in':>9}")
+    for run in runs:
+        share = run.capacity_chunks / trace.chunks_unique
+        print(f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%} {run.hit_ratio:>9.4f}", end="")
+        if run.served is None:
+            print()
+            continue
+        for place, tier in enumerate(run.served.tiers):
+            cost = _Cost.of(tier, chunk_bytes, gbps)
+            ratio = tier.chunks_hit / max(1, run.served.chunks_asked)
+            print(" " * 36 if place else "", end="")
+            print(f"  {tier.name:<8} {ratio:>9.4f} {spelled(cost.bytes_read):>10} {cost.read_s:>7.1f} s", end="")
+            print(f" {spelled(cost.bytes_written):>10} {cost.write_s:>7.1f} s")
+
+
+def _described(
+    run: _Run, trace: Trace, chunk_bytes: int, chunk_tokens: int, gbps: dict[str, float]
+) -> dict[str, object]:
+    described: dict[str, object] = {
+        "trace": trace.name,
+        "policy": run.policy,
+        "capacity_chunks": run.capacity_chunks,
+        "capacity_bytes": run.capacity_chunks * chunk_bytes,
+        "capacity_share": run.capacity_chunks / trace.chunks_unique,
+        "hit_ratio": run.hit_ratio,
+    }
+    if run.served is not None:
+        described["requests"] = run.served.requests
+        described["tokens_asked"] = run.served.chunks_asked * chunk_tokens
+        described["tokens_hit"] = run.served.chunks_hit * chunk_tokens
+        described["tiers"] = [
+            {
+                "name": tier.name,
+                "hit_ratio": tier.chunks_hit / max(1, run.served.chunks_asked),
+                "chunks_hit": tier.chunks_hit,
+                "chunks_stored": tier.chunks_stored,
+                "chunks_evicted": tier.chunks_evicted,
+                "bytes_read": (cost := _Cost.of(tier, chunk_bytes, gbps)).bytes_read,
+                "bytes_written": cost.bytes_written,
+                "read_s": cost.read_s,
+                "write_s": cost.write_s,
+            }
+            for tier in run.served.tiers
+        ]
+    return described
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    bytes_read: int
+    bytes_written: int
+    read_s: float
+    write_s: float
+
+    @classmethod
+    def of(cls, tier: TierCounts, chunk_bytes: int, gbps: dict[str, float]) -> "_Cost":
+        read, written = tier.chunks_hit * chunk_bytes, tier.chunks_stored * chunk_bytes
+        a_second = gbps[tier.name] * 1e9
+        return cls(read, written, read / a_second, written / a_second)
+
+
+class _Clock:
+    """Says on standard error how far a long run is; silent while there is little to wait for."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._before = 0
+        self._next_s = time.monotonic() + _PROGRESS_EVERY_S
+        self._shown = False
+
+    def progress(self) -> Progress:
+        def tell(done: int) -> None:
+            if done % 64 == 0 and time.monotonic() >= self._next_s:
+                self._next_s = time.monotonic() + _PROGRESS_EVERY_S
+                self._shown = True
+                end = "\r" if sys.stderr.isatty() else "\n"
+                print(f"kv sim: {(self._before + done) / self._total:4.0%} done", end=end, file=sys.stderr, flush=True)
+
+        return tell
+
+    def finish(self, done: int) -> None:
+        self._before += done
+        if self._before >= self._total and self._shown and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def _chunks(text: str, trace: Trace, chunk_bytes: int, option: str) -> int:
+    if text.endswith("%"):
+        chunks = int(_part(text, option) * trace.chunks_unique)
+    elif re.fullmatch(r"[0-9]{1,15}", text):
+        chunks = int(text)
+    else:
+        chunks = _bytes(text, option) // chunk_bytes
+    if chunks < 1:
+        raise InputError(f"{option} {text} holds no chunk; one takes {spelled(chunk_bytes)}")
+    return min(chunks, trace.chunks_unique)  # more than all there is makes no difference
+
+
+def _bytes(text: str, option: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]{1,3})", text)
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    if found is None or unit is None or float(found[1]) <= 0:
+        raise InputError(f"{option} {text}: write a number with a unit, such as 64GiB, 2TB or 512B; or chunks, or 5%")
+    return int(float(found[1]) * unit)
+
+
+def _part(text: str, option: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%", text)
+    if found is None or float(found[1]) > 100:
+        raise InputError(f"{option} {text}: write a part of the whole, from 0% to 100%")
+    return float(found[1]) / 100
+
+
+def _below(text: str, trace: Trace, chunk_bytes: int) -> TierPlan:
+    found = re.fullmatch(r"([A-Za-z0-9_-]{1,16})=([^:]+)(?::([^:]+))?", text)
+    if found is None:
+        raise InputError(f"--below {text}: write NAME=CAPACITY, such as disk=2TB, or disk=40%:lru")
+    policy = found[3] or DEFAULT_POLICY
+    make_policy(policy, 1)
+    return TierPlan(found[1], _chunks(found[2], trace, chunk_bytes, "--below"), policy)
+
+
+def _bandwidths(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    gbps = {name: _GBPS.get(name, _GBPS["disk"]) for name in names}
+    for text in texts:
+        found = re.fullmatch(r"([^=]+)=([0-9]{1,6}(?:\.[0-9]{1,6})?)", text)
+        if found is None or float(found[2]) <= 0:
+            raise InputError(f"--bandwidth {text}: write NAME=GB/S, such as disk=6.5")
+        if found[1] not in gbps:
+            raise InputError(f"--bandwidth {text}: there is no such tier; there are {', '.join(names)}")
+        gbps[found[1]] = float(found[2])
+    return gbps

@@ -1,0 +1,107 @@
+"""What `kv top` shows of a server: what it reports, and what that became since it was asked before."""
+
+from dataclasses import dataclass
+
+from kv_tiers.cache.host import TIER
+from kv_tiers.lanes.health import Health
+from kv_tiers.server.report import CacheReport, Report, TierReport
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """in_bytes_s, out_bytes_s: stored there and loaded from there a second, None while that is not known."""
+
+    name: str
+    health: str
+    used_bytes: int | None
+    capacity_bytes: int | None
+    chunks: int | None
+    in_bytes_s: float | None
+    out_bytes_s: float | None
+    waiting_chunks: int
+
+    @property
+    def is_up(self) -> bool:
+        return self.health == Health.UP.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """One format's. hit_ratio: of the chunks asked for since the picture before; hit_ratio_ever: since the start.
+
+    None: none were asked for, or there was no picture before.
+    """
+
+    fingerprint: str
+    chunk_bytes: int
+    sessions: int
+    hit_ratio: float | None
+    hit_ratio_ever: float | None
+    tiers: list[TierRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A report with what can only be seen from two."""
+
+    report: Report
+    caches: list[CacheRow]
+
+
+class Watch:
+    """Remembers the report before. Rates are by the server's clock, so an answer that comes late spoils none."""
+
+    def __init__(self) -> None:
+        self._before: Report | None = None
+
+    def take(self, report: Report) -> Picture:
+        before, self._before = self._before, report
+        if before is not None and (before.pid != report.pid or before.uptime_s >= report.uptime_s):
+            before = None  # another server
+        seconds = report.uptime_s - before.uptime_s if before is not None else 0.0
+        old = {(cache.chunk_bytes, cache.fingerprint): cache for cache in before.caches} if before is not None else {}
+        rows = [_cache_row(cache, old.get((cache.chunk_bytes, cache.fingerprint)), seconds) for cache in report.caches]
+        return Picture(report, rows)
+
+
+def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -> CacheRow:
+    counts, nbytes = cache.counts, cache.chunk_bytes
+    recent = None
+    pool_in = pool_out = None
+    if before is not None:
+        hit = counts.chunks_hit - before.counts.chunks_hit
+        recent = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
+        pool_in = (counts.chunks_committed - before.counts.chunks_committed) * nbytes / seconds
+        pool_out = hit * nbytes / seconds
+    pool = TierRow(
+        TIER,
+        Health.UP.name.lower(),
+        counts.slots_used * nbytes,
+        counts.slots_total * nbytes,
+        counts.chunks_resident,
+        pool_in,
+        pool_out,
+        0,
+    )
+    old = {tier.name: tier for tier in before.tiers} if before is not None else {}
+    tiers = [_tier_row(tier, old.get(tier.name), nbytes, seconds) for tier in cache.tiers]
+    ever = _ratio(counts.chunks_hit, counts.chunks_asked)
+    return CacheRow(cache.fingerprint, nbytes, cache.sessions, recent, ever, [pool, *tiers])
+
+
+def _tier_row(tier: TierReport, before: TierReport | None, nbytes: int, seconds: float) -> TierRow:
+    health = tier.health.lower() + (f": {tier.why}" if tier.why and tier.health != Health.UP.name else "")
+    return TierRow(
+        tier.name,
+        health,
+        tier.used_bytes,
+        tier.capacity_bytes,
+        tier.chunks,
+        None if before is None else (tier.stored - before.stored) * nbytes / seconds,
+        None if before is None else (tier.loaded - before.loaded) * nbytes / seconds,
+        tier.waiting + tier.under_way,
+    )
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole > 0 else None

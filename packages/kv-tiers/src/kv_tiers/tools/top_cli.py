@@ -1,0 +1,124 @@
+"""`kv top`: a server in a terminal, asked every second over its socket."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from kv_core.errors import ConfigError, InputError, TierDown
+
+if TYPE_CHECKING:
+    from kv_tiers.server.report import Report
+
+_ABOUT: Final = """\
+Show what a kv-server keeps and moves: each format's hit ratio, the pool and the tiers below it with what flows in and
+out a second, its sessions and tenants. It asks the server's socket and changes nothing.
+"""
+_EXAMPLES: Final = """\
+examples:
+  kv top                          # the server that kv-server starts where nothing is said
+  kv top --name llama --every 5
+  kv top --once                   # two questions, a second apart, and one plain picture
+  kv top --json | jq .caches      # what the server reports, one object a line
+
+It goes on when the server goes away, and says so; end it with Ctrl-C. The exit status is 0, or 2 if --once or --json
+--once found no server, or an option is wrong.
+"""
+
+
+def register(commands: Any) -> None:
+    """Add `kv top`; called by the `kv` command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "top",
+        help="a cache server, live in a terminal",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_top)
+    parser.add_argument("--name", default="default", help="of the server, as kv-server's --name (default: default)")
+    parser.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
+    parser.add_argument("--once", action="store_true", help="one picture, and end; so too where no terminal is")
+    parser.add_argument("--json", action="store_true", help="what the server reports, one object a line")
+
+
+def _top(asked: argparse.Namespace) -> int:
+    from kv_tiers.server.config import default_socket
+
+    if not 0.05 <= asked.every <= 3600:
+        raise InputError(f"--every {asked.every:g}: write 0.05 to 3600 seconds")
+    path = Path(asked.socket) if asked.socket else default_socket(asked.name)
+    try:
+        if asked.json:
+            return _print_json(path, asked.every, once=asked.once)
+        if asked.once or not sys.stdout.isatty():
+            return _print_once(path, asked.every)
+        return _watch(path, asked.every)
+    except TierDown as why:
+        raise ConfigError(f"{why}; start one with kv-server, or say --name or --socket") from None
+    except KeyboardInterrupt:  # how it is ended
+        return 0
+
+
+def _ask(path: Path) -> "Report":
+    """
+    Raises:
+        TierDown: the server does not answer.
+        ConfigError: it refuses us.
+    """
+    from kv_tiers.server.connection import ask_server
+    from kv_tiers.server.wire import Stated, Status
+
+    answer = ask_server(path, Status())
+    if not isinstance(answer, Stated):
+        raise TierDown(f"the server at {path} answers with {type(answer).__name__}")
+    return answer.report
+
+
+def _print_json(path: Path, every_s: float, *, once: bool) -> int:
+    """A server that is away is a line on standard error, once for each reason in a row, and asked again."""
+    said = ""
+    while True:
+        try:
+            print(msgspec.json.encode(_ask(path)).decode(), flush=True)
+            said = ""
+        except TierDown as why:
+            if once:
+                raise
+            if said != str(why):
+                said = str(why)
+                print(f"kv top: away: {said}", file=sys.stderr, flush=True)
+        if once:
+            return 0
+        time.sleep(every_s)
+
+
+def _print_once(path: Path, every_s: float) -> int:
+    from kv_tiers.tools.top import Watch
+    from kv_tiers.tools.top_view import draw, plain_console
+
+    watch = Watch()
+    watch.take(_ask(path))
+    time.sleep(every_s)
+    plain_console().print(draw(watch.take(_ask(path)), str(path), ""))
+    return 0
+
+
+def _watch(path: Path, every_s: float) -> int:
+    from kv_tiers.tools.top import Picture, Watch
+    from kv_tiers.tools.top_view import draw, on_screen
+
+    watch = Watch()
+    picture: Picture | None = None
+    with on_screen() as show:
+        while True:
+            away = ""
+            try:
+                picture = watch.take(_ask(path))
+            except (TierDown, ConfigError) as why:
+                away = str(why)
+            show(draw(picture, str(path), away))
+            time.sleep(every_s)

@@ -1,0 +1,164 @@
+"""A picture of a server, drawn for a terminal. Words and signs say what colours do, so it reads without them."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.server.report import Report
+from kv_tiers.tools.top import CacheRow, Picture, TierRow
+
+try:
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+except ImportError:
+    raise ConfigError("`kv top` needs the package rich: pip install 'kv-tiers[top]'") from None
+
+_BAR_CHARS: Final = 12
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MAX_ROWS: Final = 12
+"""Of sessions and of tenants; a terminal is only so high."""
+
+
+def plain_console() -> Console:
+    """For a picture that is read once, or by a program: no colours, and wide enough where no terminal says how wide."""
+    console = Console(no_color=True, highlight=False)
+    return console if console.is_terminal else Console(no_color=True, highlight=False, width=140)
+
+
+@contextmanager
+def on_screen() -> Iterator[Callable[[RenderableType], None]]:
+    """The whole terminal, given back at the end. What it is given is shown until the next."""
+    with Live(screen=True, auto_refresh=False, transient=True) as live:
+        yield lambda picture: live.update(picture, refresh=True)
+
+
+def draw(picture: Picture | None, where: str, away: str) -> RenderableType:
+    """picture: the last there was. away: why the server does not answer now, or ""."""
+    parts: list[RenderableType] = [_head(picture, where, away)]
+    if picture is not None:
+        for row in picture.caches:
+            parts += [_cache(row), Text()]
+        if not picture.caches:
+            parts.append(Text("No engine has registered yet.", style="dim"))
+        parts += [_tenants(picture.report), Text(), _sessions(picture.report)]
+    return Group(*parts)
+
+
+def _head(picture: Picture | None, where: str, away: str) -> Text:
+    head = Text()
+    if away:
+        head.append(f"▲ away at {time.strftime('%H:%M:%S')}: {away}\n", style="bold red")
+        head.append("  asking every second; what follows is what was known last\n" if picture else "")
+    if picture is None:
+        return head if away else head.append(f"asking {where}")
+    report = picture.report
+    head.append("kv-server ", style="bold")
+    head.append(f"{report.package}, process {report.pid}, up {_span(report.uptime_s)}, at {where}\n")
+    opening = f", opening {report.opening}" if report.opening else ""
+    orphans = f", {report.orphans} ended while writing" if report.orphans else ""
+    return head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}\n")
+
+
+def _cache(row: CacheRow) -> Table:
+    title = (
+        f"hit ratio {_percent(row.hit_ratio)} now, {_percent(row.hit_ratio_ever)} in all    "
+        f"{row.sessions} sessions, chunks of {_bytes(row.chunk_bytes)}, format {row.fingerprint[:40] or '(unnamed)'}"
+    )
+    table = _table(title)
+    table.add_column("tier", style="bold", no_wrap=True)
+    for name in ("in use", "of", "chunks", "in/s", "out/s", "to store"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    table.add_column("health")
+    for tier in row.tiers:
+        table.add_row(
+            tier.name,
+            _bytes(tier.used_bytes),
+            _bytes(tier.capacity_bytes),
+            "–" if tier.chunks is None else f"{tier.chunks:,}",
+            _bytes(tier.in_bytes_s),
+            _bytes(tier.out_bytes_s),
+            f"{tier.waiting_chunks:,}",
+            _bar(tier),
+            Text("● up", style="green") if tier.is_up else Text(f"▲ {tier.health}", style="bold red"),
+        )
+    return table
+
+
+def _sessions(report: Report) -> Table:
+    table = _table("sessions")
+    for name in ("session", "process"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("engine")
+    table.add_column("shards", justify="right")
+    table.add_column("facts")
+    for one in report.sessions[:_MAX_ROWS]:
+        facts = ", ".join(f"{name} {value}" for name, value in one.facts.items())
+        process = str(one.pid) if one.pid else "elsewhere"
+        table.add_row(str(one.session), process, _plain(one.engine), str(one.shards), _plain(facts))
+    _say_rest(table, len(report.sessions), 4)
+    return table
+
+
+def _tenants(report: Report) -> Table:
+    table = _table("tenants")
+    table.add_column("tenant", no_wrap=True)
+    for name in ("in use", "quota", "chunks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [one for cache in report.caches for one in cache.tenants]
+    for one in rows[:_MAX_ROWS]:
+        shared = not one.tag.strip("0")
+        called = _plain(one.name) if one.name else Text("(shared)" if shared else f"tag {one.tag}", style="dim")
+        table.add_row(called, _bytes(one.used_bytes), _bytes(one.quota_bytes), f"{one.chunks:,}")
+    unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
+    _say_rest(table, len(rows) + unlisted, 4)
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", title_style="", header_style="dim")
+    table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
+    return table
+
+
+def _say_rest(table: Table, rows: int, columns: int) -> None:
+    if rows > _MAX_ROWS:
+        table.add_row("…", *[""] * (columns - 1), f"and {rows - _MAX_ROWS} more")
+
+
+def _plain(text: str) -> Text:
+    """What others wrote is no markup, and moves no cursor."""
+    return Text("".join(char if char.isprintable() else "�" for char in text))
+
+
+def _bar(tier: TierRow) -> str:
+    if not tier.capacity_bytes or tier.used_bytes is None:
+        return ""
+    share = min(1.0, tier.used_bytes / tier.capacity_bytes)
+    full = round(share * _BAR_CHARS)
+    return f"{'█' * full}{'░' * (_BAR_CHARS - full)} {share:4.0%}"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "–"
+    at = 0
+    while value >= 1024 and at < len(_UNITS) - 1:
+        value /= 1024
+        at += 1
+    return f"{value:.0f} {_UNITS[at]}" if at == 0 or value >= 100 else f"{value:.1f} {_UNITS[at]}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.1%}"
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

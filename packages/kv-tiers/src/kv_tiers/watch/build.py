@@ -1,0 +1,43 @@
+"""A bus and the subscribers that the settings ask for."""
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.events.bus import EventBus, Subscriber
+from kv_tiers.watch.config import ObserveConfig
+from kv_tiers.watch.history import History
+from kv_tiers.watch.log import LogLines, say_json, say_text
+from kv_tiers.watch.recorder import Recorder
+
+
+def check(config: ObserveConfig) -> None:
+    """
+    Raises:
+        ConfigError: a number out of range.
+    """
+    if config.history_keys < 0:
+        raise ConfigError(f"observe: history_keys is {config.history_keys}; 0 remembers nothing")
+
+
+def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
+    """The bus, which its owner closes after its caches; and the history on it, if there is to be one.
+
+    Raises:
+        ConfigError: a setting that cannot be honoured; the text says what to change.
+    """
+    check(config)
+    bus = EventBus()
+    subscribers: list[Subscriber] = []
+    if config.log != "none":
+        subscribers.append(LogLines(bus, say_json if config.log == "json" else say_text))
+    if config.record:
+        subscribers.append(Recorder(bus, config.record, config.record_bytes))
+    if config.otel:
+        from kv_tiers.watch.spans import make_spans
+
+        subscribers.append(make_spans(bus))
+    history = History(config.history_keys, bus.now_s()) if config.history_keys else None
+    if history is not None:
+        subscribers.append(history)
+    for subscriber in subscribers:
+        bus.subscribe(subscriber)
+    return bus, history

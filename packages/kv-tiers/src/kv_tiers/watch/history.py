@@ -1,0 +1,215 @@
+"""What became of keys, remembered for a while: a bounded memory for each cache, filled from events.
+
+A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100
+bytes. When half of what may be remembered is new, the older half is forgotten as a whole: no list has to be kept in
+order. A fate knows which keys were stored together, in their order, to tell where prompts part.
+
+Fates are of the host pool. What a tier below holds now it says itself; here is only when a chunk was stored there.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.cache.host import TIER
+from kv_tiers.events.bus import Occurred, Subscriber
+from kv_tiers.events.events import Aborted, Committed, Damaged, Evicted, Forgotten, Promoted, Spilled, StoreBegun
+
+What = Literal["stored", "promoted", "evicted", "forgotten", "damaged", "refused", "aborted"]
+
+MAX_NAMINGS: Final = 64
+"""Spaces and tenants that a cache's history knows by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """The last thing that happened to a chunk. Times are the bus's clock's.
+
+    tier: where it happened. cause, policy: of an eviction; cause is the reason of a refusal or damage.
+    stored_s: when it last came to the pool. below: the tiers where it was stored since, and when.
+    run: the numbers of the keys that were stored with it, in the prompt's order.
+    """
+
+    what: What
+    at_s: float
+    tier: str = TIER
+    cause: str = ""
+    policy: str = ""
+    stored_s: float | None = None
+    below: tuple[tuple[str, float], ...] = ()
+    run: "array[int] | None" = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Keys of one key space and tenant, and the shares in which their chunks were stored.
+
+    heads: what comes before the digest in the keys of each share.
+    """
+
+    space: bytes
+    tenant: bytes
+    heads: tuple[bytes, ...]
+
+
+class Memory:
+    """One cache's. Written by the bus's thread, read by any."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._half = max(1, max_keys // 2)
+        self._young: dict[int, Fate] = {}
+        self._old: dict[int, Fate] = {}
+        self._young_next: dict[int, int] = {}
+        self._old_next: dict[int, int] = {}
+        self._heads: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
+        self.is_whole = True
+        """Nothing was forgotten so far."""
+        self.cleared_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def fate(self, key: ChunkKey) -> Fate | None:
+        """None: it was never heard of, or so long ago that it was forgotten here."""
+        number = _number(key)
+        found = self._young.get(number)
+        return self._old.get(number) if found is None else found
+
+    def goes_on_otherwise(self, parent: ChunkKey, key: ChunkKey) -> bool:
+        """Another chunk than `key` followed `parent` in a prompt that was stored."""
+        number, own = _number(parent), _number(key)
+        follower = self._young_next.get(number, self._old_next.get(number))
+        if follower is not None and follower != own:
+            return True
+        fate = self.fate(parent)
+        if fate is None or fate.run is None:
+            return False
+        after = fate.run.index(number) + 1 if number in fate.run else len(fate.run)
+        return after < len(fate.run) and fate.run[after] != own
+
+    def namings(self) -> list[Naming]:
+        return [Naming(space, tenant, heads) for (space, tenant), heads in list(self._heads.items())]
+
+    def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
+        """All of these have a new fate, made of the one before. Keys with one fate go on sharing one."""
+        made: dict[int, tuple[Fate | None, Fate]] = {}  # the old ones too, lest another gets an old one's identity
+        young, old = self._young, self._old
+        for number in _numbers(keys):
+            before = young.get(number)
+            if before is None:
+                before = old.get(number)
+            after = made.get(id(before))
+            if after is None:
+                after = made[id(before)] = before, change(before)
+            young[number] = after[1]
+        self._make_room()
+
+    def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
+        """These, of one prompt and in its order, can be found in the pool from now."""
+        numbers = _numbers(keys)
+        fate = Fate("stored", at_s, stored_s=at_s, run=array("q", numbers))
+        self._young.update(dict.fromkeys(numbers, fate))
+        self._make_room()
+
+    def follow(self, parent: ChunkKey, key: ChunkKey) -> None:
+        """A prompt goes on with `key` after a chunk that was stored before."""
+        self._young_next[_number(parent)] = _number(key)
+        if len(self._young_next) >= self._half:
+            self._young_next, self._old_next = {}, self._young_next
+
+    def name(self, key: ChunkKey) -> None:
+        """A chain of keys like this one was stored."""
+        head = key[: len(key) - len(key.digest)]
+        known = self._heads.get((key.space_id, key.tenant), ())
+        if head not in known and (known or len(self._heads) < MAX_NAMINGS):
+            self._heads[key.space_id, key.tenant] = tuple(sorted((*known, head)))
+
+    def _make_room(self) -> None:
+        if len(self._young) >= self._half:
+            self.is_whole = self.is_whole and not self._old
+            self._young, self._old = {}, self._young
+
+    def clear(self, at_s: float) -> None:
+        """Everything was forgotten in the cache."""
+        fate = Fate("forgotten", at_s)
+        for half in (self._young, self._old):
+            for number in half:
+                half[number] = fate
+        self.cleared_s = at_s
+
+
+class History(Subscriber):
+    """Of every cache on a bus, up to `max_keys` keys each."""
+
+    wants_requests = False
+
+    def __init__(self, max_keys: int, now_s: float) -> None:
+        """now_s: by the bus's clock."""
+        self.max_keys = max_keys
+        self.began_s = now_s
+        self._memories: dict[str, Memory] = {}
+
+    def of(self, cache: str) -> Memory:
+        """The memory of the cache of this name on the bus."""
+        return self._memories.get(cache) or self._memories.setdefault(cache, Memory(self.max_keys))
+
+    def take(self, occurred: Occurred) -> None:
+        memory, at_s = self.of(occurred.source.name), occurred.at_s
+        match occurred.event:
+            case StoreBegun() as begun:
+                if begun.reserved:
+                    first = begun.reserved[0]
+                    memory.name(first)
+                    if at := begun.chain.index(first):
+                        memory.follow(begun.chain[at - 1], first)
+                if begun.refused:
+                    memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
+            case Committed(keys=keys):
+                memory.store(keys, at_s)
+            case Promoted(tier=tier, keys=keys):
+                memory.change(keys, lambda before: _came_up(before, tier, at_s))
+            case Aborted(keys=keys):
+                memory.change(keys, lambda before: _next(before, Fate("aborted", at_s)))
+            case Evicted(tier, keys, cause, _, policy):
+                memory.change(keys, lambda before: _next(before, Fate("evicted", at_s, tier, cause, policy)))
+            case Damaged(tier, keys, reason):
+                memory.change(keys, lambda before: _next(before, Fate("damaged", at_s, tier, reason)))
+            case Spilled(tier=tier, keys=keys):
+                memory.change(keys, lambda before: _went_down(before, tier, at_s))
+            case Forgotten(everything=True):
+                memory.clear(at_s)
+            case Forgotten(keys=keys):
+                memory.change(keys, lambda before: Fate("forgotten", at_s))
+            case _:
+                pass
+
+
+def _next(before: Fate | None, after: Fate) -> Fate:
+    """What happened, with what was known of the chunk before."""
+    return after if before is None else replace(after, stored_s=before.stored_s, below=before.below, run=before.run)
+
+
+def _came_up(before: Fate | None, tier: str, at_s: float) -> Fate:
+    run = None if before is None else before.run
+    return Fate("promoted", at_s, tier, stored_s=at_s, below=_below(before) or ((tier, at_s),), run=run)
+
+
+def _went_down(before: Fate | None, tier: str, at_s: float) -> Fate:
+    below = (*(place for place in _below(before) if place[0] != tier), (tier, at_s))
+    return replace(before, below=below) if before is not None else Fate("stored", at_s, below=below)
+
+
+def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
+    return () if before is None else before.below
+
+
+def _number(key: ChunkKey) -> int:
+    """What stands for a key in this process: 60 bits, as Python keeps 64 in half as much space again."""
+    return hash(key) >> 4
+
+
+def _numbers(keys: Iterable[ChunkKey]) -> list[int]:
+    return [hash(key) >> 4 for key in keys]

@@ -1,0 +1,123 @@
+"""One line for what an operator must know: a tier that fails or is back, damage, stores that find no room for long.
+
+Of each kind, tier and cache there is one line in `every_s` at most; what was kept back meanwhile is said with the next
+one, or at the end. A tier's failing and coming back are said at once; of a tier that does nothing else the first few,
+then one in `every_s`.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kv_core.log import RateLimit
+
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.events import Damaged, LeaseExpired, StoreBegun, TierHealth
+
+_log = logging.getLogger(__name__)
+
+EVERY_S: Final = 60.0
+REFUSED_FOR_S: Final = 10.0
+"""A store that finds no room is nothing; that all do for so long is worth a line."""
+
+Say = Callable[[int, str, dict[str, Any]], None]
+"""Level, text, and the same as fields."""
+
+
+@dataclass(slots=True)
+class _Limit:
+    next_s: float = 0.0
+    kept_back: int = 0
+
+
+class LogLines(Subscriber):
+    """Says them. `say_text` and `say_json` are the two ways to."""
+
+    wants_requests = False
+    writes_log = True
+
+    def __init__(
+        self, bus: EventBus, say: Say, *, every_s: float = EVERY_S, refused_for_s: float = REFUSED_FOR_S
+    ) -> None:
+        self._bus = bus
+        self._say = say
+        self._every_s, self._refused_for_s = every_s, refused_for_s
+        self._limits: dict[tuple[str, str, str], _Limit] = {}
+        self._refused_since: dict[str, float] = {}
+        self._health = RateLimit(every_s=every_s)
+
+    def take(self, occurred: Occurred) -> None:
+        cache = occurred.source.name
+        match occurred.event:
+            case TierHealth(tier, was, now, why):
+                left_out = self._health.admit((cache, tier), occurred.at_s)
+                if left_out is None:
+                    return
+                is_up = now == "UP"
+                back = "takes chunks again" if was == "FULL" else "is back"
+                text = f"tier {tier} {back}" if is_up else f"tier {tier} is {now.lower()}: {why}"
+                if left_out:
+                    text += f" ({left_out} changes were left out before)"
+                level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
+                self._tell(
+                    occurred, level, text, {"event": "tier_health", "tier": tier, "was": was, "now": now, "why": why}
+                )
+            case Damaged(tier, keys, reason):
+                text = f"{len(keys)} damaged chunks were discarded in {tier}: {reason}"
+                fields = {"event": "damaged", "tier": tier, "chunks": len(keys), "why": reason}
+                self._limited(("damaged", cache, tier), occurred, text, fields)
+            case StoreBegun(reserved=reserved, refused=refused, why=why):
+                if not refused:
+                    if reserved:
+                        self._refused_since.pop(cache, None)
+                    return
+                since = self._refused_since.setdefault(cache, occurred.at_s)
+                if occurred.at_s - since >= self._refused_for_s:
+                    seconds = round(occurred.at_s - since)
+                    text = f"stores have found no room for {seconds} s: {why}"
+                    fields = {"event": "refused", "seconds": seconds, "chunks": len(refused), "why": why}
+                    self._limited(("refused", cache, ""), occurred, text, fields)
+            case LeaseExpired(holder, _, chunks, "load"):
+                text = f"{holder} read {chunks} chunks for longer than its lease, and must not use them"
+                fields = {"event": "lease_expired", "holder": holder, "chunks": chunks}
+                self._limited(("lease_expired", cache, ""), occurred, text, fields)
+            case _:
+                pass
+
+    def close(self) -> None:
+        for (kind, cache, tier), limit in self._limits.items():
+            if limit.kept_back:
+                where = " ".join(filter(None, (f"of cache {cache}" if cache else "", f"in {tier}" if tier else "")))
+                fields = {"event": "kept_back", "kind": kind, "cache": cache, "tier": tier, "events": limit.kept_back}
+                self._say(logging.WARNING, f"{limit.kept_back} more of kind {kind} {where}".rstrip(), fields)
+
+    def _limited(self, kind: tuple[str, str, str], occurred: Occurred, text: str, fields: dict[str, Any]) -> None:
+        limit = self._limits.setdefault(kind, _Limit())
+        if occurred.at_s < limit.next_s:
+            limit.kept_back += 1
+            return
+        if limit.kept_back:
+            text += f" ({limit.kept_back} more like this before)"
+            fields["kept_back"] = limit.kept_back
+        limit.next_s, limit.kept_back = occurred.at_s + self._every_s, 0
+        self._tell(occurred, logging.WARNING, text, fields)
+
+    def _tell(self, occurred: Occurred, level: int, text: str, fields: dict[str, Any]) -> None:
+        cache = occurred.source.name
+        prefix = f"cache {cache}: " if cache else ""
+        at = round(self._bus.wall_s(occurred.at_s), 3)
+        self._say(level, prefix + text, {"time": at, "cache": cache, **fields})
+
+
+def say_text(level: int, text: str, fields: dict[str, Any]) -> None:
+    """To this process's log."""
+    _log.log(level, "%s", text)
+
+
+def say_json(level: int, text: str, fields: dict[str, Any]) -> None:
+    """One JSON object a line on standard error."""
+    sys.stderr.write(json.dumps({"level": logging.getLevelName(level), **fields, "text": text}) + "\n")
+    sys.stderr.flush()

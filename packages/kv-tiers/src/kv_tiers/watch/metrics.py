@@ -1,0 +1,273 @@
+"""What Prometheus may ask of a process's caches. `docs/observability.md` lists every name.
+
+What a cache can say of itself when it is asked (its counts, its tiers' states) is asked at the scrape, so that nothing
+of it is ever missed. What only events tell (from which tier, why, how long) is added up as they come; events that were
+dropped are missing there, and `kv_events_dropped_total` says how many.
+
+Labels are few: a cache for each format that is served, a tier for each that is configured, and words of a fixed list.
+"""
+
+import platform
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Final
+
+from kv_core.errors import ConfigError, MisuseError
+from kv_core.service import CacheCounts
+
+from kv_tiers.cache.host import TIER
+from kv_tiers.cache.local import LocalCache, TenantUse
+from kv_tiers.cache.lower_tiers import TierState
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.events import Committed, Damaged, Evicted, LoadEnded, LookedUp, Promoted, Spilled
+from kv_tiers.lanes.health import Health
+
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+        Metric,
+    )
+except ImportError:
+    raise ConfigError("metrics need the package prometheus-client: pip install 'kv-tiers[http]'") from None
+
+BUCKETS_S: Final = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+MAX_TENANTS: Final = 64
+"""Of a cache's tenants those with a quota and then the largest have a label of their own; the rest are `others`."""
+
+_Labels = tuple[str, ...]
+
+
+class _Histogram:
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, by upper bound."""
+        total = 0
+        cumulative = []
+        for bound, count in zip((*map(repr, BUCKETS_S), "+Inf"), self.counts, strict=True):
+            total += count
+            cumulative.append((bound, float(total)))
+        return cumulative
+
+
+class Metrics(Subscriber):
+    """Counts from when it is made on. `exposition` is for any thread."""
+
+    def __init__(self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> None:
+        """bus: of these caches; it becomes a subscriber there. caches: those there are now."""
+        self._bus = bus
+        self._caches = caches
+        self._lock = threading.Lock()  # of what follows
+        self._lookups: Counter[_Labels] = Counter()
+        self._chunks_asked: Counter[_Labels] = Counter()
+        self._chunks_hit: Counter[_Labels] = Counter()
+        self._bytes_hit: Counter[_Labels] = Counter()
+        self._evictions: Counter[_Labels] = Counter()
+        self._damaged: Counter[_Labels] = Counter()
+        self._transfer_bytes: Counter[_Labels] = Counter()
+        self._transfer_seconds: dict[_Labels, _Histogram] = {}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector(self._families))
+        bus.subscribe(self)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """All of them in Prometheus's text format, and the content type to send it with."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def take(self, occurred: Occurred) -> None:
+        cache, nbytes = occurred.source.name, occurred.source.chunk_bytes
+        with self._lock:
+            match occurred.event:
+                case LookedUp(ended="PENDING"):
+                    pass  # the same holder asks again
+                case LookedUp() as lookup:
+                    self._lookups[cache, lookup.ended.lower()] += 1
+                    self._chunks_asked[cache,] += lookup.chunks_asked
+                    for tier, chunks in Counter(lookup.tiers).items():
+                        self._chunks_hit[cache, tier] += chunks
+                        self._bytes_hit[cache, tier] += chunks * lookup.keys_per_chunk * nbytes
+                case LoadEnded(how="released") as load:
+                    self._transferred((cache, TIER, "load"), load.chunks * nbytes, load.seconds)
+                case Committed() as stored:
+                    if stored.keys:
+                        self._transferred((cache, TIER, "store"), len(stored.keys) * nbytes, stored.seconds)
+                case Promoted() as promoted:
+                    self._transferred((cache, promoted.tier, "load"), promoted.nbytes, promoted.seconds)
+                case Spilled() as spilled:
+                    self._transferred((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
+                case Evicted() as evicted:
+                    self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
+                case Damaged() as damaged:
+                    self._damaged[cache, damaged.tier] += len(damaged.keys)
+                case _:
+                    pass
+
+    def _transferred(self, labels: _Labels, nbytes: int, seconds: float) -> None:
+        self._transfer_bytes[labels] += nbytes
+        self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from self._from_events()
+        known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
+        tenants: list[tuple[str, list[TenantUse]]] = []
+        for cache in self._caches():
+            try:
+                known.append((cache.events.name, cache, cache.counts(), cache.below.states()))
+                tenants.append((cache.events.name, cache.tenants()))
+            except MisuseError:  # it was closed just now
+                continue
+        yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in known])
+        yield from _from_tiers([(name, state) for name, _, _, states in known for state in states])
+        yield from _from_tenants(tenants)
+        dropped, failures = self._bus.events_dropped, self._bus.failures
+        yield CounterMetricFamily("kv_events_dropped", "Events that found the bus's queue full.", value=dropped)
+        yield CounterMetricFamily("kv_subscriber_failures", "How often a subscriber of events raised.", value=failures)
+        build = InfoMetricFamily("kv_build", "Which release this is.", labels=())
+        build.add_metric((), {"version": version("kv-tiers"), "python": platform.python_version()})
+        yield build
+
+    def _from_events(self) -> Iterator[Metric]:
+        with self._lock:
+            seconds = HistogramMetricFamily(
+                "kv_transfer_seconds",
+                "From the asking for chunks of a tier to their arrival, or from handing them over to their keeping.",
+                labels=("cache", "tier", "direction"),
+            )
+            for labels, histogram in self._transfer_seconds.items():
+                seconds.add_metric(labels, histogram.buckets(), histogram.sum)
+            families = [
+                _counter("lookups", "Lookups answered for good, by why they ended", self._lookups, "ended"),
+                _counter("chunks_asked", "Chunks that these lookups asked for", self._chunks_asked),
+                _counter("chunks_hit", "Chunks of them that were held, by where from", self._chunks_hit, "tier"),
+                _counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
+                _counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
+                _counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
+                _counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
+                         "direction"),
+                seconds,
+            ]  # fmt: skip
+        yield from families
+
+
+class _Collector:
+    """What the registry asks at a scrape."""
+
+    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families()
+
+
+def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Iterator[Metric]:
+    pool = GaugeMetricFamily(
+        "kv_pool_bytes", "The host pool's memory by what it is used for.", labels=("cache", "state")
+    )
+    leases = GaugeMetricFamily("kv_leases", "Leases that are open, promises among the reads.", labels=("cache", "kind"))
+    sizes = GaugeMetricFamily("kv_chunk_bytes", "One chunk's size.", labels=("cache",))
+    totals: dict[str, dict[_Labels, int]] = {name: {} for name in _TOTALS}
+    for name, cache, counts in caches:
+        slot_bytes = cache.pool.slot_bytes
+        leaving = counts.slots_used - counts.chunks_resident - counts.chunks_reserved
+        states = {
+            "resident": counts.chunks_resident,
+            "reserved": counts.chunks_reserved,
+            "leaving": max(0, leaving),
+            "free": counts.slots_total - counts.slots_used,
+        }
+        for state, slots in states.items():
+            pool.add_metric((name, state), slots * slot_bytes)
+        leases.add_metric((name, "read"), counts.read_leases)
+        leases.add_metric((name, "write"), counts.write_leases)
+        sizes.add_metric((name,), cache.pool.chunk_bytes)
+        for total, values in totals.items():
+            values[name,] = getattr(counts, total)
+    yield from (pool, leases, sizes)
+    for total, values in totals.items():
+        yield _counter(total, _TOTALS[total], values)
+
+
+_TOTALS: Final = {
+    "chunks_committed": "Chunks stored in the host pool",
+    "chunks_refused": "Chunks that were to be stored and found no room",
+    "chunks_forgotten": "Chunks that somebody asked to be forgotten",
+    "chunks_adopted": "Chunks of an earlier process found in a named pool",
+    "leases_expired": "Promises and read leases that ended because nothing was heard of their holder",
+}
+"""Fields of `CacheCounts`, and what each counts."""
+
+
+def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
+    labels = ("cache", "tier")
+    healthy = GaugeMetricFamily("kv_tier_healthy", "1 while the tier answers, else 0.", labels=labels)
+    full = GaugeMetricFamily("kv_tier_full", "1 while the tier takes no more chunks, else 0.", labels=labels)
+    chunks = GaugeMetricFamily("kv_tier_chunks", "Chunks that the tier holds, if it says.", labels=labels)
+    used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
+    capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
+    queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue before the tier.", labels=labels)
+    waiting = GaugeMetricFamily("kv_tier_waiting_chunks", "Chunks that are still to be stored there.", labels=labels)
+    busy: dict[_Labels, float] = {}
+    downs: dict[_Labels, float] = {}
+    lost: dict[_Labels, float] = {}
+    unread: dict[_Labels, float] = {}
+    for cache, state in tiers:
+        place = (cache, state.name)
+        healthy.add_metric(place, float(state.health.serves))
+        full.add_metric(place, float(state.health is Health.FULL))
+        for family, value in (
+            (chunks, state.usage.chunks),
+            (used, state.usage.used_bytes),
+            (capacity, state.usage.capacity_bytes),
+        ):
+            if value is not None:
+                family.add_metric(place, value)
+        queued.add_metric(place, state.lane.queued)
+        waiting.add_metric(place, state.spill.waiting)
+        busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
+        downs[place], lost[place] = state.lane.downs, state.spill.lost
+        unread[place] = state.lane.read_failed
+    yield from (healthy, full, chunks, used, capacity, queued, waiting)
+    yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
+    yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
+    yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")
+    yield _counter("tier_lost_chunks", "Chunks evicted before they were stored there", lost, "tier")
+
+
+def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Metric]:
+    labels = ("cache", "tenant")
+    used = GaugeMetricFamily("kv_tenant_bytes", "What a tenant has of the pool, by its tag.", labels=labels)
+    quota = GaugeMetricFamily("kv_tenant_quota_bytes", "What it has for itself, where it has a quota.", labels=labels)
+    for cache, uses in caches:
+        largest = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
+        for use in largest[:MAX_TENANTS]:
+            used.add_metric((cache, use.tenant.hex()), use.used_bytes)
+            if use.quota_bytes is not None:
+                quota.add_metric((cache, use.tenant.hex()), use.quota_bytes)
+        if rest := largest[MAX_TENANTS:]:
+            used.add_metric((cache, "others"), sum(use.used_bytes for use in rest))
+    yield from (used, quota)
+
+
+def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
+    """Of each cache; labels: what else sets its values apart."""
+    family = CounterMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
+    for own, value in values.items():
+        family.add_metric(own, value)
+    return family

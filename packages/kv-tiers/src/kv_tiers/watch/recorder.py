@@ -1,0 +1,182 @@
+"""Requests into a file that `kv sim` replays: Mooncake's JSON lines, one for each lookup that was answered for good.
+
+The first line says what a chunk is: the version of this format, tokens and bytes a chunk (with all its shards and
+groups, each in whole pages, as the pool has them), and of how many keys. It comes again where a file is appended to,
+or one of them changes; a reader refuses a trace of several formats.
+
+An id is a shortened hash of a chunk's key. Keys are hashes of tokens and salts themselves, so neither can be read from
+the file; who knows a prompt and the key space can tell whether it was asked for, so the file is its owner's alone.
+
+A file has a limit. Once it is reached nothing more is written, and the last line, a comment, says how many requests
+were left out: half of a trace is a trace, and one without its beginning is not.
+"""
+
+import json
+import os
+import stat
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+import xxhash
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.service import Holder
+
+from kv_tiers.events.bus import EventBus, Occurred, Source, Subscriber
+from kv_tiers.events.events import HolderEnded, LookedUp
+from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.watch.trace_file import TRACE_VERSION
+
+_log = limited_logger(__name__)
+
+_MAX_HOLDERS: Final = 1 << 16
+_FORMAT_STARTS: Final = b'{"kv_trace"'
+_ID_BITS: Final = 52
+"""What every reader of JSON holds exactly."""
+
+
+class Recorder(Subscriber):
+    """A file for each cache on the bus."""
+
+    def __init__(self, bus: EventBus, path: str, max_bytes: int) -> None:
+        """
+        Raises:
+            ConfigError: no file can be made there.
+        """
+        self._bus = bus
+        self._path = Path(path)
+        self._max_bytes = max_bytes
+        self._files: dict[str, _TraceFile] = {}
+        self._asked: OrderedDict[tuple[str, Holder], tuple[int, ChunkKey]] = OrderedDict()
+        if max_bytes < 1:
+            raise ConfigError(f"observe: record_bytes is {max_bytes}; a trace needs room, such as 64MiB")
+        if not os.access(self._path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"observe: no trace can be recorded in {self._path.parent}; name a directory of your own")
+
+    def take(self, occurred: Occurred) -> None:
+        cache = occurred.source.name
+        match occurred.event:
+            case LookedUp(ended="PENDING") | LookedUp(keys=[]):
+                pass  # the same holder asks again; nobody asks for nothing
+            case LookedUp() as lookup:
+                # A holder that asks the same again, as for a request that has to wait, is one request all the same.
+                asks = (len(lookup.keys), lookup.keys[-1])
+                if self._asked.get((cache, lookup.holder)) == asks:
+                    return
+                self._asked[cache, lookup.holder] = asks
+                if len(self._asked) > _MAX_HOLDERS:
+                    self._asked.popitem(last=False)
+                ids = [_short(key) for key in lookup.keys[:: lookup.keys_per_chunk]]
+                at_ms = round(self._bus.wall_s(occurred.at_s) * 1000)
+                file = self._file(occurred.source)
+                file.say_format(_format_of(occurred.source, lookup.keys_per_chunk))
+                file.add({"timestamp": at_ms, "hash_ids": ids})
+            case HolderEnded(holder):
+                self._asked.pop((cache, holder), None)
+            case _:
+                pass
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, source: Source) -> "_TraceFile":
+        file = self._files.get(source.name)
+        if file is None:
+            path = self._path
+            if source.name:
+                path = path.with_name(f"{path.stem}-{source.name}{path.suffix}")
+            file = self._files[source.name] = _TraceFile(path, self._max_bytes)
+        return file
+
+
+class _TraceFile:
+    """One trace, appended to; of mode 0600."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._lines: list[bytes] = []
+        self._waiting_bytes = 0
+        self._left_out = 0
+        self._is_full = False
+        self._format: dict[str, object] = {}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)  # what others may read is closed to them below
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            os.close(self._file)
+            raise OSError(f"{path} is not a plain file of this user, so no trace is recorded there")
+        os.fchmod(self._file, 0o600)
+        self._bytes = found.st_size
+
+    def say_format(self, chunks: dict[str, object]) -> None:
+        """What the chunks of the requests from here on are."""
+        if chunks != self._format and not self._is_full:
+            self._format = chunks
+            line = _line(chunks)
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+
+    def add(self, request: dict[str, object]) -> None:
+        line = _line(request)
+        if self._is_full or self._bytes + self._waiting_bytes + len(line) > self._max_bytes:
+            if not self._is_full:
+                _log.warning("the trace %s is full (record_bytes); what comes now is left out", self._path)
+            self._is_full = True
+            self._left_out += 1
+            return
+        self._lines.append(line)
+        self._waiting_bytes += len(line)
+
+    def flush(self) -> None:
+        if not self._lines:
+            return
+        lines, self._lines, self._waiting_bytes = self._lines, [], 0
+        try:
+            self._write(b"".join(lines))
+        except OSError as error:
+            os.ftruncate(self._file, self._bytes)  # a trace ends with a whole line
+            self._is_full = True
+            self._left_out += sum(not line.startswith(_FORMAT_STARTS) for line in lines)
+            _log.warning("the trace %s ends here: %s", self._path, error.strerror)
+
+    def close(self) -> None:
+        self.flush()
+        try:
+            if self._left_out:
+                self._write(f"# {self._left_out} requests were left out\n".encode())
+        except OSError as error:
+            _log.warning("%d requests were left out of %s: %s", self._left_out, self._path, error.strerror)
+        finally:
+            os.close(self._file)
+
+    def _write(self, data: bytes) -> None:
+        written = 0
+        while written < len(data):
+            written += os.write(self._file, data[written:])
+        self._bytes += written
+
+
+def _format_of(source: Source, keys_per_chunk: int) -> dict[str, object]:
+    slot_bytes = slot_bytes_for(source.chunk_bytes)
+    return {
+        "kv_trace": TRACE_VERSION,
+        "chunk_tokens": source.chunk_tokens,
+        "chunk_bytes": keys_per_chunk * slot_bytes,
+        "keys_per_chunk": keys_per_chunk,
+    }
+
+
+def _line(entry: dict[str, object]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def _short(key: ChunkKey) -> int:
+    return xxhash.xxh3_64_intdigest(key) >> (64 - _ID_BITS)

@@ -1,0 +1,203 @@
+"""Events as OpenTelemetry spans: a holder's from its first lookup to its end, in it its loads, stores and promotions.
+
+Where spans go, what their service is called and how many are kept is said by the standard OTEL_… environment variables,
+which the SDK reads. They are made on the bus's thread with the events' own times, so no request waits for them.
+
+A load or store whose holder asked nothing, as an engine's worker that acts for many requests, has a trace of its own.
+So has a spill, which is nobody's.
+"""
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points, version
+from typing import Final, TypeVar
+
+from kv_core.errors import ConfigError
+from kv_core.service import Holder
+
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.events import (
+    Aborted,
+    BlocksAllocated,
+    Committed,
+    Evicted,
+    HolderEnded,
+    LeaseExpired,
+    LoadBegun,
+    LoadEnded,
+    LoadEnding,
+    LookedUp,
+    Promoted,
+    Spilled,
+    StoreBegun,
+)
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+    from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+except ImportError:
+    raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
+
+MAX_OPEN: Final = 4096
+"""Spans that have not ended. Beyond it the oldest ends where it is."""
+
+_Value = str | int | float | Sequence[str] | Sequence[int]
+_Place = TypeVar("_Place")
+_WHY_NOT_DELIVERED: Final[Mapping[LoadEnding, str]] = {
+    "released": "",
+    "forgotten": "its chunks were forgotten while they were read",
+    "ended": "its holder ended",
+}
+
+
+class Spans(Subscriber):
+    """Owns the provider and shuts it down."""
+
+    def __init__(self, bus: EventBus, provider: TracerProvider) -> None:
+        self._bus = bus
+        self._provider = provider
+        self._tracer = provider.get_tracer("kv_tiers", version("kv-tiers"))
+        self._requests: OrderedDict[tuple[str, Holder], Span] = OrderedDict()
+        self._work: OrderedDict[tuple[str, int], Span] = OrderedDict()  # loads and stores, by lease
+
+    def take(self, occurred: Occurred) -> None:
+        cache, nbytes = occurred.source.name, occurred.source.chunk_bytes
+        at_ns = self._ns(occurred.at_s)
+        match occurred.event:
+            case LookedUp() as lookup:
+                self._looked_up(cache, lookup, at_ns)
+            case LoadBegun(holder, lease, keys, missing):
+                span = self._start(cache, holder, "kv.load", at_ns, _chunks(len(keys), len(keys) * nbytes))
+                if missing:
+                    span.set_status(Status(StatusCode.ERROR, f"{missing} chunks are not held"))
+                    span.end(at_ns)
+                else:
+                    self._keep(self._work, (cache, lease), span, at_ns)
+            case LoadEnded(lease=lease, how=how):
+                self._end(cache, lease, at_ns, _WHY_NOT_DELIVERED[how])
+            case LeaseExpired(holder, lease, _, kind):
+                if kind == "promise":
+                    self._end_request(cache, holder, at_ns, "nothing was heard of it in time")
+                else:
+                    self._end(cache, lease, at_ns, "the lease expired")
+            case StoreBegun(holder, lease, chain, reserved, refused):
+                attributes = _chunks(len(reserved), len(reserved) * nbytes)
+                attributes |= {"kv.chunks.asked": len(chain), "kv.chunks.refused": len(refused)}
+                span = self._start(cache, holder, "kv.store", at_ns, attributes)
+                self._keep(self._work, (cache, lease), span, at_ns)
+            case Committed(lease=lease):
+                self._end(cache, lease, at_ns)
+            case Aborted(lease=lease):
+                self._end(cache, lease, at_ns, "it was given up")
+            case Promoted(holder, tier, keys, missing, moved, seconds):
+                attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.missing": missing}
+                self._start(cache, holder, "kv.promote", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
+            case Spilled(tier, keys, refused, _, moved, seconds):
+                attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.refused": refused}
+                self._start(cache, "", "kv.spill", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
+            case Evicted(tier, keys, cause, holder):
+                told: dict[str, _Value] = {"kv.tier": tier, "kv.chunks": len(keys), "kv.cause": cause}
+                if cause == "promotion":  # what comes up is made room for before its lookup is answered
+                    self._request(cache, holder, at_ns).add_event("kv.evicted", told, at_ns)
+                elif (span_of := self._requests.get((cache, holder))) is not None:
+                    span_of.add_event("kv.evicted", told, at_ns)
+            case BlocksAllocated(holder, blocks):
+                if (span_of := self._requests.get((cache, holder))) is not None:
+                    span_of.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)
+            case HolderEnded(holder):
+                self._end_request(cache, holder, at_ns)
+            case _:
+                pass
+
+    def close(self) -> None:
+        now_ns = self._ns(self._bus.now_s())
+        for span in (*self._work.values(), *self._requests.values()):
+            span.end(now_ns)
+        self._provider.shutdown()
+
+    def _looked_up(self, cache: str, lookup: LookedUp, at_ns: int) -> None:
+        span = self._request(cache, lookup.holder, at_ns)
+        span.set_attribute("kv.chunks.asked", lookup.chunks_asked)
+        tiers = Counter(lookup.tiers)
+        answer: dict[str, _Value] = {
+            "kv.chunks.asked": lookup.chunks_asked,
+            "kv.chunks.hit": lookup.chunks_hit,
+            "kv.ended": lookup.ended.lower(),
+            "kv.tiers": list(tiers),
+            "kv.tiers.chunks": list(tiers.values()),
+        }
+        span.add_event("kv.lookup", answer, at_ns)
+        span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
+
+    def _request(self, cache: str, holder: Holder, at_ns: int) -> Span:
+        """The holder's span, begun now if there is none."""
+        span = self._requests.get((cache, holder))
+        if span is None:
+            attributes = {"kv.cache": cache, "kv.holder": holder}
+            span = self._tracer.start_span("kv.request", attributes=attributes, start_time=at_ns)
+            self._keep(self._requests, (cache, holder), span, at_ns)
+        return span
+
+    def _start(self, cache: str, holder: Holder, name: str, at_ns: int, attributes: Mapping[str, _Value]) -> Span:
+        request = self._requests.get((cache, holder))
+        context = None if request is None else set_span_in_context(request)
+        own = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
+        return self._tracer.start_span(name, context, attributes={**own, **attributes}, start_time=at_ns)
+
+    def _end(self, cache: str, lease: int, at_ns: int, fault: str = "") -> None:
+        if (span := self._work.pop((cache, lease), None)) is not None:
+            if fault:
+                span.set_status(Status(StatusCode.ERROR, fault))
+            span.end(at_ns)
+
+    def _end_request(self, cache: str, holder: Holder, at_ns: int, fault: str = "") -> None:
+        if (span := self._requests.pop((cache, holder), None)) is not None:
+            if fault:
+                span.set_status(Status(StatusCode.ERROR, fault))
+            span.end(at_ns)
+
+    def _keep(self, spans: OrderedDict[_Place, Span], place: _Place, span: Span, at_ns: int) -> None:
+        spans[place] = span
+        if len(spans) > MAX_OPEN:
+            _, oldest = spans.popitem(last=False)
+            oldest.end(at_ns)
+
+    def _ns(self, at_s: float) -> int:
+        return int(self._bus.wall_s(at_s) * 1e9)
+
+
+def make_spans(bus: EventBus) -> Spans:
+    """With the exporters that OTEL_TRACES_EXPORTER names: otlp (the default, over HTTP), console, none, or another
+    package's.
+
+    Raises:
+        ConfigError: there is no such exporter.
+    """
+    # The service's name is ours only where the environment gives none.
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    provider = TracerProvider(resource=Resource.create({} if named else {SERVICE_NAME: "kv-tiers"}))
+    for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
+        if (exporter := _exporter(name.strip())) is not None:
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Spans(bus, provider)
+
+
+def _exporter(name: str) -> SpanExporter | None:
+    if name in ("otlp", ""):
+        return OTLPSpanExporter()
+    if name == "console":
+        return ConsoleSpanExporter()
+    if name == "none":
+        return None
+    for entry in entry_points(group="opentelemetry_traces_exporter", name=name):
+        made: SpanExporter = entry.load()()
+        return made
+    raise ConfigError(f"OTEL_TRACES_EXPORTER is {name!r}; write otlp, console or none")
+
+
+def _chunks(chunks: int, nbytes: int) -> dict[str, _Value]:
+    return {"kv.chunks": chunks, "kv.bytes": nbytes}
