@@ -1,0 +1,244 @@
+"""The prefix policy: the tree, what is learnt from it, and the choice, told of every arrival, use and departure.
+
+Prompts that share a prefix form a tree, and a tree tells what a list of chunks cannot: whether a prefix is shared by
+many, how often a session has come back before, and by how much its last turn made it longer. How likely a segment comes
+back at which age is learnt from this while running; nothing is tuned to a workload.
+
+A lookup touches segments and not chunks. What an evicted segment was is remembered by the key of its first chunk, so
+that its return is seen although it was a miss: such a segment is a ghost.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.prefix.queues import SegmentQueues
+from kv_tiers.eviction.prefix.returns import Factor, Returns
+from kv_tiers.eviction.prefix.segment import MAX_OWN_BRANCHES, Role, Segment
+from kv_tiers.eviction.prefix.tree import PrefixTree
+
+
+@dataclass(slots=True)
+class _Session:
+    """What a request that stores more of its prompt tells about its session.
+
+    turns: how often it has come back. known: how many of the chunks added just now had been stored before.
+    """
+
+    turns: int
+    known: int
+
+
+class PrefixPolicy:
+    """Amortised constant time a chunk, and for a victim the number of queues, some dozens.
+
+    Memory: a segment for each run of chunks, and at most as many ghosts and samples as chunks.
+    """
+
+    def __init__(self, capacity_chunks: int) -> None:
+        self._capacity = capacity_chunks
+        self._tree = PrefixTree(self)
+        self._returns = Returns(capacity_chunks)
+        self._queues = SegmentQueues()
+        self._excluded: set[int] = set()
+        self._ghosts: OrderedDict[ChunkKey, Segment] = OrderedDict()  # by the key of the first chunk, oldest first
+        self._returned_ghosts: list[Segment] = []  # those that the chunks added last belong to
+        self._newest: Segment | None = None  # the chunks added last, until it is known what they follow
+        self._offer: Segment | None = None  # whose last chunk is offered as the victim
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._offer = None
+        self._tree.now += len(slots)
+        self._returns.advance(self._tree.now)
+        self._returned_ghosts = [ghost for key in keys if (ghost := self._ghosts.pop(key, None)) is not None]
+        for ghost in self._returned_ghosts:
+            self._came_back(ghost)
+        segment = self._newest = Segment(None, 0, self._tree.now)
+        segment.first_key = keys[0]
+        self._tree.assign(slots, segment)
+        segment.end = len(slots)
+        self._queues.add(segment)
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._offer = None
+        deepest = self._tree.deepest(slots)
+        if deepest.is_last:
+            deepest = self._tree.join_parent(deepest)
+        # A prompt that leaves the deepest segment before its middle is another session's: that one has not come back.
+        reached_middle = 2 * (len(slots) - deepest.start) >= len(deepest.slots)
+        for segment in deepest.path():
+            if segment is not deepest or reached_middle:
+                self._came_back(segment)
+                segment.last_use = self._tree.now
+                self._watch(segment)
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Find the place of the chunks added last: below which segment they belong, or that they are its next piece.
+
+        The last of them becomes a segment of its own: where it is a partial chunk, nobody asks for it again.
+        """
+        newest, self._newest = self._newest, None
+        if newest is None or not newest.slots:
+            return
+        places = [place for place, slot in enumerate(slots) if slot in newest.slots]
+        if len(places) < len(newest.slots):  # it is another prompt's; what was added came alone, as by an adoption
+            return
+        self._offer = None
+        first = places[0]
+        *body, last = newest.slots
+        newest.start, newest.end = first, first + len(body)
+        session = _Session(
+            turns=1 + max((ghost.turns for ghost in self._returned_ghosts), default=-1),
+            known=sum(max(1, ghost.end - ghost.start) for ghost in self._returned_ghosts),
+        )
+        parent = self._tree.deepest(slots[:first]) if first else None
+        above: Segment | None
+        if parent is not None and self._continues(parent, first, slots[first - 1]):
+            above = self._append(newest, body, parent, session)
+        else:
+            if parent is not None and not parent.ends_with(slots[first - 1]):
+                parent = self._tree.split(parent, slots[first - 1], first)
+            above = self._branch_off(newest, body, parent, session)
+        tail = Segment(None, newest.end, self._tree.now)
+        tail.end, tail.is_last = newest.end + 1, True
+        tail.first_key = keys[first + len(body)] if body else newest.first_key
+        newest.slots.pop(last, None)
+        self._tree.assign([last], tail)
+        self._tree.attach(tail, above)
+        self._watch(tail)
+        self._describe_session(tail, session.turns, max(0, len(body) + 1 - session.known))
+        if slots[-1] != last:  # what was added fills a gap that a forgotten chunk had left
+            self._tree.relink(slots)
+
+    def removed(self, slot: int) -> None:
+        segment = self._tree.take(slot)
+        was_evicted = segment is self._offer and segment.ends_with(slot)
+        if not was_evicted:
+            self._offer = None
+        if slot in self._excluded:
+            self._excluded.remove(slot)
+            return
+        del segment.slots[slot]
+        if segment.slots:
+            return
+        self._offer = None
+        self._queues.left(segment)
+        if was_evicted and segment.first_key is not None:
+            segment.parent = None
+            self._ghosts[segment.first_key] = segment
+            if len(self._ghosts) > self._capacity:
+                self._unwatch(self._ghosts.popitem(last=False)[1])
+
+    def victim(self) -> int | None:
+        if self._offer is None:
+            self._offer = self._queues.least_worth(self._tree.now, self._returns.worth)
+        return None if self._offer is None else next(reversed(self._offer.slots))
+
+    def set_aside(self, slot: int) -> None:
+        self._offer = None
+        segment = self._tree.segment_of(slot)
+        self._excluded.add(slot)
+        del segment.slots[slot]
+        if not segment.slots:
+            self._queues.left(segment)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        self._offer = None
+        for slot in slots:
+            self._excluded.remove(slot)
+            segment = self._tree.segment_of(slot)
+            if not segment.slots and segment.parent is not None:
+                segment.parent.children += 1
+            segment.slots[slot] = None
+            segment.last_use = self._tree.now
+            self._queues.add(segment)
+
+    # What the tree tells its owner.
+
+    def on_split(self, upper: Segment, lower: Segment) -> None:
+        self._watch(lower)
+        self._watch(upper)
+
+    def before_join(self, child: Segment) -> None:
+        self._queues.remove(child)
+        self._unwatch(child)
+
+    def on_joined(self, parent: Segment) -> None:
+        self._queues.add(parent)
+
+    # Where new chunks belong.
+
+    def _continues(self, parent: Segment, place: int, last_slot: int) -> bool:
+        """Whether chunks from `place` on are the next of this segment, and no new turn of its session: its evicted tail
+        has come back, or one request stores its prompt piece by piece."""
+        if parent.children or not parent.ends_with(last_slot):
+            return False
+        return parent.end > place or (parent.is_last and not parent.uses)
+
+    def _append(self, newest: Segment, body: Sequence[int], parent: Segment, session: _Session) -> Segment:
+        """Give the new chunks to the segment that they continue; that segment."""
+        session.turns = max(session.turns, parent.turns + (not parent.is_last))
+        if parent.is_last:
+            session.known -= parent.grown_by  # what earlier pieces of this request added is new as well
+            segment = self._tree.join_parent(parent)
+        else:
+            session.known += parent.end - newest.start  # the tail that was evicted
+            segment = parent
+        segment.is_last = False
+        segment.end = max(segment.end, newest.end)
+        self._queues.remove(newest)
+        self._tree.assign(body, segment)
+        return segment
+
+    def _branch_off(
+        self, newest: Segment, body: Sequence[int], parent: Segment | None, session: _Session
+    ) -> Segment | None:
+        """Hang the new chunks below `parent`; the segment that their last one follows."""
+        if self._returned_ghosts:
+            newest.uses, newest.gap = self._returned_ghosts[-1].uses, self._returned_ghosts[-1].gap
+        if parent is not None and parent.branches < MAX_OWN_BRANCHES:
+            session.turns = max(session.turns, parent.turns + 1)
+        if not body:
+            self._queues.remove(newest)
+            return parent
+        self._tree.attach(newest, parent)
+        self._watch(newest)
+        return newest
+
+    # What is learnt.
+
+    def _watch(self, segment: Segment) -> None:
+        """Wait for its next return from now, by what it is like now."""
+        self._unwatch(segment)
+        segment.sample = self._returns.watch(*self._classify(segment), self._tree.now)
+        self._queues.add(segment)
+
+    def _unwatch(self, segment: Segment) -> None:
+        if segment.sample is not None:
+            self._returns.lose(segment.sample)
+            segment.sample = None
+
+    def _came_back(self, segment: Segment) -> None:
+        if segment.sample is not None:
+            self._returns.came_back(segment.sample, self._tree.now)
+            segment.sample = None
+        segment.used(self._tree.now)
+
+    def _classify(self, segment: Segment) -> tuple[Role, list[Factor]]:
+        role = segment.role()
+        factors = self._returns.factors(segment.traits(role))
+        segment.kind = self._returns.kind(role, factors)
+        return role, factors
+
+    def _describe_session(self, tail: Segment, turns: int, grown_by: int) -> None:
+        """Note what the session is like at all segments of the request, up to the first that it shares with many."""
+        for segment in tail.path():
+            if segment.is_shared:
+                return
+            segment.turns, segment.length, segment.grown_by = turns, tail.end, grown_by
+            role, factors = self._classify(segment)
+            if segment.sample is not None:
+                segment.sample.role, segment.sample.factors = role, factors
+            self._queues.add(segment)

@@ -1,0 +1,122 @@
+"""A segment: a node of the tree of prefixes, and what is known of the requests that went through it."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Final
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.prefix.returns import Kind, Sample, Trait
+
+
+class Role(IntEnum):
+    """What a segment is to its prompts. Each role comes back at ages of its own."""
+
+    STALE = 0  # the rest of a prompt whose beginning has gone on differently since
+    LAST = 1  # the last chunk of a prompt; where that is partial, nobody asks for it again
+    FIRST_TURN = 2
+    RETURNED = 3
+    SHARED = 4
+    UNPLACED = 5  # from an earlier process: its parent is known when it is first asked for
+
+
+MAX_OWN_BRANCHES: Final = 3
+"""A segment with more branches belongs to no single session."""
+_MAX_TURNS: Final = 8
+"""A session with more turns counts as one with so many."""
+
+
+class Segment:
+    """Chunks of one prompt that were always used together. Eviction takes its tail first, and growth brings it back.
+
+    Its place in the tree:
+
+    parent: the segment before it in the prompt; None at the root.
+    start, end: its places in the prompt, in chunks, evicted ones included.
+    slots: of its resident chunks without the excluded ones, head first. A dict, for its order and fast removal.
+    first_key: the key of its first chunk, where it began as a segment; by this it is known again after its eviction.
+    branches: how many segments have ever begun where it ends.
+    children: how many of those have chunks now.
+    is_last: it is the last chunk of a prompt.
+    is_stale: a later prompt diverged before it.
+
+    Its history:
+
+    uses: how often it was used again. last_use: when it was last used, in chunks ever added.
+    gap: the mean time between its uses (each step the geometric mean with the latest), None before the second.
+    turns, length, grown_by: of the last request through it that belonged to one session: how often the session had
+        come back, the chunks of the prompt, and how many of these nobody had stored before.
+
+    What learning and choosing keep here: kind, sample, queue.
+    """
+
+    __slots__ = (
+        "branches", "children", "end", "first_key", "gap", "grown_by", "is_last", "is_stale", "kind", "last_use",
+        "length", "parent", "queue", "sample", "slots", "start", "turns", "uses",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Segment | None", start: int, now: int) -> None:
+        self.parent = parent
+        self.start = self.end = start
+        self.slots: dict[int, None] = {}
+        self.first_key: ChunkKey | None = None
+        self.branches = self.children = self.uses = self.turns = self.length = self.grown_by = 0
+        self.is_last = self.is_stale = False
+        self.gap: float | None = None
+        self.last_use = now
+        self.kind = Kind(Role.UNPLACED, 0)
+        self.sample: Sample | None = None
+        self.queue: OrderedDict[Segment, None] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        return self.branches > MAX_OWN_BRANCHES
+
+    def ends_with(self, slot: int) -> bool:
+        return next(reversed(self.slots), None) == slot
+
+    def path(self) -> "Iterator[Segment]":
+        """This segment and all its ancestors, upwards."""
+        segment: Segment | None = self
+        while segment is not None:
+            yield segment
+            segment = segment.parent
+
+    def used(self, now: int) -> None:
+        """It has come back."""
+        self.uses += 1
+        gap = now - self.last_use
+        self.gap = gap if self.gap is None else math.sqrt(self.gap * gap + 1)
+
+    def role(self) -> Role:
+        if self.is_last and not self.uses:
+            return Role.LAST
+        if self.is_stale:
+            return Role.STALE
+        if self.is_shared:
+            return Role.SHARED
+        return Role.RETURNED if self.turns else Role.FIRST_TURN
+
+    def traits(self, role: Role) -> list[Trait]:
+        """What is known of it besides its role, in steps coarse enough that each value has many samples.
+
+        Length and growth are learnt once over all roles and once for this role: everything in a first turn is new, so
+        there the two say the same, and later they do not.
+        """
+        length, grown_by = _half_octave(self.length), _half_octave(self.grown_by)
+        return [
+            (0, length),
+            (1, grown_by),
+            (2, min(self.turns, _MAX_TURNS)),
+            (3, _half_octave(self.uses)),
+            (4, _half_octave(self.branches)),
+            (5, -1 if self.gap is None else round(math.log2(self.gap + 1))),
+            (0, length, role),
+            (1, grown_by, role),
+        ]
+
+
+def _half_octave(count: int) -> int:
+    return int(2 * math.log2(count + 1))

@@ -1,0 +1,116 @@
+"""The tree of prefixes: segments of chunks, each after the one that its prompts have in common.
+
+A new prompt hangs a segment below the one that it shares (`attach`), and where it diverges in the middle of one, that
+is split in two. A segment whose only child nothing tells apart from it any more takes the child's chunks (`join`).
+Chunks whose parents were unknown, as after a restart, get their place when somebody asks for them (`relink`).
+
+The tree knows neither why segments are split nor what they are worth: its owner hears of splits and joins.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kv_tiers.eviction.prefix.segment import Segment
+
+
+class TreeOwner(Protocol):
+    def on_split(self, upper: Segment, lower: Segment) -> None:
+        """`lower`, known until now, has given its head to the new `upper`."""
+
+    def before_join(self, child: Segment) -> None:
+        """`child` is about to lose its chunks to its parent."""
+
+    def on_joined(self, parent: Segment) -> None:
+        """`parent` has the chunks of its only child now."""
+
+
+class PrefixTree:
+    """Amortised constant time a chunk: a call takes time for segments, of which a session has about one a turn."""
+
+    def __init__(self, owner: TreeOwner) -> None:
+        self._owner = owner
+        self._segment_of: dict[int, Segment] = {}
+        self.now = 0
+        """The time: chunks added ever."""
+
+    def segment_of(self, slot: int) -> Segment:
+        return self._segment_of[slot]
+
+    def take(self, slot: int) -> Segment:
+        """Remove a slot from the index; the segment that it was in still lists it."""
+        return self._segment_of.pop(slot)
+
+    def assign(self, slots: Iterable[int], segment: Segment) -> None:
+        """Append these slots to the segment. Whoever had them forgets them."""
+        for slot in slots:
+            self._segment_of[slot] = segment
+            segment.slots[slot] = None
+
+    def attach(self, segment: Segment, parent: Segment | None) -> None:
+        segment.parent = parent
+        if parent is not None:
+            parent.children += 1
+            parent.branches += not segment.is_last
+
+    def deepest(self, slots: Sequence[int]) -> Segment:
+        """The segment of the last of these slots, which hold a prompt from its first chunk on.
+
+        Everything up to there is linked afterwards.
+        """
+        deepest = self._segment_of[slots[-1]]
+        *_, root = deepest.path()
+        return deepest if root is self._segment_of[slots[0]] else self.relink(slots)
+
+    def relink(self, slots: Sequence[int]) -> Segment:
+        """Link a prompt that came chunk by chunk, from an earlier process, or whose forgotten chunk came back."""
+        above = self._segment_of[slots[0]]
+        for place in range(1, len(slots)):
+            segment = self._segment_of[slots[place]]
+            # An ancestor may hold this slot already: an excluded chunk stays with the upper part of a split.
+            if segment.parent is not above and segment not in above.path():
+                if segment.parent is not None:
+                    segment.parent.children -= 1
+                if not above.ends_with(slots[place - 1]) and slots[place - 1] in above.slots:
+                    above = self.split(above, slots[place - 1], place)
+                segment.end += place - segment.start
+                segment.start = place
+                self.attach(segment, above)
+                segment = self.join_parent(segment)
+            above = segment
+        return above
+
+    def split(self, segment: Segment, last_slot: int, place: int) -> Segment:
+        """Cut `segment` after `last_slot`, which is before `place` in the prompt. The upper part, which is new.
+
+        The upper part takes the history: whoever diverged here has used it. The lower part is stale.
+        """
+        upper = Segment(segment.parent, segment.start, self.now)
+        upper.end, upper.first_key, upper.branches, upper.children = place, segment.first_key, 1, 1
+        upper.turns, upper.length, upper.grown_by = segment.turns, segment.length, segment.grown_by
+        upper.uses = max(1, segment.uses)
+        upper.gap = self.now - segment.last_use if segment.gap is None else segment.gap
+        head = []
+        for slot in segment.slots:
+            head.append(slot)
+            if slot == last_slot:
+                break
+        for slot in head:
+            del segment.slots[slot]
+        self.assign(head, upper)
+        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, place, True, None
+        self._owner.on_split(upper, segment)
+        return upper
+
+    def join_parent(self, segment: Segment) -> Segment:
+        """Join a segment to its parent where nothing tells the two apart; whichever has the chunks then."""
+        parent = segment.parent
+        if parent is None or segment.children or not parent.slots:
+            return segment
+        if parent.children != 1 or parent.branches > (not segment.is_last):
+            return segment
+        self._owner.before_join(segment)
+        slots, segment.slots = segment.slots, {}
+        self.assign(slots, parent)
+        parent.end, parent.children, parent.branches = segment.end, 0, 0
+        self._owner.on_joined(parent)
+        return parent
