@@ -90,7 +90,7 @@ class TestPrefix(PolicyContract):
 def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'prefx'; did you mean 'prefix'"):
         make_policy("prefx", 8)
-    with pytest.raises(ConfigError, match="write one of lru, "):
+    with pytest.raises(ConfigError, match="there are arc, "):
         make_policy("", 8)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from kv_core.errors import ConfigError
 
-from kv_tiers.eviction.registry import DEFAULT_POLICY
+from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -17,8 +17,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
     lease_s: float = 300.0
     """Seconds that chunks stay put for a holder from whom nothing more is heard."""
-    policy: str = DEFAULT_POLICY
-    """What leaves when room is needed."""
+    policy: PolicySpec = DEFAULT_POLICY
+    """What leaves when room is needed: the name of an eviction policy, or a mapping of `name` and its parameters."""
 
 
 def check_lease(lease_s: float) -> None:

@@ -18,6 +18,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.eviction.registry import PolicySpec
 from kv_tiers.options import byte_count
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
@@ -37,7 +38,7 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 300.0
     """How long a chunk that was promised to a request stays put when nothing more is heard of the request."""
 
-    policy: str = HostConfig(capacity_bytes=0).policy
+    policy: PolicySpec = HostConfig(capacity_bytes=0).policy
     """What leaves when room is needed; `kv sim` compares them on a trace."""
 
     @property

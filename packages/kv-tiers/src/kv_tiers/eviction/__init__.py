@@ -2,6 +2,6 @@
 
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, POLICY_NAMES, PolicySpec, make_policy
 
-__all__ = ["DEFAULT_POLICY", "POLICY_NAMES", "EvictionPolicy", "LruPolicy", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "POLICY_NAMES", "EvictionPolicy", "LruPolicy", "PolicySpec", "make_policy"]

@@ -1,8 +1,11 @@
-"""Policies by name, for settings and command lines."""
+"""Policies by name, for settings and command lines: ours, and anybody's in the entry-point group `kv_tiers.policies`.
 
-import difflib
-from collections.abc import Callable
-from typing import Final
+An entry point names a `PolicyFactory`. In settings its parameters stand beside its name:
+`policy: {name: mine, half_life_s: 30}`. A name alone is a policy without parameters; ours have none.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from kv_core.errors import ConfigError
 
@@ -13,8 +16,19 @@ from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.mru import MruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.prefix import PrefixPolicy
+from kv_tiers.plugins import load_plugin
 
-_MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
+PolicySpec = str | dict[str, Any]
+"""What settings say: a name, or a mapping of `name` and parameters."""
+
+PolicyFactory = Callable[[int, Mapping[str, object]], EvictionPolicy]
+"""(the tier's capacity in chunks, the parameters that the user wrote) → a policy that has seen nothing. It raises
+`ConfigError` for parameters that it does not take."""
+
+GROUP: Final = "kv_tiers.policies"
+DEFAULT_POLICY: Final = "prefix"
+
+_OURS: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity_chunks: LruPolicy(),
     "arc": ArcPolicy,
     "lfu": lambda capacity_chunks: LfuPolicy(),
@@ -22,19 +36,29 @@ _MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
     "prefix": PrefixPolicy,
     "mru": lambda capacity_chunks: MruPolicy(),
 }
-
-POLICY_NAMES: tuple[str, ...] = tuple(_MAKERS)
-DEFAULT_POLICY: Final = "prefix"
+POLICY_NAMES: tuple[str, ...] = tuple(_OURS)
 
 
-def make_policy(name: str, capacity_chunks: int) -> EvictionPolicy:
+def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
     """A policy that has seen nothing, for a tier of so many chunks.
 
     Raises:
-        ConfigError: there is no policy of that name.
+        ConfigError: nothing installed offers the policy, or it does not take these parameters.
     """
-    if name not in _MAKERS:
-        near = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1, cutoff=0.3)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"there is no eviction policy {name!r}; {meant}write one of {', '.join(POLICY_NAMES)}")
-    return _MAKERS[name](capacity_chunks)
+    name, parameters = _split(spec)
+    ours = _OURS.get(name)
+    if ours is None:
+        factory: PolicyFactory = load_plugin(GROUP, "eviction policy", name, built_in=POLICY_NAMES)
+        return factory(capacity_chunks, parameters)
+    if parameters:
+        raise ConfigError(f"the eviction policy {name!r} has no parameters; leave out {', '.join(sorted(parameters))}")
+    return ours(capacity_chunks)
+
+
+def _split(spec: PolicySpec) -> tuple[str, dict[str, object]]:
+    if isinstance(spec, str):
+        return spec, {}
+    name = spec.get("name")
+    if not isinstance(name, str):
+        raise ConfigError(f"policy: say its name, such as name: {DEFAULT_POLICY}")
+    return name, {key: value for key, value in spec.items() if key != "name"}

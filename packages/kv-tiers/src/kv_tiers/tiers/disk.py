@@ -40,7 +40,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Re
 from kv_tiers import chunk_header
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
@@ -79,7 +79,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What stored chunks survive: the machine's end, or only the process's, which saves waiting for the medium."""
     wait_s: float = 1.0
     """How long a store waits for room when every chunk is being read or written."""
-    policy: str = DEFAULT_POLICY
+    policy: PolicySpec = DEFAULT_POLICY
     """What leaves when room is needed."""
 
     @property

@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
+from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
@@ -21,7 +21,7 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How much memory, beside the host pool's."""
 
     capacity_bytes: int
-    policy: str = DEFAULT_POLICY
+    policy: PolicySpec = DEFAULT_POLICY
     """What leaves when room is needed."""
 
 

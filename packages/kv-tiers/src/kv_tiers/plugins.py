@@ -1,0 +1,38 @@
+"""Code found by the name that a user writes, in an entry-point group: ours and anybody's, imported when it is used.
+
+[project.entry-points."kv_tiers.policies"]
+mine = "my_package.my_module:make_mine"
+"""
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.options import nearest
+
+
+def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = ()) -> Callable[..., Any]:
+    """What the entry point `name` of this group refers to.
+
+    kind: what the user calls such a thing, for errors. built_in: further names that the user could have meant.
+
+    Raises:
+        ConfigError: nothing installed offers the name, two packages do, or what offers it cannot be imported.
+    """
+    offered = entry_points(group=group)
+    found = {entry.value: entry for entry in offered if entry.name == name}
+    if not found:
+        names = {*built_in, *(entry.name for entry in offered)}
+        raise ConfigError(f"there is no {kind} {name!r}; {nearest(name, names)}")
+    if len(found) > 1:
+        raise ConfigError(f"several packages offer a {kind} {name!r}: {', '.join(sorted(found))}")
+    (entry,) = found.values()
+    try:
+        loaded = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the {kind} {name!r} cannot be used: {entry.value}: {error}") from error
+    if not callable(loaded):
+        raise ConfigError(f"the {kind} {name!r} refers to {entry.value}, which cannot be called")
+    return loaded  # type: ignore[no-any-return]
