@@ -33,7 +33,7 @@ def make_sqlite_tier(options: Mapping[str, object], context: TierContext) -> Tie
 
 class SqliteTier:
     name = "sqlite"
-    answers_from_memory = False
+    holds_is_local = False
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()  # several threads call a tier at once

@@ -51,7 +51,7 @@ class Hierarchy(RuleBasedStateMachine):
         self.tiers = [
             FaultyTier(
                 DramTier(HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}"),
-                answers_from_memory=not far[number],
+                holds_is_local=not far[number],
                 sleep=lambda seconds: None,
             )
             for number in range(2)

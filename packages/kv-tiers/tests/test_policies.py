@@ -34,10 +34,10 @@ class TestLru(PolicyContract):
         policy.used(first, [0, 1])
         assert self.drained(policy) == [3, 2, 1, 0]
 
-    def test_what_is_put_back_was_used_last(self) -> None:
+    def test_what_is_reinserted_was_used_last(self) -> None:
         policy = self.filled(3)
-        policy.set_aside(2)
-        policy.put_back([2])
+        policy.exclude(2)
+        policy.reinsert([2])
         assert self.drained(policy) == [1, 0, 2]
 
 
@@ -116,7 +116,7 @@ class Bench:
         self.slot_of: dict[ChunkKey, int] = {}
         self.key_at: dict[int, ChunkKey] = {}
         self.parent: dict[ChunkKey, ChunkKey | None] = {}
-        self.aside: set[int] = set()
+        self.excluded: set[int] = set()
 
     def ask(self, prompt: list[ChunkKey]) -> list[int]:
         hits = []
@@ -131,7 +131,7 @@ class Bench:
     def store(self, prompt: list[ChunkKey]) -> None:
         self.parent.update(zip(prompt, [None, *prompt], strict=False))
         own = self.extend(prompt)
-        self.aside = set()
+        self.excluded = set()
         keys, slots = [], []
         for key in prompt:
             if key in self.slot_of:
@@ -140,8 +140,8 @@ class Bench:
                 break
             keys.append(key)
             slots.append(slot)
-        self.policy.put_back([slot for slot in own if slot in self.aside])
-        self.aside = set()
+        self.policy.reinsert([slot for slot in own if slot in self.excluded])
+        self.excluded = set()
         if keys:
             self.slot_of.update(zip(keys, slots, strict=True))
             self.key_at.update(zip(slots, keys, strict=True))
@@ -168,8 +168,8 @@ class Bench:
                 self.policy.removed(slot)
                 del self.slot_of[self.key_at.pop(slot)]
                 return slot
-            self.policy.set_aside(slot)
-            self.aside.add(slot)
+            self.policy.exclude(slot)
+            self.excluded.add(slot)
         return None
 
 
@@ -446,5 +446,5 @@ for seed in range(3):  # it took the second some hundred calls
 
 
 def test_prefix_finds_an_end_of_every_prompt_while_parts_of_it_are_leased() -> None:
-    """A slot set aside at a split once made a segment its own ancestor, and a lookup went round for ever."""
+    """A slot excluded at a split once made a segment its own ancestor, and a lookup went round for ever."""
     subprocess.run([sys.executable, "-c", LEASED_AND_SPLIT], check=True, timeout=60)

@@ -71,7 +71,7 @@ class Divided:
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
         self.used, self.extended, self.victim = shares.used, shares.extended, shares.victim
-        self.set_aside, self.put_back = shares.set_aside, shares.put_back
+        self.exclude, self.reinsert = shares.exclude, shares.reinsert
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
@@ -202,7 +202,7 @@ def test_a_first_quota_takes_what_is_there_along_and_the_last_one_gives_it_back(
     mine, other = key_chain(6, salt="ann"), key_chain(6, salt="ben")
     store(cache, mine)
     store(cache, other)
-    cache.lookup(mine[:2], "r")  # leased, and perhaps set aside by what follows
+    cache.lookup(mine[:2], "r")  # leased, and perhaps excluded by what follows
     store(cache, key_chain(1, branch="x", salt="ben"))
     before = used(cache)
     cache.set_quota(ANN, 3 * SLOT)
@@ -223,7 +223,7 @@ def test_a_first_quota_finds_chunks_that_are_leased_and_out_of_order() -> None:
     cache = cache_of(4)
     store(cache, key_chain(4, salt="ann"))
     cache.lookup(key_chain(4, salt="ann"), "r")
-    assert store(cache, key_chain(1)) == 0  # it has met all of them, and they are set aside
+    assert store(cache, key_chain(1)) == 0  # it was offered all of them, and they are excluded
     cache.set_quota(ANN, 4 * SLOT)
     cache.end("r")
     assert store(cache, key_chain(4, branch="more", salt="ann")) == 4
@@ -355,7 +355,7 @@ def test_quotas_beyond_the_pool_are_refused_and_change_nothing() -> None:
         [(ANN, 4 * SLOT), (BEN, 2 * SLOT), (CYD, None)]
     )
     cache.end("r")
-    assert store(cache, key_chain(2, branch="more", salt="cyd")) == 2  # what was set aside is in order again
+    assert store(cache, key_chain(2, branch="more", salt="cyd")) == 2  # what was excluded is in order again
     cache.set_quota(ANN, 6 * SLOT)
     assert used(cache) == {ANN: 0, BEN: 0}
     cache.close()
@@ -445,7 +445,7 @@ def test_a_tier_that_cannot_tell_tenants_apart_is_cleared_whole() -> None:
         """A third party's, of the least that a tier must have."""
 
         def __init__(self, tier: Any) -> None:
-            self.name, self.answers_from_memory = tier.name, tier.answers_from_memory
+            self.name, self.holds_is_local = tier.name, tier.holds_is_local
             for verb in ("holds", "load", "store", "discard", "clear", "probe", "usage", "close"):
                 setattr(self, verb, getattr(tier, verb))
 

@@ -108,7 +108,7 @@ class Tier(Protocol):
     name: str
     """What it is called in answers, logs and metrics."""
 
-    answers_from_memory: bool
+    holds_is_local: bool
     """`holds` never waits: a dictionary and no round trip. Such a tier is asked on the engine's thread."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:

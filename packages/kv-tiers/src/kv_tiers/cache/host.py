@@ -96,18 +96,18 @@ class HostTier:
             self.residency.extend(keys, slots)
         return slots
 
-    def reserve(self, keys: Sequence[ChunkKey], spared: Collection[int], set_aside: set[int]) -> list[int]:
+    def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
         """Slots for chunks whose bytes are still to come, emptied where they must be; for those up to the first that
         finds no room.
 
         The room is that of its tenant's share: other tenants' chunks stay, and slots that others have free are theirs.
 
-        keys: as of `Residency.reserve`. set_aside: as `met` of `Residency.victim`.
+        keys: as of `Residency.reserve`. skipped: as of `Residency.victim`.
         """
         slots: list[int] = []
         for tenant, its_keys in groupby(keys, key=itemgetter(TENANT_AT)):
             wanted = sum(1 for _ in its_keys)
-            found = self._slots_for(tenant, wanted, spared, set_aside)
+            found = self._slots_for(tenant, wanted, protected, skipped)
             self.shares.took(found, tenant)
             slots += found
             if len(found) < wanted:
@@ -223,19 +223,19 @@ class HostTier:
             if damaged_keys and self.events.on:
                 self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 
-    def _slots_for(self, tenant: bytes, wanted: int, spared: Collection[int], set_aside: set[int]) -> list[int]:
+    def _slots_for(self, tenant: bytes, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
         share = self.shares.of(tenant)
         if share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
-            self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), spared, set_aside))
+            self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), protected, skipped))
         room = max(0, share.slots - share.slots_used)
         slots = list(islice(iter(self.pool.allocate, None), min(room, wanted)))
         if share.slots_used <= share.slots:
-            slots += self._make_room(share, wanted - len(slots), spared, set_aside)
+            slots += self._make_room(share, wanted - len(slots), protected, skipped)
         return slots
 
-    def _make_room(self, share: Share, wanted: int, spared: Collection[int], set_aside: set[int]) -> list[int]:
+    def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
         """Empty so many slots of this share, if there are, and keep them taken. Then `tell_evicted`."""
-        evicted = self.residency.evict(wanted, spared, set_aside, share.policy)
+        evicted = self.residency.evict(wanted, protected, skipped, share.policy)
         self._have_evicted(evicted)
         return list(evicted)
 

@@ -241,11 +241,11 @@ class LocalCache:
             residency = self._host.residency
             own_slots = self._host.touch(chain)
             missing = residency.not_held(chain) if len(own_slots) < len(chain) else []
-            set_aside: set[int] = set()
-            slots = self._host.reserve(missing, frozenset(own_slots), set_aside)
+            skipped: set[int] = set()
+            slots = self._host.reserve(missing, frozenset(own_slots), skipped)
             self._host.tell_evicted("store", holder)
-            if set_aside:
-                residency.put_back([slot for slot in dict.fromkeys(own_slots) if slot in set_aside])
+            if skipped:
+                residency.reinsert([slot for slot in dict.fromkeys(own_slots) if slot in skipped])
             refused = len(missing) - len(slots)
             self._host.totals.chunks_refused += refused
             number = self._next_number()

@@ -84,11 +84,11 @@ class Below:
 
     def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
         """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
-        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.answers_from_memory}
+        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
 
-    def unasked(self) -> list[str]:
+    def remote_tiers_skipped(self) -> list[str]:
         """The tiers of which `holding` says nothing."""
-        return [lane.name for lane in self._lanes if not lane.answers_from_memory]
+        return [lane.name for lane in self._lanes if not lane.holds_is_local]
 
     def files(self) -> dict[str, KeepsFiles]:
         """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.

@@ -226,7 +226,7 @@ class Promotions:
         at = have
         while at < len(asked):
             for tier, lane in enumerate(self._lanes):
-                if lane.answers_from_memory:
+                if lane.holds_is_local:
                     chunks = lane.leading(asked[at:])
                 else:
                     answer = self._asked(wait, tier, lane, asked, at)
@@ -272,7 +272,7 @@ class Promotions:
         jobs: list[_Job] = []
         began_s = self._clock.now_s()
         with self._host.lock:
-            set_aside: set[int] = set()
+            skipped: set[int] = set()
             room = self._max_slots - len(self._arriving)
             for run in runs:
                 for start in range(run.start, run.stop, self._batch_chunks):
@@ -280,7 +280,7 @@ class Promotions:
                     for key in chain[start : min(start + self._batch_chunks, run.stop)]:
                         if room <= 0 or self._host.residency.is_held(key):
                             break
-                        slots = self._host.reserve([key], (), set_aside)
+                        slots = self._host.reserve([key], (), skipped)
                         if not slots:
                             break
                         job.keys.append(key)

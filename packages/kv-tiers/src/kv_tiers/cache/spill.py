@@ -245,7 +245,7 @@ class Spills:
         if batch.below.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
             return True
         self._settle(batch)
-        self._put_back(batch)
+        self._requeue(batch)
         return False
 
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
@@ -257,7 +257,7 @@ class Spills:
             counts = batch.below.counts
             counts.stored += stored
             if down and not stored:
-                self._put_back(batch)
+                self._requeue(batch)
             else:
                 counts.refused += len(outcomes) - stored
             if batch.then_evict and stored:
@@ -290,7 +290,7 @@ class Spills:
             if batch.share in below.queues:
                 below.turns[batch.share] = None
 
-    def _put_back(self, batch: _Batch) -> None:
+    def _requeue(self, batch: _Batch) -> None:
         """It waits again, where it was."""
         for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
             if self._host.residency.key_at(slot) == chunk.key and not self._stopped:

@@ -25,8 +25,8 @@ class ArcPolicy:
         self._ghosts: tuple[OrderedDict[ChunkKey, None], OrderedDict[ChunkKey, None]] = (OrderedDict(), OrderedDict())
         self._list_of: dict[int, int] = {}
         self._key_at: dict[int, ChunkKey] = {}
-        self._chunks = [0, 0]  # of each list, with those that wait or are set aside
-        self._aside: set[int] = set()
+        self._chunks = [0, 0]  # of each list, with those that wait or are excluded
+        self._excluded: set[int] = set()
         self._links = Links()
         self._offered: int | None = None
 
@@ -48,7 +48,7 @@ class ArcPolicy:
                 self._list_of[slot] = _AGAIN
                 self._chunks[_ONCE] -= 1
                 self._chunks[_AGAIN] += 1
-            if slot not in self._aside:
+            if slot not in self._excluded:
                 self._oldest_first[before].pop(slot, None)
                 self._links.waiting.discard(slot)
                 self._oldest_first[_AGAIN][slot] = None
@@ -57,7 +57,7 @@ class ArcPolicy:
         self._offered = None
         self._links.chain(slots)
         for slot in reversed(slots):
-            if slot not in self._aside:
+            if slot not in self._excluded:
                 order = self._oldest_first[self._list_of[slot]]
                 self._links.waiting.discard(slot)
                 order[slot] = None
@@ -71,8 +71,8 @@ class ArcPolicy:
             self._ghosts[of][key] = None
             self._trim()
         self._offered = None
-        if slot in self._aside:
-            self._aside.remove(slot)
+        if slot in self._excluded:
+            self._excluded.remove(slot)
         else:
             self._oldest_first[of].pop(slot, None)
             self._leave(slot)
@@ -85,15 +85,15 @@ class ArcPolicy:
                 self._offered = self._oldest(1 - first)
         return self._offered
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         self._offered = None
         del self._oldest_first[self._list_of[slot]][slot]
-        self._aside.add(slot)
+        self._excluded.add(slot)
         self._leave(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
+    def reinsert(self, slots: Sequence[int]) -> None:
         self._offered = None
-        self._aside.difference_update(slots)
+        self._excluded.difference_update(slots)
         self._links.added(slots)
         self._links.chain(slots)
         for slot in reversed(slots):

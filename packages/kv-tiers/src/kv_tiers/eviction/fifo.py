@@ -15,7 +15,7 @@ class FifoPolicy:
 
     def __init__(self) -> None:
         self._oldest_first: OrderedDict[int, None] = OrderedDict()
-        self._aside: set[int] = set()
+        self._excluded: set[int] = set()
         self._grew = False
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -35,21 +35,21 @@ class FifoPolicy:
                 self._oldest_first.move_to_end(slot)
 
     def removed(self, slot: int) -> None:
-        if slot in self._aside:
-            self._aside.remove(slot)
+        if slot in self._excluded:
+            self._excluded.remove(slot)
         else:
             del self._oldest_first[slot]
 
     def victim(self) -> int | None:
         return next(iter(self._oldest_first), None)
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         del self._oldest_first[slot]
-        self._aside.add(slot)
+        self._excluded.add(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
-        # Their place is the oldest: each was the first to go when it was set aside.
+    def reinsert(self, slots: Sequence[int]) -> None:
+        # Their place is the oldest: each was the first to go when it was excluded.
         for slot in slots:
-            self._aside.remove(slot)
+            self._excluded.remove(slot)
             self._oldest_first[slot] = None
             self._oldest_first.move_to_end(slot, last=False)

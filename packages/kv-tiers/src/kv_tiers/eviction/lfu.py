@@ -20,7 +20,7 @@ class LfuPolicy:
     def __init__(self) -> None:
         self._uses_of: dict[int, int] = {}
         self._by_uses: dict[int, OrderedDict[int, None]] = {}
-        self._aside: set[int] = set()
+        self._excluded: set[int] = set()
         self._counts: list[int] = []  # a heap of the keys of _by_uses, and some that were
         self._in_heap: set[int] = set()
 
@@ -31,7 +31,7 @@ class LfuPolicy:
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for slot in reversed(slots):
-            if slot in self._aside:
+            if slot in self._excluded:
                 self._uses_of[slot] += 1
             else:
                 self._take_out(slot)
@@ -40,12 +40,12 @@ class LfuPolicy:
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for slot in reversed(slots):
-            if slot not in self._aside:
+            if slot not in self._excluded:
                 self._by_uses[self._uses_of[slot]].move_to_end(slot)
 
     def removed(self, slot: int) -> None:
-        if slot in self._aside:
-            self._aside.remove(slot)
+        if slot in self._excluded:
+            self._excluded.remove(slot)
         else:
             self._take_out(slot)
         del self._uses_of[slot]
@@ -55,13 +55,13 @@ class LfuPolicy:
             self._in_heap.remove(heapq.heappop(self._counts))
         return next(iter(self._by_uses[self._counts[0]])) if self._counts else None
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         self._take_out(slot)
-        self._aside.add(slot)
+        self._excluded.add(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
+    def reinsert(self, slots: Sequence[int]) -> None:
         for slot in reversed(slots):
-            self._aside.remove(slot)
+            self._excluded.remove(slot)
             self._insert(slot)
 
     def _insert(self, slot: int) -> None:

@@ -11,15 +11,15 @@ class LruPolicy:
 
     def __init__(self) -> None:
         self._oldest_first: OrderedDict[int, None] = OrderedDict()
-        self._aside: set[int] = set()
+        self._excluded: set[int] = set()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for slot in reversed(slots):
             self._oldest_first[slot] = None
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        if self._aside:
-            slots = [slot for slot in slots if slot not in self._aside]
+        if self._excluded:
+            slots = [slot for slot in slots if slot not in self._excluded]
         touch = self._oldest_first.move_to_end
         # Tail first: chunk n is worthless without 0..n-1, so the head must end up youngest.
         for slot in reversed(slots):
@@ -28,19 +28,19 @@ class LruPolicy:
     extended = used
 
     def removed(self, slot: int) -> None:
-        if slot in self._aside:
-            self._aside.remove(slot)
+        if slot in self._excluded:
+            self._excluded.remove(slot)
         else:
             del self._oldest_first[slot]
 
     def victim(self) -> int | None:
         return next(iter(self._oldest_first), None)
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         del self._oldest_first[slot]
-        self._aside.add(slot)
+        self._excluded.add(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
+    def reinsert(self, slots: Sequence[int]) -> None:
         for slot in reversed(slots):
-            self._aside.remove(slot)
+            self._excluded.remove(slot)
             self._oldest_first[slot] = None

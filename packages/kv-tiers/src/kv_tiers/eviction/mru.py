@@ -15,7 +15,7 @@ class MruPolicy:
 
     def __init__(self) -> None:
         self._youngest_last: OrderedDict[int, None] = OrderedDict()
-        self._aside: set[int] = set()
+        self._excluded: set[int] = set()
         self._links = Links()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class MruPolicy:
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         # Head first, unlike elsewhere: here the youngest leaves, and that must be the tail.
         for slot in slots:
-            if slot not in self._aside:
+            if slot not in self._excluded:
                 self._links.waiting.discard(slot)
                 self._youngest_last[slot] = None
                 self._youngest_last.move_to_end(slot)
@@ -37,8 +37,8 @@ class MruPolicy:
         self.used(keys, slots)
 
     def removed(self, slot: int) -> None:
-        if slot in self._aside:
-            self._aside.remove(slot)
+        if slot in self._excluded:
+            self._excluded.remove(slot)
             return
         self._youngest_last.pop(slot, None)  # those that wait are in no order
         self._leave(slot)
@@ -52,13 +52,13 @@ class MruPolicy:
             self._links.waiting.add(slot)
         return None
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         del self._youngest_last[slot]
-        self._aside.add(slot)
+        self._excluded.add(slot)
         self._leave(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
-        self._aside.difference_update(slots)
+    def reinsert(self, slots: Sequence[int]) -> None:
+        self._excluded.difference_update(slots)
         self._links.added(slots)
         self._links.chain(slots)
         for slot in slots:

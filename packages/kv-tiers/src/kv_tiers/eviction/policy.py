@@ -21,29 +21,29 @@ class EvictionPolicy(Protocol):
         """These chunks are resident from now."""
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request asked for `keys`, and the leading ones are held, in `slots`. Chunks set aside may be among them."""
+        """A request asked for `keys`, and the leading ones are held, in `slots`. Excluded chunks may be among them."""
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """A request stores more of its prompt, of which these are resident, those `added` just now among them.
 
         Their head must not leave before what was added. It is no sign that anybody came back: a prompt that is stored
-        in many pieces says this many times. Chunks set aside may be among them.
+        in many pieces says this many times. Excluded chunks may be among them.
         """
 
     def removed(self, slot: int) -> None:
-        """The chunk has left, by eviction or otherwise. It may have been set aside."""
+        """The chunk has left, by eviction or otherwise. It may have been excluded."""
 
     def victim(self) -> int | None:
-        """The slot to empty first; the same again until it is removed or set aside. None: nothing can be offered."""
+        """The slot to empty first; the same again until it is removed or excluded. None: nothing can be offered."""
 
-    def set_aside(self, slot: int) -> None:
-        """The chunk offered last is leased: offer it no more until it is put back.
+    def exclude(self, slot: int) -> None:
+        """The chunk offered last is leased: offer it no more until it is reinserted.
 
-        So leased chunks cost nothing until one is met, and are met once, however many there are.
+        So leased chunks cost nothing until one is offered, and are offered once, however many there are.
         """
 
-    def put_back(self, slots: Sequence[int]) -> None:
-        """These chunks, set aside before, may be offered again. In the prompt's order; their use ended just now."""
+    def reinsert(self, slots: Sequence[int]) -> None:
+        """These chunks, excluded before, may be offered again. In the prompt's order; their use ended just now."""
 
 
 def policy_name(policy: EvictionPolicy) -> str:

@@ -219,18 +219,18 @@ class Shares:
         offers = (share.policy.victim() for share in (self.common, *self._own.values()))
         return next((slot for slot in offers if slot is not None), None)
 
-    def set_aside(self, slot: int) -> None:
-        self.at(slot).policy.set_aside(slot)
+    def exclude(self, slot: int) -> None:
+        self.at(slot).policy.exclude(slot)
 
-    def put_back(self, slots: Sequence[int]) -> None:
+    def reinsert(self, slots: Sequence[int]) -> None:
         if not self._own and self._moving is None:
-            self.common.policy.put_back(slots)
+            self.common.policy.reinsert(slots)
             return
         of_share: dict[Share, list[int]] = {}
         for slot in slots:
             of_share.setdefault(self.at(slot), []).append(slot)
         for share, its_slots in of_share.items():
-            share.policy.put_back(its_slots)
+            share.policy.reinsert(its_slots)
 
     def _of_prompt(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]

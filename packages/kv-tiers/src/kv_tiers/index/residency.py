@@ -29,7 +29,7 @@ class Residency:
         self._runs: list[list[int] | None] = [None] * slots
         self._orphans = 0
         self._leaving: set[int] = set()
-        self._aside: set[int] = set()  # leased, met by an eviction, and so out of the policy's order
+        self._excluded: set[int] = set()  # leased, skipped by an eviction, and so out of the policy's order
 
     @property
     def chunks_resident(self) -> int:
@@ -101,7 +101,7 @@ class Residency:
     def unlease(self, slots: Sequence[int]) -> list[int]:
         """End one lease on each; the slots that are free because of it."""
         leases = self._leases
-        if not self._aside and not self._leaving:
+        if not self._excluded and not self._leaving:
             for slot in slots:
                 leases[slot] -= 1
             return []
@@ -113,11 +113,11 @@ class Residency:
             if slot in self._leaving:
                 self._gone(slot)
                 freed.append(slot)
-            elif slot in self._aside:
-                self._aside.remove(slot)
+            elif slot in self._excluded:
+                self._excluded.remove(slot)
                 back.append(slot)
         if back:
-            self._policy.put_back(back)
+            self._policy.reinsert(back)
         return freed
 
     def touch(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -168,33 +168,34 @@ class Residency:
         self._policy.added([key], [slot])
 
     def evict(
-        self, wanted: int, spared: Container[int], met: set[int], among: EvictionPolicy | None = None
+        self, wanted: int, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None
     ) -> dict[int, ChunkKey]:
-        """Empty so many slots, the best victims' first, or as many as are neither leased nor in `spared`; what was in
-        each. met, among: as of `victim`."""
-        policy = self._policy if among is None else among
+        """Empty so many slots, the best victims' first, or as many as are neither leased nor in `protected`; what was
+        in each. skipped, policy: as of `victim`."""
+        policy = self._policy if policy is None else policy
         slots: list[int] = []
-        while len(slots) < wanted and (slot := self.victim(spared, met, policy)) is not None:
+        while len(slots) < wanted and (slot := self.victim(protected, skipped, policy)) is not None:
             policy.removed(slot)
             slots.append(slot)
         self._move(slots, Event.EVICT)
         return {slot: self._hide(slot) for slot in slots}
 
-    def victim(self, spared: Container[int], met: set[int], among: EvictionPolicy | None = None) -> int | None:
+    def victim(self, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None) -> int | None:
         """The slot that an eviction would empty. The same again until it is emptied, leased or touched. None: all that
-        is resident is leased or in `spared`.
+        is resident is leased or in `protected`.
 
-        met: gets the spared chunks that had to be set aside; give them back (`put_back`) when the sparing ends.
-        among: the part of the policy that knows the chunks which may be chosen (`Share`); None: all of it.
+        protected: slots that are not to be chosen, besides those that are leased.
+        skipped: gets the protected slots that had to be excluded; `reinsert` them when the protection ends.
+        policy: the part of the policy that knows the chunks which may be chosen (`Share`); None: all of it.
         """
-        policy = self._policy if among is None else among
+        policy = self._policy if policy is None else policy
         while (slot := policy.victim()) is not None:
             if self._leases[slot]:
-                policy.set_aside(slot)
-                self._aside.add(slot)
-            elif slot in spared:
-                policy.set_aside(slot)
-                met.add(slot)
+                policy.exclude(slot)
+                self._excluded.add(slot)
+            elif slot in protected:
+                policy.exclude(slot)
+                skipped.add(slot)
             else:
                 return slot
         return None
@@ -208,8 +209,8 @@ class Residency:
     def is_leased(self, slot: int) -> bool:
         return self._leases[slot] > 0
 
-    def put_back(self, slots: Sequence[int]) -> None:
-        self._policy.put_back(slots)
+    def reinsert(self, slots: Sequence[int]) -> None:
+        self._policy.reinsert(slots)
 
     def forget(self, key: ChunkKey) -> int | None:
         """No lookup finds the chunk from now. Its slot if it was resident; it may be free already."""
@@ -223,7 +224,7 @@ class Residency:
         self._move([slot], Event.FORGET)
         self._policy.removed(slot)
         self._hide(slot)
-        self._aside.discard(slot)
+        self._excluded.discard(slot)
         self._leaving.add(slot)
         if not self._leases[slot]:
             self._gone(slot)
@@ -251,8 +252,8 @@ class Residency:
         return list(reversed(heads_first))
 
     def has_moved(self, slot: int) -> None:
-        """It is in the order of another policy now, which has not set it aside."""
-        self._aside.discard(slot)
+        """It is in the order of another policy now, which has not excluded it."""
+        self._excluded.discard(slot)
 
     def _hide(self, slot: int) -> ChunkKey:
         key = self._key_at[slot]

@@ -93,7 +93,7 @@ class Lane:
         the machine's."""
         self.tier = tier
         self.name = tier.name
-        self.answers_from_memory = tier.answers_from_memory
+        self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
         """Where its health and damage are told; whoever puts the lane below a cache sets it."""
         self._noticed = Health.UP

@@ -35,7 +35,7 @@ def explain_prompt(
         memory = None if history is None else history.of(cache.events.name)
         is_whole = is_whole and memory is not None and memory.is_whole
         engines = {one.engine for one in sessions if (one.chunk_bytes, one.fingerprint) == (nbytes, fingerprint)}
-        unasked = cache.below.unasked()
+        remote_tiers_skipped = cache.below.remote_tiers_skipped()
         for naming, was_asked in _namings(heads, memory):
             if len(told) == MAX_TOLD:
                 break
@@ -53,7 +53,7 @@ def explain_prompt(
                     was_asked,
                     len(shares),
                     explained.held,
-                    unasked,
+                    remote_tiers_skipped,
                     explained.runs[:MAX_RUNS],
                     len(explained.runs) > MAX_RUNS,
                 )

@@ -320,11 +320,16 @@ class Counted(_Message, tag="counted"):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A prompt as chunks of one cache, key space and tenant. Only what is held or remembered there is told at all.
+    """A prompt as chunks of one cache, key space and tenant. Only what is held or remembered there is listed at all.
 
-    space, tenant: hex. engines: that have registered this format. was_asked: the space and tenant of the request's
-    heads. shares: in how many each chunk is known to be stored. held: leading chunks that are somewhere. unasked: tiers
-    that would have to be asked over a network, and were not. states: runs of chunks, cut off when `is_cut`.
+    chunk_bytes, fingerprint: the cache's format.
+    space, tenant: what is in the chunks' keys, hex.
+    engines: those that have registered this format.
+    was_asked: the request's key prefixes have this space and tenant.
+    shares: in how many each chunk is known to be stored.
+    held: leading chunks that are somewhere.
+    remote_tiers_skipped: names of tiers that would have to be asked over a network, and were not.
+    states: runs of chunks; is_cut: the last ones are left out.
     """
 
     chunk_bytes: int
@@ -335,7 +340,7 @@ class Explained:
     was_asked: bool
     shares: int
     held: int
-    unasked: list[str]
+    remote_tiers_skipped: list[str]
     states: list[ChunkState]
     is_cut: bool
 

@@ -463,18 +463,18 @@ class PolicyContract:
         policy.removed(2)
         assert sorted(self.drained(policy)) == [0, 1, 3, 4]
 
-    def test_what_is_set_aside_is_not_offered_until_it_is_put_back(self) -> None:
+    def test_what_is_excluded_is_not_offered_until_it_is_reinserted(self) -> None:
         policy = self.filled()
-        aside = []
+        excluded = []
         for _ in range(3):
             slot = policy.victim()
             assert slot is not None
-            policy.set_aside(slot)
-            aside.append(slot)
-        assert policy.victim() not in aside
+            policy.exclude(slot)
+            excluded.append(slot)
+        assert policy.victim() not in excluded
         policy.used(key_chain(6), range(6))
-        policy.removed(aside.pop())
-        policy.put_back(aside)
+        policy.removed(excluded.pop())
+        policy.reinsert(excluded)
         assert sorted(self.drained(policy)) == sorted({0, 1, 2, 3, 4, 5} - {3})
 
     def test_a_slot_may_come_again_with_another_chunk(self) -> None:

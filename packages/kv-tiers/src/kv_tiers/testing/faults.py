@@ -24,11 +24,11 @@ class FaultyTier:
     """Set `fault`, and every call from then on has it. The wrapped tier stays right."""
 
     def __init__(
-        self, tier: Tier, *, answers_from_memory: bool | None = None, sleep: Callable[[float], None] = time.sleep
+        self, tier: Tier, *, holds_is_local: bool | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         """sleep: how it passes the time of a delay."""
         self.name = tier.name
-        self.answers_from_memory = tier.answers_from_memory if answers_from_memory is None else answers_from_memory
+        self.holds_is_local = tier.holds_is_local if holds_is_local is None else holds_is_local
         self.fault: Fault = ""
         self.calls: list[str] = []
         self._tier = tier
@@ -98,7 +98,7 @@ class FaultyTier:
         match self.fault:
             case "delay":
                 self._sleep(DELAY_S)
-            case "hang" if not (call == "holds" and self.answers_from_memory):
+            case "hang" if not (call == "holds" and self.holds_is_local):
                 self._let_go.clear()
                 self._let_go.wait()
             case "down":

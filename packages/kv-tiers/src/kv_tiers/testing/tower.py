@@ -46,7 +46,7 @@ class Tower:
         for number, mode in enumerate(modes or ("through",)):
             dram = DramTier(HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}")
             far = bool(remote) and remote[number]
-            tier = FaultyTier(dram, answers_from_memory=not far, sleep=self.clock.advance)
+            tier = FaultyTier(dram, holds_is_local=not far, sleep=self.clock.advance)
             self.tiers.append(tier)
             lanes.append(
                 (

@@ -143,7 +143,7 @@ class _Carried:
 class DiskTier:
     """Slot i is in directory i % n. Safe to call from any thread."""
 
-    answers_from_memory = True
+    holds_is_local = True
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def _slots_for(config: DramConfig, context: TierContext) -> int:
 class DramTier:
     """A pool of its own, with bytes copied between the two."""
 
-    answers_from_memory = True
+    holds_is_local = True
 
     def __init__(self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram") -> None:
         """pool: anonymous, its slots of the size that the host pool's have. The tier closes it."""

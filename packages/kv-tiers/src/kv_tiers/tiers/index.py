@@ -87,21 +87,21 @@ class SlotIndex:
         """
         places: list[Place | None] = []
         with self._lock:
-            spared = set(self._slots_above(parent))
-            spared.update(slot for key in keys if (slot := self._residency.find(key)) is not None)
-            met: set[int] = set()
+            protected = set(self._slots_above(parent))
+            protected.update(slot for key in keys if (slot := self._residency.find(key)) is not None)
+            skipped: set[int] = set()
             short = False
             for key in keys:
                 if short or self._residency.is_held(key):
                     places.append(None)
                     continue
-                place = self._room(key, spared, met)
+                place = self._room(key, protected, skipped)
                 short = place is None
                 if place is not None:
                     self._residency.reserve([key], [place.slot])
                 places.append(place)
-            if met:
-                self._residency.put_back(sorted(met))
+            if skipped:
+                self._residency.reinsert(sorted(skipped))
         return places
 
     def holds_or_writes(self, key: ChunkKey) -> bool:
@@ -140,12 +140,12 @@ class SlotIndex:
         with self._lock:
             if self._untouched_from < self.slots and self._withheld is None:
                 return []
-            met: set[int] = set()
+            skipped: set[int] = set()
             missing = free_slots - len(self._free)
-            spared = set(self._slots_above(parent)) if missing > 0 else set()
-            emptied = list(self._residency.evict(missing, spared, met))
-            if met:
-                self._residency.put_back(sorted(met))
+            protected = set(self._slots_above(parent)) if missing > 0 else set()
+            emptied = list(self._residency.evict(missing, protected, skipped))
+            if skipped:
+                self._residency.reinsert(sorted(skipped))
             self._free[:0] = emptied  # taken last: whatever must happen to them first gets the time for it
             return emptied
 
@@ -204,13 +204,13 @@ class SlotIndex:
         self._releases += 1
         self._let_go.notify_all()
 
-    def _room(self, key: ChunkKey, spared: set[int], met: set[int]) -> Place | None:
+    def _room(self, key: ChunkKey, protected: set[int], skipped: set[int]) -> Place | None:
         if self._free:
             return Place(key, self._free.pop(), True)
         if self._untouched_from < self.slots and self._withheld is None:
             self._untouched_from += 1
             return Place(key, self._untouched_from - 1, False)
-        return next((Place(key, slot, True) for slot in self._residency.evict(1, spared, met)), None)
+        return next((Place(key, slot, True) for slot in self._residency.evict(1, protected, skipped)), None)
 
     def _slots_above(self, key: ChunkKey | None) -> list[int]:
         """The slots of this chunk and its ancestors as far as they are here, from the prompt's first."""

@@ -12,7 +12,7 @@ class NullTier:
     """Holds nothing."""
 
     name = "null"
-    answers_from_memory = True
+    holds_is_local = True
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [False] * len(keys)

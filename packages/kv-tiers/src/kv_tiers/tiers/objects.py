@@ -99,7 +99,7 @@ def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Ti
 class ObjectsTier:
     """Safe to call from any thread."""
 
-    answers_from_memory = False
+    holds_is_local = False
 
     def __init__(self, config: ObjectsConfig, context: TierContext, *, name: str = "s3") -> None:
         """Nothing is asked of the store yet. Raises `ConfigError`."""

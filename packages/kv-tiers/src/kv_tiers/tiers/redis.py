@@ -65,7 +65,7 @@ def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier
 class RedisTier:
     """Safe to call from any thread; each call that meets another takes a connection of its own."""
 
-    answers_from_memory = False
+    holds_is_local = False
 
     def __init__(self, config: RedisConfig, context: TierContext, *, name: str = "redis") -> None:
         """No server is asked for anything yet. Raises `ConfigError`."""

@@ -112,7 +112,7 @@ def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> 
 class SharedFsTier:
     """Safe to call from any thread, and from any number of hosts."""
 
-    answers_from_memory = False
+    holds_is_local = False
 
     def __init__(self, config: SharedFsConfig, context: TierContext, *, name: str = "shared_fs") -> None:
         """The directory is not looked at yet: it may be mounted later."""

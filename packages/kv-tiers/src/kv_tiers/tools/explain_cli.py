@@ -194,8 +194,8 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
         missed = missed or not is_held(state)
     if own.is_cut:
         print("and more, which the server did not tell")
-    if missed and own.unasked:
-        print(f"not asked, as that takes a network: {', '.join(own.unasked)}")
+    if missed and own.remote_tiers_skipped:
+        print(f"not asked, as that takes a network: {', '.join(own.remote_tiers_skipped)}")
 
 
 def _chunks(first: int, chunks: int) -> str:

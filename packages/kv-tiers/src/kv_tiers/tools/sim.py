@@ -137,14 +137,14 @@ class _Tier:
         """Store what of the prompt is not here; what that evicted, in this order. As `LocalCache` does it."""
         residency = self.residency
         own = self._extend(prompt)
-        spared, met = frozenset(own), set[int]()
+        protected, skipped = frozenset(own), set[int]()
         keys: list[ChunkKey] = []
         slots: list[int] = []
         lost: list[ChunkKey] = []
         for key in prompt:
             if residency.is_held(key):
                 continue
-            slot = self._free.pop() if self._free else residency.victim(spared, met)
+            slot = self._free.pop() if self._free else residency.victim(protected, skipped)
             if slot is None:
                 break
             if (gone := residency.key_at(slot)) is not None:
@@ -153,8 +153,8 @@ class _Tier:
             residency.reserve([key], [slot])
             keys.append(key)
             slots.append(slot)
-        if met:
-            residency.put_back([slot for slot in own if slot in met])
+        if skipped:
+            residency.reinsert([slot for slot in own if slot in skipped])
         if keys:
             residency.commit(keys, slots)
             self._extend(prompt)

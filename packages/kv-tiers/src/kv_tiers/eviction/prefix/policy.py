@@ -136,7 +136,7 @@ class PrefixPolicy:
             self._offer = self._queues.least_worth(self._tree.now, self._returns.worth)
         return None if self._offer is None else next(reversed(self._offer.slots))
 
-    def set_aside(self, slot: int) -> None:
+    def exclude(self, slot: int) -> None:
         self._offer = None
         segment = self._tree.segment_of(slot)
         self._excluded.add(slot)
@@ -144,7 +144,7 @@ class PrefixPolicy:
         if not segment.slots:
             self._queues.left(segment)
 
-    def put_back(self, slots: Sequence[int]) -> None:
+    def reinsert(self, slots: Sequence[int]) -> None:
         self._offer = None
         for slot in slots:
             self._excluded.remove(slot)
