@@ -5,8 +5,9 @@ from importlib.metadata import EntryPoint, EntryPoints
 import msgspec
 import pytest
 from kv_core.errors import ConfigError
-from kv_tiers import registry
+from kv_tiers import plugins
 from kv_tiers.options import byte_count, nearest, read_options
+from kv_tiers.registry import GROUP, tier_factory
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,7 +74,7 @@ def test_the_nearest_name_or_all() -> None:
 
 def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = EntryPoints(
-        EntryPoint(name, value, registry.GROUP)
+        EntryPoint(name, value, GROUP)
         for name, value in [
             ("twice", "one:make"),
             ("twice", "another:make"),
@@ -82,13 +83,13 @@ def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: py
             ("number", "kv_tiers.chunk_header:VERSION"),
         ]
     )
-    monkeypatch.setattr(registry, "entry_points", lambda group: offered)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: offered)
     for name, says in (
         ("twice", "several packages.*another:make, one:make"),
         ("broken", "no_such_module_at_all"),
         ("lacking", "make_nothing"),
-        ("number", "no factory"),
+        ("number", "cannot be called"),
         ("brokn", "did you mean 'broken'"),
     ):
         with pytest.raises(ConfigError, match=says):
-            registry.tier_factory(name)
+            tier_factory(name)

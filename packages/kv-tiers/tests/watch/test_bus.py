@@ -414,7 +414,7 @@ def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
 
 # What the page says.
 
-PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "observability.md").read_text()
 
 
 def test_the_page_lists_every_event_and_no_other() -> None:

@@ -18,7 +18,7 @@ from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.wait import line, until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[5]
 DOCS = (ROOT / "docs" / "http.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", DOCS, flags=re.DOTALL)
 URL, HOME = "http://127.0.0.1:9400", "/tmp/kv-example"

@@ -19,7 +19,7 @@ from kv_tiers.testing.contract import PolicyContract
 from kv_tiers.tools.sim import TierPlan, simulate
 from kv_tiers.watch.trace_file import Trace, read_trace
 
-TRACES = Path(__file__).parents[3] / "benchmarks/traces/mooncake"
+TRACES = Path(__file__).parents[4] / "benchmarks/traces/mooncake"
 
 
 class TestLru(PolicyContract):

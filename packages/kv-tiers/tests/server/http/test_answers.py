@@ -1,0 +1,117 @@
+"""HTTP beside the relay: what it tells is true."""
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+from kv_core.errors import TierDown
+from kv_core.testing import key_chain
+from kv_tiers.server import caches as caches_module
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http import relay as relay_module
+from kv_tiers.server.report import Report
+from kv_tiers.testing.http import SLOT_BYTES, Served, problem, store
+from kv_tiers.testing.wait import joined, until
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+def test_status_is_what_the_socket_says_too(served: Served) -> None:
+    cache = served.join()
+    store(cache, 3)
+    assert cache.lookup(key_chain(5), "r").chunks == 3
+    cache.end("r")
+    over_socket = ask_server(served.path, wire.Status())
+    assert isinstance(over_socket, wire.Stated)
+    over_http = msgspec.json.decode(served.get("/status").content, type=Report)
+    assert over_http == over_socket.report
+    counts = over_http.caches[0].counts
+    assert (counts.chunks_resident, counts.chunks_hit, counts.chunks_asked) == (3, 3, 5)
+    cache.close()
+
+
+def test_alive_and_ready_are_two_things(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(10)
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    assert served.get("/readyz").json() == {"ready": True}
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    joining = threading.Thread(target=lambda: served.join().close())
+    joining.start()
+    until(lambda: served.get("/readyz").status_code == 503)
+    assert "being opened" in problem(served.get("/readyz"), 503)
+    assert served.get("/healthz").json() == {"alive": True}
+    go_on.set()
+    joined(joining)
+    until(lambda: served.get("/readyz").status_code == 200)
+
+
+def test_while_it_stops_it_is_alive_and_not_ready() -> None:
+    """Stopping may take as long as the tiers below take to store."""
+    served = Served()
+    served.join().close()
+    (cache,) = served.server.caches.values()
+    go_on, close = threading.Event(), cache.close
+    cache.close = lambda: go_on.wait(10) and close()  # type: ignore[method-assign, func-returns-value]
+    served.server.stop()
+    until(lambda: served.get("/readyz").status_code == 503)
+    assert "stopping" in problem(served.get("/readyz"), 503)
+    until(lambda: served.get("/status").status_code == 503)
+    assert "stopping" in problem(served.get("/status"), 503)
+    assert "stopping" in problem(served.post("/clear"), 503)
+    assert served.get("/healthz").status_code == 200
+    go_on.set()
+    served.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.http.url)
+
+
+def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
+    go_on = threading.Event()
+    hanging = served.server.ask(lambda: go_on.wait(30))
+    assert "not answered" in problem(served.get("/readyz"), 503)
+    assert served.get("/healthz").status_code == 200
+    go_on.set()
+    assert hanging.result(10)
+    until(lambda: served.get("/readyz").status_code == 200)
+
+
+def test_what_is_asked_of_a_server_that_has_ended_is_refused_at_once(served: Served) -> None:
+    def wrong() -> None:
+        raise KeyError("a bug of whoever asks")
+
+    assert served.server.ask(lambda: 3).result(10) == 3
+    with pytest.raises(KeyError):
+        served.server.ask(wrong).result(10)
+    assert served.get("/readyz").status_code == 200
+    served.server.stop()
+    served.thread.join(10)
+    with pytest.raises(TierDown, match="stopping"):
+        served.server.ask(lambda: 3).result(0)
+
+
+def test_metrics_are_what_happened(served: Served) -> None:
+    cache = served.join()
+    store(cache, 3)
+    assert cache.lookup(key_chain(5), "r").chunks == 3
+    cache.end("r")
+    (behind,) = served.server.caches.values()
+    label = f'cache="{behind.events.name}"'
+    until(lambda: f"kv_chunks_asked_total{{{label}}} 5.0" in served.get("/metrics").text)
+    told = served.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain; version=")
+    assert f'kv_chunks_hit_total{{{label},tier="host"}} 3.0' in told.text
+    assert f'kv_pool_bytes{{{label},state="resident"}} {3.0 * SLOT_BYTES}' in told.text
+    cache.close()
