@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_tiers import EvictionPolicy, LruPolicy
+from kv_tiers import EvictionPolicy, HostConfig, LruPolicy, plugins
 from kv_tiers.eviction import POLICY_NAMES, make_policy
 from kv_tiers.eviction.arc import ArcPolicy
 from kv_tiers.eviction.prefix.returns import Returns, Trait
+from kv_tiers.options import read_options
 from kv_tiers.testing.contract import PolicyContract
 from kv_tiers.tools.sim import TierPlan, simulate
 from kv_tiers.watch.trace_file import Trace, read_trace
@@ -85,6 +88,33 @@ class TestPrefix(PolicyContract):
         policy.extended(keys, [0, 5, 2, 3])
         policy.used(keys, [0, 5, 2, 3])
         assert self.drained(policy) == [3, 2, 5, 0]
+
+
+class _OfOthers:
+    """What the entry point below names: a policy with one parameter."""
+
+    @staticmethod
+    def make(capacity_chunks: int, parameters: Mapping[str, object]) -> EvictionPolicy:
+        if set(parameters) - {"seed"}:
+            raise ConfigError(f"theirs: there is no parameter {min(parameters)}")
+        return LruPolicy()
+
+
+def test_a_policy_of_another_package_gets_the_parameters_that_settings_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = EntryPoints([EntryPoint("theirs", "their_policies:OfOthers.make", "kv_tiers.policies")])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: offered.select(group=group))
+    monkeypatch.setitem(sys.modules, "their_policies", SimpleNamespace(OfOthers=_OfOthers))
+    host = read_options(HostConfig, {"capacity_bytes": "1MiB", "policy": {"name": "theirs", "seed": 1}}, "host")
+    assert isinstance(make_policy(host.policy, 8), LruPolicy)
+    assert isinstance(make_policy("theirs", 8), LruPolicy)
+    with pytest.raises(ConfigError, match="theirs: there is no parameter sed"):
+        make_policy({"name": "theirs", "sed": 1}, 8)
+    with pytest.raises(ConfigError, match="'their'; did you mean 'theirs'"):
+        make_policy("their", 8)
+    with pytest.raises(ConfigError, match="'lru' has no parameters; leave out seed"):
+        make_policy({"name": "lru", "seed": 1}, 8)
+    with pytest.raises(ConfigError, match="say its name"):
+        make_policy({"seed": 1}, 8)
 
 
 def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
