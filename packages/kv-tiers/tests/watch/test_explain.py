@@ -96,14 +96,14 @@ def test_where_a_prompt_parts_from_another_is_told_and_what_nobody_stored_is_not
     kept.store([*common, *key_chain(2, branch="stored")])
     states = kept.explain([*common, *key_chain(2, branch="asked")])
     assert [state.where for state in states] == ["host", "host", "", ""]
-    assert [(state.what, state.parts) for state in states[2:]] == [("", True), ("", False)]
+    assert [(state.what, state.diverges) for state in states[2:]] == [("", True), ("", False)]
     nothing = kept.explain(key_chain(2, branch="unheard of"))
-    assert [(state.where, state.what, state.parts) for state in nothing] == [("", "", False)] * 2
+    assert [(state.where, state.what, state.diverges) for state in nothing] == [("", "", False)] * 2
 
 
 def test_the_same_prompt_stored_longer_does_not_part_from_itself(kept: Remembered) -> None:
     kept.store(key_chain(3))
-    assert [state.parts for state in kept.explain(key_chain(4))] == [False] * 4
+    assert [state.diverges for state in kept.explain(key_chain(4))] == [False] * 4
 
 
 def test_refused_aborted_forgotten_and_being_written_are_told_apart(kept: Remembered) -> None:
@@ -281,7 +281,7 @@ def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> No
     assert out.splitlines()[:3] == [
         "2 of 4 chunks of 4 tokens are held",
         "chunks 0–1: in host",
-        "chunk 2: where this prompt parts from what was stored: other prompts went on differently here",
+        "chunk 2: where this prompt diverges from what was stored: other prompts went on differently here",
     ]
     assert "chunk 3: never stored here since the server began to remember" in out
     asked.store(keys_of(list(range(1000, 1024))))  # six chunks: two of the eight slots are not enough for the four

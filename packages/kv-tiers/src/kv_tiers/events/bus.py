@@ -1,12 +1,12 @@
-"""The way from a cache to whoever watches it: one bounded queue and one thread, and the cache never waits for either.
+"""From a cache to its subscribers: one bounded queue and one thread, and the cache waits for neither.
 
-Publishing is an append to a deque: no lock, no system call, nothing raised. While nobody subscribes it is not even
-called, because the publisher asks `Source.on` first and makes no event. The thread looks several times a second, so an
-event is told a moment after it happened; in between the queue holds at most `max_queued` of them. What comes beyond
-that is dropped and counted: watching must not cost memory without end, and what is told late is of little use.
+Publishing is an append to a deque: no lock, no system call, nothing raised. Without subscribers it is not even called,
+because the publisher checks `Source.on` first and makes no event. The thread looks several times a second, so events
+are delivered a moment after they happened; in between the queue holds at most `max_queued` of them. What comes beyond
+that is dropped and counted: watching must not cost memory without end.
 
-Every subscriber is told everything, in the order of publishing, on that one thread. One that raises harms nobody else:
-it is logged the first time, counted every time, and told the next event all the same.
+Every subscriber gets every event, in the order of publishing, on that one thread. One that raises harms no other: its
+first failure is logged, every failure is counted, and it gets the next event all the same.
 """
 
 import threading
@@ -29,7 +29,7 @@ INTERVAL_S: Final = 0.05
 
 
 class Source:
-    """One cache's end of a bus. Publish only after a look at `on`, so that unwatched events are never made."""
+    """One cache's end of a bus. Publish only where `on` is true, so that events without a subscriber are never made."""
 
     __slots__ = (
         "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_bytes", "chunk_tokens", "is_logged", "name",
@@ -41,18 +41,18 @@ class Source:
         """Tells this cache apart from others on the same bus."""
         self.chunk_bytes = chunk_bytes
         self.chunk_tokens = chunk_tokens
-        """What one of its chunks is of a prompt; 0 as long as no engine has told."""
+        """Tokens of one chunk; 0 until an engine has said."""
         self.on = False
-        """Somebody subscribes."""
+        """There are subscribers."""
         self.on_requests = False
-        """Somebody wants to know of every request: of lookups, loads and holders' ends."""
+        """A subscriber wants the events of every request: lookups, loads and ends of holders."""
         self.is_logged = False
-        """Somebody writes lines of what an operator must know, so that nobody else has to."""
+        """A subscriber writes what an operator must know to a log, so that the cache does not."""
         self._queue, self._max_queued = bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
 
     def publish(self, event: Event) -> None:
-        """Tell the subscribers, soon. From any thread, under any lock."""
+        """Queue an event for the subscribers. From any thread, under any lock."""
         if len(self._queue) < self._max_queued:
             self._append((self, self._now_s(), event))
         else:
@@ -60,7 +60,12 @@ class Source:
 
 
 class Occurred(msgspec.Struct, frozen=True):
-    """An event, which cache it is of, and when: on the bus's clock, which was never set (`EventBus.wall_s`)."""
+    """An event with its context.
+
+    source: the cache that published it.
+    at_s: when, on the bus's monotonic clock (`EventBus.wall_s` converts it).
+    event: what happened.
+    """
 
     source: Source
     at_s: float
@@ -68,20 +73,20 @@ class Occurred(msgspec.Struct, frozen=True):
 
 
 class Subscriber(ABC):
-    """Whoever is told. Called by the bus's thread alone, until `close`."""
+    """What gets events. Called by the bus's thread alone, until `close`."""
 
     wants_requests = True
-    """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may be told of none. They
-    are most of what happens, and keep every prompt's keys alive until they are told."""
+    """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not get them. They are
+    most of all events, and keep every prompt's keys alive until they are delivered."""
     writes_log = False
-    """It writes a line for what an operator must know: a tier that fails or is back, and damage."""
+    """It logs what an operator must know: a tier that fails or is back, and damage."""
 
     @abstractmethod
     def take(self, occurred: Occurred) -> None:
         """Something happened."""
 
     def flush(self) -> None:
-        """Nothing more is at hand: write out what was gathered. Called often."""
+        """The queue is empty: write out what was gathered. Called often."""
         return
 
     def close(self) -> None:
@@ -90,7 +95,7 @@ class Subscriber(ABC):
 
 
 class _Marker(threading.Event):
-    """In the queue: whoever waits for it learns that all before it was told."""
+    """In the queue: set when everything before it has been delivered."""
 
 
 class EventBus:
@@ -106,7 +111,7 @@ class EventBus:
         self._lock = threading.Lock()  # of everything below; publishing takes it only to count what it drops
         self._sources: list[Source] = []
         self._subscribers: tuple[Subscriber, ...] = ()
-        self._complained: set[int] = set()
+        self._failed_before: set[int] = set()
         self._events_dropped = 0
         self._failures = 0
         self._thread: threading.Thread | None = None
@@ -124,15 +129,15 @@ class EventBus:
         return self._failures
 
     def source(self, name: str = "", chunk_bytes: int = 0, chunk_tokens: int = 0) -> Source:
-        """A new cache's end."""
+        """The end for a new cache."""
         source = Source(self, name, chunk_bytes, chunk_tokens)
         with self._lock:
             self._sources.append(source)
-            self._turn(source)
+            self._switch(source)
         return source
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Have it told everything from now on. After `close` it is told nothing."""
+        """Deliver every event from now on to it. After `close` it gets none."""
         with self._lock:
             if self._closed:
                 return
@@ -141,17 +146,17 @@ class EventBus:
                 self._thread = threading.Thread(target=self._deliver, name="kv-events", daemon=True)
                 self._thread.start()
             for source in self._sources:
-                self._turn(source)
+                self._switch(source)
 
     def wall_s(self, at_s: float) -> float:
-        """A moment of this bus's clock in seconds since 1970, by the machine's clock as it is set now."""
+        """A time of this bus's clock in seconds since 1970, by the machine's clock as it is set now."""
         return time.time() - self._now_s() + at_s
 
     def now_s(self) -> float:
         return self._now_s()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all that was published before was told. False: it takes longer than allowed."""
+        """Wait until everything published before has been delivered. False: it takes longer than `timeout_s`."""
         thread = self._thread
         if thread is None or not thread.is_alive():
             return True
@@ -161,25 +166,25 @@ class EventBus:
         return marker.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Tell what is queued, then close the subscribers. Closing again does nothing."""
+        """Deliver what is queued, then close the subscribers. Closing again does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             for source in self._sources:
-                self._turn(source)
+                self._switch(source)
             thread = self._thread
         self._wake.set()
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():
-                _log.warning("a subscriber of the cache's events does not come back; it is left as it is")
+                _log.warning("a subscriber of the cache's events hangs; it is left as it is")
                 return
         for subscriber in self._subscribers:
-            self._guarded(subscriber, subscriber.close)
+            self._call(subscriber, subscriber.close)
 
-    def _turn(self, source: Source) -> None:
-        """On, or off if nobody is there to be told."""
+    def _switch(self, source: Source) -> None:
+        """Switch it on where there are subscribers, else off."""
         source.on = bool(self._subscribers) and not self._closed
         source.on_requests = source.on and any(subscriber.wants_requests for subscriber in self._subscribers)
         source.is_logged = source.on and any(subscriber.writes_log for subscriber in self._subscribers)
@@ -208,29 +213,29 @@ class EventBus:
                     try:
                         subscriber.take(occurred)
                     except Exception:  # noqa: BLE001  # one subscriber's bug is not another's, nor the cache's
-                        self._complain(subscriber)
+                        self._count_failure(subscriber)
             self._flush_all(subscribers)
             if is_last and not queue:
                 return
 
     def _flush_all(self, subscribers: tuple[Subscriber, ...]) -> None:
         for subscriber in subscribers:
-            self._guarded(subscriber, subscriber.flush)
+            self._call(subscriber, subscriber.flush)
 
-    def _guarded(self, subscriber: Subscriber, call: Callable[[], None]) -> None:
+    def _call(self, subscriber: Subscriber, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception:  # noqa: BLE001  # as in `_deliver`
-            self._complain(subscriber)
+            self._count_failure(subscriber)
 
-    def _complain(self, subscriber: Subscriber) -> None:
+    def _count_failure(self, subscriber: Subscriber) -> None:
         self._failures += 1
-        if id(subscriber) not in self._complained:
-            self._complained.add(id(subscriber))
+        if id(subscriber) not in self._failed_before:
+            self._failed_before.add(id(subscriber))
             _log.exception(
                 "%s failed on an event; from now on its failures are only counted", type(subscriber).__name__
             )
 
 
 UNWATCHED: Final = EventBus().source()
-"""Of a cache that has no bus: nobody can subscribe to it."""
+"""The source of a cache that has no bus."""

@@ -1,8 +1,8 @@
-"""What a cache tells of itself: one event a call, never one a chunk.
+"""What happens in a cache, as records: one event a call, never one a chunk.
 
-An event refers to the keys that the call was about and copies none of them, so treat them as read-only. It carries no
-time and no name of the cache it came from: the bus adds both (`kv_tiers.events.bus.Occurred`). Times in it are spans,
-in seconds. What is counted anyway (`LocalCache.counts`) has no event of its own.
+An event refers to the keys of the call and copies none of them: treat them as read-only. It carries neither a time nor
+the name of its cache: the bus adds both (`kv_tiers.events.bus.Occurred`). Its own times are durations in seconds. What
+is counted anyway (`LocalCache.counts`) has no event of its own.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,20 @@ from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
 EvictedFor = Literal["store", "promotion", "watermark", "quota"]
-"""Why there had to be room: a chunk to store; one on its way up; the free slots that `write: back` keeps; a tenant's
-bound."""
+"""Why room was needed: for a chunk to store, for one on its way up, for the free slots that `write: back` keeps, or for
+a tenant's quota."""
 
 LoadEnding = Literal["released", "forgotten", "ended"]
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """A lookup was answered. keys: all that were asked for, `keys_per_chunk` a chunk, from the prompt's first.
+    """A lookup was answered.
 
-    tiers: where each chunk that is held came from, as of `LookupPlan`. ended: the name of an `Ended`; after `PENDING`
-    the same holder asks again.
+    holder: who asked.
+    keys: all keys of the lookup, from the prompt's first, `keys_per_chunk` for each chunk.
+    chunks_hit: how many leading chunks are held.
+    tiers: the tier that each of those came from, as in `LookupPlan`.
+    ended: the name of an `Ended`; after `PENDING` the same holder asks again.
     """
 
     holder: Holder
@@ -39,7 +42,12 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 class LoadBegun(msgspec.Struct, frozen=True):
-    """Chunks were asked for. missing: how many of them are not held; then there is no lease and nothing is loaded."""
+    """A load was asked for.
+
+    lease: the read lease; 0 where chunks are missing.
+    keys: of all chunks of the load.
+    missing: how many of these are not held; then nothing is loaded.
+    """
 
     holder: Holder
     lease: int
@@ -48,10 +56,12 @@ class LoadBegun(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """A read lease ended before its time was over, `seconds` after it was given.
+    """A read lease ended before its deadline.
 
-    how: released, with its bytes as they were; forgotten: some of its chunks were, so nothing was delivered; ended: its
-        holder has.
+    chunks: how many chunks it was on.
+    seconds: how long it lasted.
+    how: `released`: its bytes stayed as they were; `forgotten`: some of its chunks were forgotten meanwhile, so nothing
+        was delivered; `ended`: its holder ended.
     """
 
     holder: Holder
@@ -62,7 +72,11 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """A promise or a read lease is over because nothing was heard of its holder in time."""
+    """A lease reached its deadline, as nothing more was heard of its holder.
+
+    chunks: how many chunks it was on.
+    kind: whether it was the promise of a lookup, or the lease of a load.
+    """
 
     holder: Holder
     lease: int
@@ -71,7 +85,13 @@ class LeaseExpired(msgspec.Struct, frozen=True):
 
 
 class StoreBegun(msgspec.Struct, frozen=True):
-    """A prompt is to be stored. reserved, refused: those of its keys that got room, and none; all others are held."""
+    """A prompt is to be stored.
+
+    chain: all its keys.
+    reserved: those that got room.
+    refused: those that got none. All others are held already.
+    why: the reason of the refusal, else empty.
+    """
 
     holder: Holder
     lease: int
@@ -82,7 +102,10 @@ class StoreBegun(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """These can be found in the pool, `seconds` after their slots were reserved."""
+    """Chunks can be found in the pool from now.
+
+    seconds: since their slots were reserved.
+    """
 
     holder: Holder
     lease: int
@@ -91,7 +114,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """Reserved places were given back, and nothing came of these."""
+    """Reserved slots were given back: these chunks will not come."""
 
     holder: Holder
     lease: int
@@ -99,13 +122,18 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class HolderEnded(msgspec.Struct, frozen=True):
-    """A holder gave back all it had: its request is over."""
+    """A holder gave back everything: its request is over."""
 
     holder: Holder
 
 
 class Evicted(msgspec.Struct, frozen=True):
-    """These left a tier to make room. holder: for whom, where there is somebody. policy: what chose them."""
+    """Chunks left a tier to make room.
+
+    cause: what the room was for.
+    holder: whose chunks needed it, where that is known, else empty.
+    policy: the name of the policy that chose them.
+    """
 
     tier: str
     keys: Sequence[ChunkKey]
@@ -115,14 +143,18 @@ class Evicted(msgspec.Struct, frozen=True):
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """Somebody asked that these be found nowhere. everything: so is all else that the cache held."""
+    """Chunks are found on no tier any more, as somebody asked for that.
+
+    keys: which ones.
+    everything: all others too; `keys` is empty then.
+    """
 
     keys: Sequence[ChunkKey]
     everything: bool = False
 
 
 class Damaged(msgspec.Struct, frozen=True):
-    """Bytes of these were wrong and were discarded in that tier."""
+    """Chunks had wrong bytes and were discarded from this tier."""
 
     tier: str
     keys: Sequence[ChunkKey]
@@ -130,9 +162,12 @@ class Damaged(msgspec.Struct, frozen=True):
 
 
 class Promoted(msgspec.Struct, frozen=True):
-    """Chunks came up from a tier, or `missing` of those asked for did not. seconds: from the asking to the arrival.
+    """Chunks came up from a lower tier.
 
-    nbytes: of those that arrived.
+    keys: of those that arrived.
+    missing: how many of those asked for did not.
+    nbytes: how many bytes arrived.
+    seconds: from the request to the arrival.
     """
 
     holder: Holder
@@ -144,9 +179,13 @@ class Promoted(msgspec.Struct, frozen=True):
 
 
 class Spilled(msgspec.Struct, frozen=True):
-    """Chunks went down to a tier, but for `refused` of them. seconds: from the handing over to the acknowledgement.
+    """Chunks were written to a lower tier.
 
-    keys, nbytes: of those that are stored there now. retried: what was refused waits and goes down later.
+    keys: of those that are stored there now.
+    refused: how many are not.
+    retried: whether these wait and go down later.
+    nbytes: how many bytes are stored there now.
+    seconds: from the submission to the acknowledgement.
     """
 
     tier: str
@@ -158,7 +197,11 @@ class Spilled(msgspec.Struct, frozen=True):
 
 
 class TierHealth(msgspec.Struct, frozen=True):
-    """A tier is doing better or worse. was, now: names of a `Health`."""
+    """The health of a tier changed.
+
+    was, now: names of a `Health`.
+    why: the reason, for an operator.
+    """
 
     tier: str
     was: str
@@ -167,7 +210,7 @@ class TierHealth(msgspec.Struct, frozen=True):
 
 
 class BlocksAllocated(msgspec.Struct, frozen=True):
-    """An engine gave a request so many of its blocks. The engine says so; a cache knows of no blocks."""
+    """An engine gave a request so many of its blocks. The engine reports this; a cache knows of no blocks."""
 
     holder: Holder
     blocks: int

@@ -1,4 +1,4 @@
-"""The answer to `Explain`: a prompt's chunks in every cache of the server, under every name they may have there."""
+"""The answer to `Explain`: a prompt's chunks in every cache of the server, in every key space that could have them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
 from kv_tiers.server.report import Registration
 from kv_tiers.watch.explain import explain
-from kv_tiers.watch.history import History, Memory, Naming
+from kv_tiers.watch.history import History, KnownKeySpace, Memory
 
 MAX_RUNS = 1024
-MAX_TOLD = 16
-_LOOKED_AT_FIRST = 4
+MAX_EXPLAINED_KEY_SPACES = 16
+_FIRST_CHUNKS = 4
 """A key space in which none of the first chunks is known does not know the prompt."""
 
 
@@ -26,29 +26,29 @@ def explain_prompt(
 ) -> wire.Explanations:
     """
     Raises:
-        InputError: the request's digests and heads make no keys.
+        InputError: the request's digests and key prefixes form no keys.
     """
-    digests, heads = request.unpack()
-    told: list[wire.Explained] = []
+    digests, key_prefixes = request.unpack()
+    explained_spaces: list[wire.Explained] = []
     is_whole = True
     for (nbytes, fingerprint), cache in caches.items():
         memory = None if history is None else history.of(cache.events.name)
         is_whole = is_whole and memory is not None and memory.is_whole
         engines = {one.engine for one in sessions if (one.chunk_bytes, one.fingerprint) == (nbytes, fingerprint)}
         remote_tiers_skipped = cache.below.remote_tiers_skipped()
-        for naming, was_asked in _namings(heads, memory):
-            if len(told) == MAX_TOLD:
+        for known, was_asked in _key_spaces(key_prefixes, memory):
+            if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break
-            shares = [[ChunkKey(head + digest) for digest in digests] for head in naming.heads]
-            if not _is_known(cache, memory, [keys[:_LOOKED_AT_FIRST] for keys in shares], now_s):
+            shares = [[ChunkKey(prefix + digest) for digest in digests] for prefix in known.key_prefixes]
+            if not _is_known(cache, memory, [keys[:_FIRST_CHUNKS] for keys in shares], now_s):
                 continue
             explained = explain(cache, memory, shares, now_s)
-            told.append(
+            explained_spaces.append(
                 wire.Explained(
                     nbytes,
                     fingerprint,
-                    naming.space.hex(),
-                    naming.tenant.hex(),
+                    known.space.hex(),
+                    known.tenant.hex(),
                     sorted(engines),
                     was_asked,
                     len(shares),
@@ -60,21 +60,22 @@ def explain_prompt(
             )
     remembered_s = 0.0 if history is None else max(0.0, now_s - history.began_s)
     history_keys = 0 if history is None else history.max_keys
-    return wire.Explanations(len(caches), history_keys, remembered_s, is_whole, told)
+    return wire.Explanations(len(caches), history_keys, remembered_s, is_whole, explained_spaces)
 
 
-def _namings(heads: Sequence[bytes], memory: Memory | None) -> list[tuple[Naming, bool]]:
-    """Those that were asked for first, with the shares that are known beside; then all others."""
-    known = {} if memory is None else {(naming.space, naming.tenant): naming for naming in memory.namings()}
-    asked: dict[tuple[bytes, bytes], set[bytes]] = {}
-    for head in heads:
-        key = ChunkKey(head)
-        asked.setdefault((key.space_id, key.tenant), set()).add(head)
+def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tuple[KnownKeySpace, bool]]:
+    """Those of the request first, each with the groups and shards that are known besides; then all others."""
+    known = {} if memory is None else {(one.space, one.tenant): one for one in memory.known_key_spaces()}
+    requested: dict[tuple[bytes, bytes], set[bytes]] = {}
+    for prefix in key_prefixes:
+        key = ChunkKey(prefix)
+        requested.setdefault((key.space_id, key.tenant), set()).add(prefix)
     found = []
-    for (space, tenant), own in asked.items():
+    for (space, tenant), own in requested.items():
         others = known.pop((space, tenant), None)
-        found.append((Naming(space, tenant, tuple(sorted(own | set(others.heads if others else ())))), True))
-    return found + [(naming, False) for naming in known.values()]
+        prefixes = own | set(others.key_prefixes if others else ())
+        found.append((KnownKeySpace(space, tenant, tuple(sorted(prefixes))), True))
+    return found + [(one, False) for one in known.values()]
 
 
 def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]], now_s: float) -> bool:

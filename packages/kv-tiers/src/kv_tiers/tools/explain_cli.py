@@ -27,9 +27,9 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.watch.explain import BEING_WRITTEN, ChunkState, is_held
 
 _ABOUT = """\
-Ask a running kv-server what it has of a prompt, chunk by chunk, and what became of the rest.
+Ask a running kv-server what it holds of a prompt, chunk by chunk, and what became of the rest.
 
-The prompt is given as to `kv keys`. Without --model every model and format that the server has is looked through.
+The prompt is given as to `kv keys`. Without --model all models and formats of the server are searched.
 """
 _EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ examples:
   kv explain prompt.json --chunk-tokens 128 --json
 
 The prompt is also looked for without a salt, and with every --also-salt. Chunks of other salts, chunk sizes or adapters
-have other names, and nobody can tell from a name what it stands for: only what is asked for is found.
+have other keys, and a key does not reveal what it stands for: only what is given here is found.
 
 The exit status is 0 if all of the prompt is held, 1 if not, or 2 if an input or option is wrong.
 """
@@ -54,7 +54,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the server said of the prompt under one salt. salt: None for none."""
+    """The server's answer for the prompt under one salt; None for none."""
 
     salt: str | None
     is_own: bool
@@ -82,43 +82,43 @@ def register(commands: Any) -> None:
         metavar="TEXT",
         help="look for the prompt with this salt too; repeat",
     )
-    parser.add_argument("--json", action="store_true", help="everything the server said, as one JSON object")
+    parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
 
 
-def _explain(asked: argparse.Namespace) -> int:
-    scheme = prompt_scheme(asked)
-    prompt_space(asked, scheme)  # refuse wrong options before any tokens are read
-    tokens = [token for part in prompt_tokens(asked) for token in part]
+def _explain(args: argparse.Namespace) -> int:
+    scheme = prompt_scheme(args)
+    prompt_space(args, scheme)  # refuse wrong options before any tokens are read
+    tokens = [token for part in prompt_tokens(args) for token in part]
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
         raise InputError(
-            f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is kept"
+            f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored"
         )
-    socket = Path(asked.socket) if asked.socket is not None else default_socket(asked.name)
-    salts = list(dict.fromkeys([asked.salt, None, *asked.also_salt]))
-    answers = [_Answer(salt, salt == asked.salt, _ask(socket, asked, scheme, tokens, salt)) for salt in salts]
-    own = _own(answers[0].answer, is_named=asked.model is not None)
-    told = min(chunks, wire.MAX_EXPLAINED)
+    socket = Path(args.socket) if args.socket is not None else default_socket(args.name)
+    salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
+    answers = [_Answer(salt, salt == args.salt, _ask(socket, args, scheme, tokens, salt)) for salt in salts]
+    own = _own(answers[0].answer, is_named=args.model is not None)
+    explained = min(chunks, wire.MAX_EXPLAINED)
     is_all_held = own is not None and own.held == chunks
-    if asked.json:
+    if args.json:
         print(json.dumps(_described(answers, own, chunks, scheme.chunk_tokens)))
     else:
-        _print(answers, own, chunks, told, scheme.chunk_tokens)
+        _print(answers, own, chunks, explained, scheme.chunk_tokens)
     return 0 if is_all_held else 1
 
 
 def _ask(
-    socket: Path, asked: argparse.Namespace, scheme: ChainScheme, tokens: Sequence[int], salt: str | None
+    socket: Path, args: argparse.Namespace, scheme: ChainScheme, tokens: Sequence[int], salt: str | None
 ) -> wire.Explanations:
-    root = prompt_root(asked, scheme, salt)
-    digests = KeySequence(scheme, root=root, items=prompt_items(asked)).append(tokens)[: wire.MAX_EXPLAINED]
-    space = prompt_space(asked, scheme)
-    heads = []
+    root = prompt_root(args, scheme, salt)
+    digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[: wire.MAX_EXPLAINED]
+    space = prompt_space(args, scheme)
+    key_prefixes = []
     if space is not None:
-        keys = space.keys(digests[:1], groups=(asked.group,), tenant=tenant_tag(salt))
-        heads = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
+        keys = space.keys(digests[:1], groups=(args.group,), tenant=tenant_tag(salt))
+        key_prefixes = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
     nbytes = len(digests[0])
-    request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), heads)
+    request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
     try:
         answer = ask_server(socket, request, timeout_s=_TIMEOUT_S)
     except TierDown as down:
@@ -146,7 +146,7 @@ def _described(
         "history_keys": first.history_keys,
         "remembered_s": first.remembered_s,
         "is_whole": first.is_whole,
-        # A salt may be a secret, so they are told by their place on the command line and not by name.
+        # A salt may be a secret, so they are explained by their place on the command line and not by name.
         "salts": [
             {
                 "salt": _salt_name(number, one),
@@ -163,7 +163,9 @@ def _salt_name(number: int, answer: _Answer) -> str:
     return "given" if answer.is_own else f"also {number}"
 
 
-def _print(answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, told: int, chunk_tokens: int) -> None:
+def _print(
+    answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, explained: int, chunk_tokens: int
+) -> None:
     first = answers[0].answer
     held = 0 if own is None else own.held
     print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
@@ -171,8 +173,8 @@ def _print(answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, 
         print(_chunks(0, chunks) + f": {_never(first)}")
     else:
         _print_states(own, first)
-    if told < chunks:
-        print(f"chunks {told}–{chunks - 1} were not asked for: a server explains {told} at a time")
+    if explained < chunks:
+        print(f"chunks {explained}–{chunks - 1} were left out: a server explains {explained} at a time")
     for other in first.explained:
         if other is not own and other.held:
             model = f"key space {other.space[:12]}" + (f" ({', '.join(other.engines)})" if other.engines else "")
@@ -193,9 +195,9 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
         print(f"{_chunks(state.first, state.chunks)}: {text}")
         missed = missed or not is_held(state)
     if own.is_cut:
-        print("and more, which the server did not tell")
+        print("and more, which the server left out")
     if missed and own.remote_tiers_skipped:
-        print(f"not asked, as that takes a network: {', '.join(own.remote_tiers_skipped)}")
+        print(f"skipped, as asking them takes a network: {', '.join(own.remote_tiers_skipped)}")
 
 
 def _chunks(first: int, chunks: int) -> str:
@@ -211,8 +213,8 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
     below = f"; stored in {', '.join(state.below)} since, and not there now as far as is known" if state.below else ""
     if state.where == BEING_WRITTEN:
         return "being written just now"
-    if state.parts and not state.what:
-        return "where this prompt parts from what was stored: other prompts went on differently here"
+    if state.diverges and not state.what:
+        return "where this prompt diverges from what was stored: other prompts went on differently here"
     match state.what:
         case "":
             return _never(answer)
@@ -226,7 +228,7 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
         case "aborted":
             return f"begun{ago} and never finished: its writer gave up or ended"
         case "forgotten":
-            return f"forgotten{ago}, as somebody asked for it"
+            return f"forgotten{ago} on request"
         case _:
             return f"stored{ago}, and left a moment ago{below}"
 

@@ -1,8 +1,7 @@
 """Why a prompt was missed: for each of its chunks where it is now, or what became of it.
 
-What is said is what is known: the index says what the pool holds, a tier that answers from memory says what it holds,
-and the history says the rest, as far back as it goes. A tier that would have to be asked over a network is not asked.
-The history is told a moment after things happen, so what left in the last instant may have no reason yet.
+The index knows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
+Remote tiers are skipped. The history gets events a moment after they happened, so what left just now may have no reason yet.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,16 @@ BEING_WRITTEN = "being written"
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """A run of `chunks` neighbours that are alike, as the first of them is.
+    """The state of neighbouring chunks that are alike: that of the first of them.
 
-    where: the tier that holds it, the fastest if several; `BEING_WRITTEN`; or "" for nowhere.
-    what, tier, cause, policy: as of `Fate`; what is "" if nothing is known. Said of what is held too.
-    seconds_ago: since that, and since it was last stored in the pool. below: tiers where it was stored at some time.
-    parts: it was never heard of, and other prompts went on differently after the chunk before.
+    first: its place in the prompt.
+    chunks: how many there are.
+    where: the tier that holds it, the fastest if several; `BEING_WRITTEN`; or empty for nowhere.
+    what, tier, cause, policy: as in `Fate`; `what` is empty if nothing is known.
+    seconds_ago: since that happened.
+    stored_seconds_ago: since it was last stored in the pool.
+    below: the lower tiers where it was stored at some time.
+    diverges: it is unknown, and other prompts went on differently after the chunk before.
     """
 
     first: int
@@ -36,32 +39,36 @@ class ChunkState:
     seconds_ago: float | None = None
     stored_seconds_ago: float | None = None
     below: tuple[str, ...] = ()
-    parts: bool = False
+    diverges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """runs: all chunks of the prompt in order, neighbours that are alike as one. held: the leading ones that a tier
-    holds."""
+    """What is known of a prompt.
+
+    runs: all its chunks in order, neighbours that are alike as one.
+    held: how many leading chunks a tier holds.
+    """
 
     runs: list[ChunkState]
     held: int
 
 
 _Looked = tuple[str, Fate | None, bool]
-"""Of one chunk: where it is, what became of it, and whether prompts part there."""
+"""Of one chunk: where it is, what became of it, and whether the prompt diverges there."""
 
 
 def explain(
-    cache: LocalCache, memory: Memory | None, shares: Sequence[Sequence[ChunkKey]], now_s: float
+    cache: LocalCache, memory: Memory | None, shards: Sequence[Sequence[ChunkKey]], now_s: float
 ) -> Explanation:
-    """What is known of a prompt. A chunk of several shares is as badly off as the worst of them.
+    """What is known of a prompt. Where chunks have several shards, the worst of them counts.
 
-    shares: of each share the keys of all chunks, from the first.
-    memory: of this cache (`History.of`), if there is one. now_s: by the bus's clock.
+    shards: for each shard the keys of all chunks, from the first.
+    memory: of this cache (`History.of`), if there is one.
+    now_s: the time on the bus's clock.
     """
-    looked = [_look(cache, memory, keys) for keys in shares]
-    chunks = [_worst(of_shares) for of_shares in zip(*looked, strict=True)]
+    looked = [_look(cache, memory, keys) for keys in shards]
+    chunks = [_worst(of_shards) for of_shards in zip(*looked, strict=True)]
     starts = [at for at, chunk in enumerate(chunks) if not at or not _are_alike(chunks[at - 1], chunk)]
     ends = [*starts[1:], len(chunks)]
     runs = [_state(at, end - at, chunks[at], now_s) for at, end in zip(starts, ends, strict=True)]
@@ -80,13 +87,13 @@ def _look(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) ->
     looked: list[_Looked] = []
     for number, (key, place) in enumerate(zip(keys, places, strict=True)):
         fate = memory.fate(key)
-        parts = not place and fate is None and number > 0 and memory.goes_on_otherwise(keys[number - 1], key)
-        looked.append((place, fate, parts))
+        diverges = not place and fate is None and number > 0 and memory.diverged_after(keys[number - 1], key)
+        looked.append((place, fate, diverges))
     return looked
 
 
-def _worst(of_shares: Sequence[_Looked]) -> _Looked:
-    return next((one for one in of_shares if not _holds(one[0])), of_shares[0])
+def _worst(of_shards: Sequence[_Looked]) -> _Looked:
+    return next((one for one in of_shards if not _holds(one[0])), of_shards[0])
 
 
 def _holds(where: str) -> bool:
@@ -94,9 +101,9 @@ def _holds(where: str) -> bool:
 
 
 def _state(first: int, chunks: int, chunk: _Looked, now_s: float) -> ChunkState:
-    where, fate, parts = chunk
+    where, fate, diverges = chunk
     if fate is None:
-        return ChunkState(first, chunks, where, parts=parts)
+        return ChunkState(first, chunks, where, diverges=diverges)
     return ChunkState(
         first,
         chunks,
@@ -112,9 +119,9 @@ def _state(first: int, chunks: int, chunk: _Looked, now_s: float) -> ChunkState:
 
 
 def _are_alike(one: _Looked, other: _Looked) -> bool:
-    """What is held is alike wherever it is the same; what is not, if the same happened at about the same time."""
-    (where, fate, parts), (other_where, other_fate, other_parts) = one, other
-    if where != other_where or parts or other_parts:
+    """Chunks in the same tier are alike, and others if the same happened to them at about the same time."""
+    (where, fate, diverges), (other_where, other_fate, other_diverges) = one, other
+    if where != other_where or diverges or other_diverges:
         return False
     if fate is other_fate or _holds(where):
         return True

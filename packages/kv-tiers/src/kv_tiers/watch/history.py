@@ -1,10 +1,11 @@
 """What became of keys, remembered for a while: a bounded memory for each cache, filled from events.
 
 A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100
-bytes. When half of what may be remembered is new, the older half is forgotten as a whole: no list has to be kept in
-order. A fate knows which keys were stored together, in their order, to tell where prompts part.
+bytes. When half of what may be remembered is new, the older half is forgotten as a whole, so that no order has to be
+maintained. A fate knows which keys were stored together, in their order, to tell where prompts diverge.
 
-Fates are of the host pool. What a tier below holds now it says itself; here is only when a chunk was stored there.
+Fates are those of the host pool. Lower tiers know themselves what they hold; here is only when a chunk was
+stored there.
 """
 
 from array import array
@@ -20,17 +21,22 @@ from kv_tiers.events.events import Aborted, Committed, Damaged, Evicted, Forgott
 
 What = Literal["stored", "promoted", "evicted", "forgotten", "damaged", "refused", "aborted"]
 
-MAX_NAMINGS: Final = 64
-"""Spaces and tenants that a cache's history knows by name."""
+MAX_KNOWN_KEY_SPACES: Final = 64
+"""Key spaces and tenants that are remembered for one cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The last thing that happened to a chunk. Times are the bus's clock's.
+    """The last thing that happened to a chunk. Times are of the bus's clock.
 
-    tier: where it happened. cause, policy: of an eviction; cause is the reason of a refusal or damage.
-    stored_s: when it last came to the pool. below: the tiers where it was stored since, and when.
-    run: the numbers of the keys that were stored with it, in the prompt's order.
+    what: which thing.
+    at_s: when.
+    tier: where.
+    cause: of an eviction, what the room was for; of a refusal or damage, its reason.
+    policy: of an eviction, the policy that chose the chunk.
+    stored_s: when it last came into the pool.
+    below: the lower tiers where it was stored since, each with the time.
+    run: hashes of the keys that were stored with it, in the prompt's order.
     """
 
     what: What
@@ -44,19 +50,21 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """Keys of one key space and tenant, and the shares in which their chunks were stored.
+class KnownKeySpace:
+    """A key space and tenant of which chunks were stored.
 
-    heads: what comes before the digest in the keys of each share.
+    space: the key space's id.
+    tenant: the tenant's tag.
+    key_prefixes: what comes before the digest in a key, for each group and shard.
     """
 
     space: bytes
     tenant: bytes
-    heads: tuple[bytes, ...]
+    key_prefixes: tuple[bytes, ...]
 
 
 class Memory:
-    """One cache's. Written by the bus's thread, read by any."""
+    """What one cache's keys went through. Written by the bus's thread, read by any."""
 
     def __init__(self, max_keys: int) -> None:
         self._half = max(1, max_keys // 2)
@@ -64,22 +72,22 @@ class Memory:
         self._old: dict[int, Fate] = {}
         self._young_next: dict[int, int] = {}
         self._old_next: dict[int, int] = {}
-        self._heads: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
+        self._key_prefixes: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
         self.is_whole = True
-        """Nothing was forgotten so far."""
+        """Nothing has been forgotten so far."""
         self.cleared_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def fate(self, key: ChunkKey) -> Fate | None:
-        """None: it was never heard of, or so long ago that it was forgotten here."""
+        """None: the key is unknown, or known for so long that it was forgotten here."""
         number = _number(key)
         found = self._young.get(number)
         return self._old.get(number) if found is None else found
 
-    def goes_on_otherwise(self, parent: ChunkKey, key: ChunkKey) -> bool:
-        """Another chunk than `key` followed `parent` in a prompt that was stored."""
+    def diverged_after(self, parent: ChunkKey, key: ChunkKey) -> bool:
+        """Whether another chunk than `key` followed `parent` in a prompt that was stored."""
         number, own = _number(parent), _number(key)
         follower = self._young_next.get(number, self._old_next.get(number))
         if follower is not None and follower != own:
@@ -90,25 +98,25 @@ class Memory:
         after = fate.run.index(number) + 1 if number in fate.run else len(fate.run)
         return after < len(fate.run) and fate.run[after] != own
 
-    def namings(self) -> list[Naming]:
-        return [Naming(space, tenant, heads) for (space, tenant), heads in list(self._heads.items())]
+    def known_key_spaces(self) -> list[KnownKeySpace]:
+        return [KnownKeySpace(space, tenant, known) for (space, tenant), known in list(self._key_prefixes.items())]
 
     def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
-        """All of these have a new fate, made of the one before. Keys with one fate go on sharing one."""
-        made: dict[int, tuple[Fate | None, Fate]] = {}  # the old ones too, lest another gets an old one's identity
+        """Give all of these a new fate, made from the one before. Keys that shared a fate share the new one."""
+        changed: dict[int, tuple[Fate | None, Fate]] = {}  # with the old fates, so that their ids stay taken
         young, old = self._young, self._old
         for number in _numbers(keys):
             before = young.get(number)
             if before is None:
                 before = old.get(number)
-            after = made.get(id(before))
+            after = changed.get(id(before))
             if after is None:
-                after = made[id(before)] = before, change(before)
+                after = changed[id(before)] = before, change(before)
             young[number] = after[1]
         self._make_room()
 
     def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
-        """These, of one prompt and in its order, can be found in the pool from now."""
+        """These keys of one prompt, in its order, can be found in the pool from now."""
         numbers = _numbers(keys)
         fate = Fate("stored", at_s, stored_s=at_s, run=array("q", numbers))
         self._young.update(dict.fromkeys(numbers, fate))
@@ -120,12 +128,12 @@ class Memory:
         if len(self._young_next) >= self._half:
             self._young_next, self._old_next = {}, self._young_next
 
-    def name(self, key: ChunkKey) -> None:
-        """A chain of keys like this one was stored."""
-        head = key[: len(key) - len(key.digest)]
-        known = self._heads.get((key.space_id, key.tenant), ())
-        if head not in known and (known or len(self._heads) < MAX_NAMINGS):
-            self._heads[key.space_id, key.tenant] = tuple(sorted((*known, head)))
+    def learn_key_space(self, key: ChunkKey) -> None:
+        """Remember the key space and tenant of a chain that was stored."""
+        prefix = key[: len(key) - len(key.digest)]
+        known = self._key_prefixes.get((key.space_id, key.tenant), ())
+        if prefix not in known and (known or len(self._key_prefixes) < MAX_KNOWN_KEY_SPACES):
+            self._key_prefixes[key.space_id, key.tenant] = tuple(sorted((*known, prefix)))
 
     def _make_room(self) -> None:
         if len(self._young) >= self._half:
@@ -142,12 +150,12 @@ class Memory:
 
 
 class History(Subscriber):
-    """Of every cache on a bus, up to `max_keys` keys each."""
+    """The memories of all caches on a bus, up to `max_keys` keys each."""
 
     wants_requests = False
 
     def __init__(self, max_keys: int, now_s: float) -> None:
-        """now_s: by the bus's clock."""
+        """now_s: the time on the bus's clock."""
         self.max_keys = max_keys
         self.began_s = now_s
         self._memories: dict[str, Memory] = {}
@@ -162,7 +170,7 @@ class History(Subscriber):
             case StoreBegun() as begun:
                 if begun.reserved:
                     first = begun.reserved[0]
-                    memory.name(first)
+                    memory.learn_key_space(first)
                     if at := begun.chain.index(first):
                         memory.follow(begun.chain[at - 1], first)
                 if begun.refused:
@@ -207,7 +215,7 @@ def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
 
 
 def _number(key: ChunkKey) -> int:
-    """What stands for a key in this process: 60 bits, as Python keeps 64 in half as much space again."""
+    """What stands for a key in this process: 60 bits of its hash. A Python integer of 64 takes half as much again."""
     return hash(key) >> 4
 
 
