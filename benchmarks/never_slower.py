@@ -139,9 +139,9 @@ def main() -> int:
     working_set = round(1.8 * pool_chunks / (PROMPT_TOKENS // chunk_tokens))
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
         model = str(shape.write(Path(scratch) / "model"))
-        host = {"capacity": str(pool_chunks * chunk_bytes), "policy": "lru"}
+        host = {"capacity_bytes": str(pool_chunks * chunk_bytes), "policy": "lru"}
         directory = Path(scratch) / "kv"
-        disk = {"type": "disk", "path": str(directory), "capacity_bytes": "512MiB"}
+        disk = {"type": "disk", "directory": str(directory), "capacity_bytes": "512MiB"}
         turns = list(range(working_set)) * chosen.rounds
         unique = list(range(100, 100 + len(turns)))
         runs: list[tuple[str, str, dict[str, Any], list[int]]] = [

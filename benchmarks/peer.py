@@ -119,7 +119,7 @@ class Ours:
     def _disk(self, chunk_bytes: int, slots: int, batch: int = BATCH) -> tuple[Traffic, DiskTier]:
         traffic = Traffic(chunk_bytes, batch)
         path = tempfile.mkdtemp(dir=self._directory)
-        config = DiskConfig(path=path, capacity_bytes=bytes_for(traffic.context, slots))
+        config = DiskConfig(directory=path, capacity_bytes=bytes_for(traffic.context, slots))
         return traffic, DiskTier(config, traffic.context, LruPolicy())
 
     @staticmethod

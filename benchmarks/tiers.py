@@ -169,7 +169,7 @@ def _disk_rates(path: Path, chunk_mib: int) -> list[Row]:
     slots = 24 * batch  # so many that the tier keeps a batch's worth ready
     path.mkdir()
     plain = PlainFile(path / "plain", chunk_mib * MIB, slots)
-    config = DiskConfig(path=str(path / "tier"), capacity_bytes=bytes_for(traffic.context, slots))
+    config = DiskConfig(directory=str(path / "tier"), capacity_bytes=bytes_for(traffic.context, slots))
     tier = DiskTier(config, traffic.context, LruPolicy())
     for _ in range(slots // batch + 1):  # the first write to a slot costs more
         traffic.store(tier, traffic.prepare())
@@ -218,7 +218,7 @@ def _disk_bookkeeping(path: Path) -> list[Row]:
     calls that write: which victim, which slot, the record, what is durable."""
     traffic = Traffic(PAGE_BYTES, 1)
     context, pages = traffic.context, traffic.pages[0]
-    config = DiskConfig(path=str(path), capacity_bytes=bytes_for(context, FULL_CHUNKS), durability="process")
+    config = DiskConfig(directory=str(path), capacity_bytes=bytes_for(context, FULL_CHUNKS), durability="process")
 
     def writes(chunks: int, branch: str) -> list[Write]:
         keys = key_chain(chunks, branch=branch)

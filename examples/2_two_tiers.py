@@ -35,7 +35,7 @@ def look_up(cache: LocalCache, keys: list[ChunkKey]) -> LookupPlan:
 
 
 with tempfile.TemporaryDirectory() as scratch:
-    disk = {"type": "disk", "path": f"{scratch}/kv", "capacity_bytes": "64MiB"}
+    disk = {"type": "disk", "directory": f"{scratch}/kv", "capacity_bytes": "64MiB"}
     pool = HostConfig(capacity_bytes=8 * CHUNK_BYTES)
     cache = build_local_cache(pool, chunk_bytes=CHUNK_BYTES, fingerprint="demo", tiers=[disk])
 

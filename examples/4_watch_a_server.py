@@ -35,7 +35,7 @@ def main() -> None:
         server = launch(
             {
                 "host": {"capacity_bytes": "64MiB"},
-                "tiers": [{"type": "disk", "name": "nvme", "path": f"{home}/kv", "capacity_bytes": "256MiB"}],
+                "tiers": [{"type": "disk", "name": "nvme", "directory": f"{home}/kv", "capacity_bytes": "256MiB"}],
                 "tenants": [
                     {"name": "acme", "salt": "acme", "quota_bytes": "40MiB"},
                     {"name": "globex", "salt": "globex"},
@@ -43,7 +43,7 @@ def main() -> None:
                 "http": {
                     "listen": args.http,
                     "token_file": f"{home}/token",
-                    "archive_dir": f"{home}/prefixes",
+                    "archive_directory": f"{home}/prefixes",
                 },
             }
         )

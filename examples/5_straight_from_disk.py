@@ -28,7 +28,7 @@ table = [7, 3, 30, 1, 12, 20]  # the request's six blocks, for three chunks
 
 with tempfile.TemporaryDirectory() as scratch:
     context = TierContext(chunk.nbytes, -(-chunk.nbytes // 4096) * 4096, chunk.fingerprint)
-    disk = DiskTier(DiskConfig(path=f"{scratch}/kv", capacity_bytes=bytes_for(context, 8)), context, LruPolicy())
+    disk = DiskTier(DiskConfig(directory=f"{scratch}/kv", capacity_bytes=bytes_for(context, 8)), context, LruPolicy())
     copier = make_direct_copier(layout, list(blocks), chunk)
     print("direct" if copier.has_direct_road else "staged")
 

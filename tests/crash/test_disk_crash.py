@@ -39,7 +39,7 @@ KEYS = [key for chain in CHAINS for key in chain]
 
 def open_tier(root: Path, directories: int, **settings: str) -> DiskTier:
     paths = [str(root / str(at)) for at in range(directories)]
-    config = DiskConfig(path=paths, capacity_bytes=bytes_for(CONTEXT, SLOTS, directories), **settings)  # type: ignore[arg-type]
+    config = DiskConfig(directory=paths, capacity_bytes=bytes_for(CONTEXT, SLOTS, directories), **settings)  # type: ignore[arg-type]
     return DiskTier(config, CONTEXT, LruPolicy())
 
 

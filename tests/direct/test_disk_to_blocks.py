@@ -51,7 +51,7 @@ class Bench:
         self.copier = DirectCopier(GpuCopier(CACHE.layout, self.blocks, FORMAT), FORMAT, CPU, files)
 
     def open(self) -> DiskTier:
-        config = DiskConfig(path=str(self.root), capacity_bytes=bytes_for(CONTEXT, 4), wait_s=0)
+        config = DiskConfig(directory=str(self.root), capacity_bytes=bytes_for(CONTEXT, 4), wait_s=0)
         return DiskTier(config, CONTEXT, LruPolicy())
 
     def restart(self) -> None:
@@ -167,7 +167,7 @@ def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Ben
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[LocalCache]:
-    disk = {"type": "disk", "path": str(tmp_path / "cached"), "capacity_bytes": bytes_for(CONTEXT, 16)}
+    disk = {"type": "disk", "directory": str(tmp_path / "cached"), "capacity_bytes": bytes_for(CONTEXT, 16)}
     made = build_local_cache(
         HostConfig(capacity_bytes=4 * CONTEXT.slot_bytes),
         chunk_bytes=FORMAT.nbytes,

@@ -68,7 +68,7 @@ class Oracle:
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"chunk_tokens": 64, "host": {"capacity": "64MiB"}} | extra,
+            kv_connector_extra_config={"chunk_tokens": 64, "host": {"capacity_bytes": "64MiB"}} | extra,
         )
         self.vllm_config = EngineArgs(
             model=model,

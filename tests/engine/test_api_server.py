@@ -86,8 +86,8 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
     spelling_llama: str, tmp_path: Path, runtime: Path
 ) -> None:
     """What waits to be written back is on the disk when a SIGTERM has ended the server, and the next one finds it."""
-    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "write": "back"}
-    cache = {"host": {"capacity": "64MiB"}, "tiers": [tier]}
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "write": "back"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier]}
     answers = []
     for requests, end in ((2, "2 lookups found 2 of 4 chunks"), (1, "1 lookups found 2 of 2 chunks")):
         with api_server(spelling_llama, cache, tmp_path, runtime) as (process, url, log):

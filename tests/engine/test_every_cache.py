@@ -49,8 +49,8 @@ KINDS = {
 
 
 def cache(directory: Path, **settings: Any) -> dict[str, Any]:
-    tier = {"type": "disk", "path": str(directory), "capacity_bytes": "64MiB"}
-    return {"chunk_tokens": BLOCK, "host": {"capacity": "64MiB"}, "tiers": [tier], **settings}
+    tier = {"type": "disk", "directory": str(directory), "capacity_bytes": "64MiB"}
+    return {"chunk_tokens": BLOCK, "host": {"capacity_bytes": "64MiB"}, "tiers": [tier], **settings}
 
 
 def own_hits(model: str, **arguments: Any) -> tuple[list[Answer], list[Answer]]:

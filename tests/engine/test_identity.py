@@ -16,7 +16,7 @@ from kv_tiers import HostPool
 from safetensors.torch import load_file, save_file
 
 NAME = "kv-test-identity"
-NAMED: dict[str, Any] = {"host": {"capacity": "64MiB", "name": NAME}}
+NAMED: dict[str, Any] = {"host": {"capacity_bytes": "64MiB", "name": NAME}}
 ASKED = PROMPTS[:3]
 COLD, WARM = [0, 512, 512], [512, 512, 1023]
 LAYER = 2
@@ -75,8 +75,8 @@ def test_one_weight_changed_in_place_between_the_old_samples_is_another_model(
     """4 bytes of a middle layer, which 16 samples of 64 KiB of the file do not see."""
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
-    cache = {"host": {"capacity": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     with started(str(directory), cache=cache) as engine:
         warm(engine, of_model)
     file = directory / "model.safetensors"
@@ -100,8 +100,8 @@ def test_what_was_computed_before_an_update_in_place_is_never_found_and_the_next
 
     apart: the worker is in a process of its own, the scheduler in another, the cache in a third.
     """
-    disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": "256MiB"}
-    cache = {"host": {"capacity": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    disk = {"type": "disk", "directory": str(tmp_path), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     with started(str(model), cache=cache, own_process=apart) as engine:
         warm(engine, of_model)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tuned)})

@@ -30,8 +30,8 @@ def test_hits_are_whole_chunks_and_what_comes_back_is_within_the_bound(
     """The second engine finds the first one's chunks on its disk, as large and of another meaning, and takes none."""
     witness = Witness()
     monkeypatch.setattr(build, "make_copier", witness.make_copier)
-    tier = {"type": "disk", "path": str(disk), "capacity_bytes": "64MiB"}
-    cache = {"format": kind, "host": {"capacity": "64MiB"}, "tiers": [tier]}
+    tier = {"type": "disk", "directory": str(disk), "capacity_bytes": "64MiB"}
+    cache = {"format": kind, "host": {"capacity_bytes": "64MiB"}, "tiers": [tier]}
     with started(tiny_llama, cache=cache, dtype=dtype) as engine:
         first = engine.ask([PROMPTS[0]])
         if dtype == "float32":

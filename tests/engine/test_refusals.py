@@ -10,7 +10,7 @@ from engines import Engine, started
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.tiny import TinyLlama
-from kv_tiers.attach.settings import load
+from kv_tiers.settings import load
 from kv_vllm import build
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
@@ -139,7 +139,7 @@ def test_what_spreads_layers_or_tokens_is_an_error_at_start_that_says_what_to_wr
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"tiers": [{"type": "disk", "path": "/nowhere", "capacity_bytes": "1GiB"}]}, r"tiers\[0\] \(disk\)"),
+        ({"tiers": [{"type": "disk", "directory": "/nowhere", "capacity_bytes": "1GiB"}]}, r"tiers\[0\] \(disk\)"),
         ({"host": {"name": "pool"}}, "host.name"),
     ],
 )
@@ -230,7 +230,7 @@ def test_poolers_that_fail_on_part_of_a_prompt_get_all_of_it(pooling_type: str, 
 
     with started(spelling_llama, cache=None, **pooled) as plain:
         expected = embed(plain)
-    with started(spelling_llama, cache={"host": {"capacity": "64MiB"}}, **pooled) as ours:
+    with started(spelling_llama, cache={"host": {"capacity_bytes": "64MiB"}}, **pooled) as ours:
         assert embed(ours) == expected
         seen = ours.assert_at_rest()
         assert seen["cache"]["chunks_committed"] == 0
@@ -243,7 +243,7 @@ def test_a_sliding_window_model_runs_without_us_and_the_log_says_so(
     prompts = [[3 + (7919 * i) % 2000 for i in range(700)]] * 2
     with started(model, cache=None) as plain:
         expected = plain.ask_in_turn(prompts)
-    with started(model, cache={"host": {"capacity": "64MiB"}}) as ours:
+    with started(model, cache={"host": {"capacity_bytes": "64MiB"}}) as ours:
         assert ours.ask_in_turn(prompts) == expected
         assert ours.hits == [0, 0]
         (inner,) = build.engines().values()

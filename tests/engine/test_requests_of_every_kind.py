@@ -8,11 +8,11 @@ from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_cuda.tiny import TinyLlama
 from kv_vllm import build
 
-CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 
 
 def disk(directory: Path, **settings: Any) -> dict[str, Any]:
-    tier = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "256MiB"}
+    tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "256MiB"}
     return CACHE | {"tiers": [tier]} | settings
 
 

@@ -207,7 +207,7 @@ def test_a_promise_that_expired_in_the_queue_is_looked_up_again(make: Make) -> N
 
 
 def test_a_pool_of_three_chunks_serves_what_it_can(make: Make) -> None:
-    oracle = make(host={"capacity": 3 * 64 * 2 * 2 * 32 * 4 * 2})
+    oracle = make(host={"capacity_bytes": 3 * 64 * 2 * 2 * 32 * 4 * 2})
     for number in range(6):
         ask(oracle, f"r{number}", [*SHARED[: 130 + 10 * number], number])
     assert loaded(oracle) > 0
@@ -232,7 +232,7 @@ def test_anything_that_can_happen_in_any_order(make: Make, seed: int, monkeypatc
         blocks=chance.choice([14, 20, 40]),
         prefix_caching=chance.random() < 0.5,
         save_decode=chance.random() < 0.5,
-        host={"capacity": f"{chance.choice([1, 2, 8])}MiB"},
+        host={"capacity_bytes": f"{chance.choice([1, 2, 8])}MiB"},
     )
     copier, cache = oracle.engine.copiers[0], oracle.engine.cache
     assert cache is not None
@@ -316,4 +316,4 @@ def test_an_unknown_setting_names_the_nearest(tiny_llama: str) -> None:
 
 def test_a_pool_larger_than_memory_is_refused(tiny_llama: str) -> None:
     with pytest.raises(ConfigError, match="100"):
-        Oracle(tiny_llama, host={"capacity": "100TiB"})
+        Oracle(tiny_llama, host={"capacity_bytes": "100TiB"})

@@ -19,12 +19,12 @@ from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.report import Report
 from kv_tiers.testing.wait import until
 
-CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 def serve(directory: Path) -> ServerProcess:
-    disk = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    disk = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB"}
     return launch({"host": {"capacity_bytes": 64 << 20}, "tiers": [disk]}, socket=directory / "private" / "s")
 
 

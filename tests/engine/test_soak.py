@@ -116,10 +116,10 @@ def test_no_wrong_token_and_nothing_left(
     faulty: list[FaultyTier],
     tmp_path: Path,
 ) -> None:
-    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     # The pool and vLLM's own blocks hold a part of what the prompts need: eviction, preemption and cold hits happen.
     capacity = "6MiB" if kind in ("int8", "fp8") else "20MiB"
-    cache = {"format": kind, "host": {"capacity": capacity}, "tiers": [tier], "cold": {"wait_s": 0.05}}
+    cache = {"format": kind, "host": {"capacity_bytes": capacity}, "tiers": [tier], "cold": {"wait_s": 0.05}}
     with started(tiny_llama, cache=cache, num_gpu_blocks_override=48, max_num_batched_tokens=512) as engine:
         soak = Soak(engine, faulty, prompts(), random.Random(kind))
         soak.run(requests)

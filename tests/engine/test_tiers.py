@@ -14,12 +14,12 @@ from kv_tiers.testing.servers import Proxy, ValkeyServer
 from kv_tiers.testing.wait import until
 from kv_vllm import build
 
-POOL = {"capacity": "2MiB"}
+POOL = {"capacity_bytes": "2MiB"}
 PATIENT = {"wait_s": 20.0}
 
 
 def disk(path: Path, **options: Any) -> dict[str, Any]:
-    return {"type": "disk", "path": str(path), "capacity_bytes": "64MiB", **options}
+    return {"type": "disk", "directory": str(path), "capacity_bytes": "64MiB", **options}
 
 
 def empty_the_pool() -> None:
@@ -45,7 +45,7 @@ def valkey() -> Iterator[ValkeyServer]:
     ("write", "host", "cold"),
     [
         ("through", POOL, PATIENT),
-        ("back", {"capacity": "8MiB"}, PATIENT | {"spill_share": 0.8}),  # 16 chunks, of which 12 are kept free
+        ("back", {"capacity_bytes": "8MiB"}, PATIENT | {"spill_share": 0.8}),  # 16 chunks, of which 12 are kept free
     ],
     ids=["through", "back"],
 )

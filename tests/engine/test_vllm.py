@@ -12,7 +12,7 @@ from kv_core.errors import CopyFailed
 from kv_core.service import LoadFailed
 from kv_vllm import build
 
-CACHE: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -216,7 +216,7 @@ def test_under_vllms_default_policy_a_failed_load_ends_that_request_alone(
 def test_a_named_pool_outlives_its_engine(tiny_llama: str, reference: list[Answer]) -> None:
     from kv_tiers import HostPool
 
-    named = {"host": {"capacity": "64MiB", "name": "kv-test-engine"}}
+    named = {"host": {"capacity_bytes": "64MiB", "name": "kv-test-engine"}}
     try:
         with started(tiny_llama, cache=named) as first:
             first.ask_in_turn(PROMPTS)

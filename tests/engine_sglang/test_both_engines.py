@@ -73,7 +73,7 @@ def test_each_finds_at_a_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     """vLLM comes while SGLang serves, and both have the server's cache."""
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     config = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk]}
     # No child of ours: SGLang ends all the children of whoever started it.
     server = launch(config, socket=tmp_path / "private" / "s", detached=True)
@@ -93,8 +93,8 @@ def test_each_finds_in_a_directory_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     """One after the other, as a directory has one owner."""
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
-    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     with started(tiny_llama, page=PAGE, cache=cache) as sglang:
         assert sglang.ask_in_turn(of(PROMPTS, FIRST)) == of(reference, FIRST)
         assert sglang.hits == [0, 512]

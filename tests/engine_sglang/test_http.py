@@ -81,8 +81,8 @@ class Server(HiCacheSpecStorageMixin, CustomTestCase):  # type: ignore[misc]
 def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Server.model = tiny_llama
     path = str(tmp_path_factory.mktemp("tier") / "kv")
-    disk = {"type": "disk", "path": path, "capacity_bytes": "64MiB", "write": "back"}
-    Server.cache = {"host": {"capacity": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    disk = {"type": "disk", "directory": path, "capacity_bytes": "64MiB", "write": "back"}
+    Server.cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     Server._launch_spec_server()
     yield Server()
     Server._stop_spec_server()

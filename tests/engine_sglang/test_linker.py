@@ -16,8 +16,8 @@ POOL = f"sglang-linker-{os.getpid()}"
 
 
 def settings(directory: Path, **host: Any) -> dict[str, Any]:
-    tier = {"type": "disk", "path": str(directory / "kv"), "capacity_bytes": "64MiB"}
-    return {"host": {"capacity": "32MiB", **host}, "tiers": [tier], "cold": {"wait_s": 10.0}}
+    tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    return {"host": {"capacity_bytes": "32MiB", **host}, "tiers": [tier], "cold": {"wait_s": 10.0}}
 
 
 @pytest.fixture(scope="class")

@@ -21,7 +21,7 @@ ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def disk(path: Path, **options: Any) -> dict[str, Any]:
-    return {"type": "disk", "path": str(path), "capacity_bytes": "64MiB", **options}
+    return {"type": "disk", "directory": str(path), "capacity_bytes": "64MiB", **options}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="class")
 def engine(tiny_llama: str, reference: list[Answer], directory: Path) -> Iterator[Engine]:
-    cache = {"host": {"capacity": "32MiB", "name": POOL}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+    cache = {"host": {"capacity_bytes": "32MiB", "name": POOL}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
     try:
         with started(tiny_llama, cache=cache) as running:
             yield running
@@ -50,7 +50,7 @@ class TestAfterARestart:
         self, tiny_llama: str, reference: list[Answer], directory: Path
     ) -> None:
         """40 pages of room for prompts of up to 64, host memory as a buffer only, and pages of another order."""
-        cache = {"host": {"capacity": "1280KiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+        cache = {"host": {"capacity_bytes": "1280KiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
         with started(
             tiny_llama, cache=cache, hicache_mem_layout="layer_first", hicache_host_memory_mode="buffer_only"
         ) as second:
@@ -61,7 +61,7 @@ class TestAfterARestart:
     @pytest.mark.slow
     def test_another_dtype_on_the_same_directory_never_hits(self, tiny_llama: str, directory: Path) -> None:
         """SGLang's own file backend serves NaN here."""
-        cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
+        cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
         with started(tiny_llama, cache=cache, dtype="bfloat16") as other:
             first = other.ask_in_turn(PROMPTS)
             assert other.hits == COLD_HITS  # its own, and nothing of the other's
@@ -72,7 +72,7 @@ class TestAfterARestart:
 def test_calls_that_fail_and_are_late(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
     """SGLang's own fault injection around every call of ours."""
     injected = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.02"}
-    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")]}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk(tmp_path / "kv")]}
     with started(tiny_llama, cache=cache, environ=injected) as engine:
         found = 0
         for _ in range(3):
@@ -89,7 +89,7 @@ def test_two_ranks_each_with_its_share(tiny_llama: str) -> None:
     apart = {"tp_size": 2, "environ": ON_A_CORE_EACH}
     with started(tiny_llama, **apart) as plain:
         expected = plain.ask_in_turn(PROMPTS)
-    with started(tiny_llama, cache={"host": {"capacity": "32MiB"}}, **apart) as ranks:
+    with started(tiny_llama, cache={"host": {"capacity_bytes": "32MiB"}}, **apart) as ranks:
         assert ranks.ask_in_turn(PROMPTS) == expected
         assert ranks.hits == COLD_HITS
         assert ranks.ask_in_turn(PROMPTS) == expected
@@ -101,7 +101,7 @@ def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
     """MLA: from a second process too, whose host layout is another."""
     with started(tiny_deepseek) as plain:
         expected = plain.ask_in_turn(PROMPTS)
-    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
     with started(tiny_deepseek, cache=cache) as first:
         assert first.ask_in_turn(PROMPTS) == expected
         assert first.hits == COLD_HITS
@@ -117,7 +117,11 @@ def test_a_model_with_sliding_windows(tiny_mellum: str, tmp_path: Path) -> None:
     with started(tiny_mellum) as plain:
         expected = plain.ask_in_turn([*PROMPTS, longer])
     pool = f"{POOL}-windows"
-    cache = {"host": {"capacity": "32MiB", "name": pool}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    cache = {
+        "host": {"capacity_bytes": "32MiB", "name": pool},
+        "tiers": [disk(tmp_path / "kv")],
+        "cold": {"wait_s": 10.0},
+    }
     try:
         with started(tiny_mellum, cache=cache) as first:
             assert first.ask_in_turn([*PROMPTS, longer]) == expected
@@ -143,7 +147,7 @@ def test_what_waits_to_be_written_back_outlives_an_engine_that_is_killed(
 ) -> None:
     """`Engine.shutdown` kills every process of the engine and their descendants, with nothing on disk before."""
     back = disk(tmp_path / "kv", write="back")
-    cache = {"host": {"capacity": "32MiB"}, "tiers": [back], "cold": {"wait_s": 10.0}}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [back], "cold": {"wait_s": 10.0}}
     with started(tiny_llama, cache=cache) as first:
         assert first.ask_in_turn(PROMPTS) == reference
         assert first.hits == COLD_HITS
@@ -157,7 +161,7 @@ def test_adapters_share_no_page_with_the_model_nor_with_other_weights_of_their_n
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
     """SGLang's page hash has an adapter's name and path in it, and nothing of its weights."""
-    cache = {"host": {"capacity": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk(tmp_path / "kv")], "cold": {"wait_s": 10.0}}
     adapter = tmp_path / "adapter"
     loaded = {"enable_lora": True, "lora_paths": [f"one={adapter}"], "lora_backend": "torch_native"}
     write_adapter(adapter, 1)
@@ -195,7 +199,7 @@ def test_two_replicas_find_at_a_server_what_the_other_computed(
 @pytest.mark.slow
 def test_two_stages_each_with_its_layers(tiny_llama: str, reference: list[Answer]) -> None:
     """Pipeline parallelism, at the private server that the first stage starts."""
-    with started(tiny_llama, cache={"host": {"capacity": "32MiB"}}, pp_size=2, environ=ON_A_CORE_EACH) as stages:
+    with started(tiny_llama, cache={"host": {"capacity_bytes": "32MiB"}}, pp_size=2, environ=ON_A_CORE_EACH) as stages:
         assert stages.ask_in_turn(PROMPTS) == reference
         assert stages.hits == COLD_HITS
         assert stages.ask_in_turn(PROMPTS) == reference

@@ -11,12 +11,13 @@ from kv_core.errors import ConfigError
 from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
 from kv_tiers.attach.identity import ServedModel
-from kv_tiers.attach.settings import HostSettings, Settings
+from kv_tiers.config import HostConfig
 from kv_tiers.server.launch import launch
+from kv_tiers.settings import Settings
 
 MODEL = ServedModel("sglang", "m", None, "float32", dummy_seed=0)
 ALONE = Rank(number=0, ranks=1, replicated=False, stage=0, stages=1, replica=0, replicas=1, nodes=1)
-SETTINGS = Settings(chunk_tokens=4, host=HostSettings(capacity="1MiB"))
+SETTINGS = Settings(chunk_tokens=4, host=HostConfig(capacity_bytes=1 << 20))
 NAMES = ["ab" * 32, "cd" * 32]
 
 
@@ -27,7 +28,7 @@ def attached(make_pool: Callable[..., Any], *names: str, rank: Rank = ALONE, set
 
 def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..., Any], tmp_path: Path) -> None:
     """A model's two kinds of layers may have pages of one format, under the same hashes, and a tier has one owner."""
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     made = attached(make_pool, "kv", "swa", settings=msgspec.structs.replace(SETTINGS, tiers=[disk]))
     assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
     assert made.stores["kv"].held(NAMES) == 2
@@ -81,7 +82,7 @@ def test_ranks_keep_their_own_share_and_latents_are_shared(make_pool: Callable[.
         (replace(ALONE, ranks=2, nodes=2), SETTINGS, "on 2 machines"),
         (
             replace(ALONE, replicas=2),
-            msgspec.structs.replace(SETTINGS, tiers=[{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}]),
+            msgspec.structs.replace(SETTINGS, tiers=[{"type": "disk", "directory": "/kv", "capacity_bytes": "1GiB"}]),
             "2 replicas, which cannot each own the same tiers",
         ),
     ],

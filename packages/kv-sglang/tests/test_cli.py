@@ -20,7 +20,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, st
 def test_the_settings_that_are_printed_are_those_that_were_given(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    disk = f"disk:path={tmp_path}/kv,capacity_bytes=1GiB"
+    disk = f"disk:directory={tmp_path}/kv,capacity_bytes=1GiB"
     flags = printed(capsys, "--capacity", "1GiB", "--tier", disk, "--tier", "dram:capacity_bytes=67108864")
     assert flags["--page-size"] == "64"
     assert flags["--hicache-storage-backend"] == "dynamic"
@@ -28,8 +28,8 @@ def test_the_settings_that_are_printed_are_those_that_were_given(
     assert (extra["module_path"], extra["class_name"], extra["interface_v1"]) == ("kv_sglang.storage", "KVStorage", 1)
     extra.pop("hicache_storage_pass_prefix_keys")  # SGLang takes it out itself
     settings = read_settings(extra, 64, {})
-    assert settings.host.capacity == "1GiB"
-    assert settings.tiers[0] == {"type": "disk", "path": f"{tmp_path}/kv", "capacity_bytes": "1GiB"}
+    assert settings.host.capacity_bytes == 1 << 30
+    assert settings.tiers[0] == {"type": "disk", "directory": f"{tmp_path}/kv", "capacity_bytes": "1GiB"}
     assert settings.tiers[1] == {"type": "dram", "capacity_bytes": 64 << 20}
     assert settings.chunk_tokens == 64
 
@@ -41,26 +41,26 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
     assert (flags["--page-size"], flags["--unified-cache-external-linker-backend"]) == ("32", "dynamic")
     config = json.loads(flags["--unified-cache-external-linker-config"])
     assert (config["linker_module_path"], config["linker"]) == ("kv_sglang.linker", "KVLinker")
-    assert read_settings(config["linker_extra_config"], 32, {}).host.capacity == "1GiB"
+    assert read_settings(config["linker_extra_config"], 32, {}).host.capacity_bytes == 1 << 30
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--capacity", "lots"], "host.capacity"),
-        (["--tier", "disk:path"], "'path' is not OPTION=VALUE"),
+        (["--capacity", "lots"], "host.capacity_bytes"),
+        (["--tier", "disk:directory"], "'directory' is not OPTION=VALUE"),
         (["--page-size", "0"], "at least one token"),
         (["--hicache-size", "0"], "whole number of GB"),
         (["--hicache-ratio", "-1"], "a number above 0"),
         (["--hicache-ratio", "nan"], "a number above 0"),
-        (["--tier", "disc:path=/tmp/kv,capacity_bytes=1GiB"], "did you mean 'disk'"),
-        (["--tier", "disk:path=/tmp/kv,capacity=1GiB"], "did you mean 'capacity_bytes'"),
-        (["--tier", "disk:path=/tmp/kv,capacity_bytes=lots"], 'such as "4MiB"'),
+        (["--tier", "disc:directory=/tmp/kv,capacity_bytes=1GiB"], "did you mean 'disk'"),
+        (["--tier", "disk:directory=/tmp/kv,capacity=1GiB"], "it is now 'capacity_bytes'"),
+        (["--tier", "disk:directory=/tmp/kv,capacity_bytes=lots"], 'such as "4MiB"'),
         (
-            ["--tier", "disk:path=/nowhere/at/all,capacity_bytes=1GiB"],
+            ["--tier", "disk:directory=/nowhere/at/all,capacity_bytes=1GiB"],
             "no directory /nowhere/at; make that one",
         ),
-        (["--tier", "disk:path=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier"),
+        (["--tier", "disk:directory=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier"),
         (["--tier", "redis:url=redis://h,password_file=/nowhere"], "/nowhere cannot be read"),
         (["--tier", "dram:capacity_bytes=1GiB", "--tier", "dram:capacity_bytes=1GiB"], "two tiers are called 'dram'"),
         (["--config-file", "/nowhere.yaml"], "cannot be read"),
@@ -114,15 +114,17 @@ def test_paths_are_printed_as_they_are_from_wherever_sglang_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config_file(tmp_path, "chunk_tokens: 64\n")
-    flags = printed(capsys, "--config-file", "kv.yaml", "--tier", "disk:path=kv,capacity_bytes=1GiB", "--socket", "s")
+    flags = printed(
+        capsys, "--config-file", "kv.yaml", "--tier", "disk:directory=kv,capacity_bytes=1GiB", "--socket", "s"
+    )
     extra = json.loads(flags["--hicache-storage-backend-extra-config"])
     here = os.getcwd()
     assert extra["config_file"] == f"{here}/kv.yaml"
-    assert extra["tiers"][0]["path"] == f"{here}/kv"
+    assert extra["tiers"][0]["directory"] == f"{here}/kv"
     assert extra["server"]["socket"] == f"{here}/s"
-    several = config_file(tmp_path, "tiers:\n  - {type: disk, path: [/srv/a, b], capacity_bytes: 1GiB}\n")
+    several = config_file(tmp_path, "tiers:\n  - {type: disk, directory: [/srv/a, b], capacity_bytes: 1GiB}\n")
     assert main(["flags", "--config-file", several]) == 2
-    assert f"path b is relative, and SGLang may start elsewhere: write {here}/b" in capsys.readouterr().err
+    assert f"directory b is relative, and SGLang may start elsewhere: write {here}/b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,5 +156,5 @@ def test_a_directory_of_others_is_refused(capsys: pytest.CaptureFixture[str], tm
     locked.mkdir(mode=0o500)
     if os.access(locked, os.W_OK):
         pytest.skip("this user may write everywhere")
-    assert main(["flags", "--tier", f"disk:path={locked}/kv,capacity_bytes=1GiB"]) == 2
+    assert main(["flags", "--tier", f"disk:directory={locked}/kv,capacity_bytes=1GiB"]) == 2
     assert "cannot" in (said := capsys.readouterr().err) and str(locked) in said

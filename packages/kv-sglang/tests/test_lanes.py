@@ -280,7 +280,7 @@ def test_a_reset_waits_for_what_is_under_way_and_keeps_what_is_stored(engine: En
 
 
 def test_what_only_a_slower_tier_has_is_a_miss_that_brings_it_up(tmp_path: Path) -> None:
-    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "1MiB"}
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "1MiB"}
     first = Engine(tiers=[tier])
     first.fill()
     first.stored(hashes(3), 0, 1, 2)

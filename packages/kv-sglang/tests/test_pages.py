@@ -273,7 +273,7 @@ def test_trailing_windows_are_the_longest_prefixes_whose_last_pages_are_held(cac
 
 
 def test_pages_come_back_from_disk_after_a_restart(make_pool: MakePool, rows_of: Rows, tmp_path: Path) -> None:
-    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 64 << 20}
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": 64 << 20}
     pool = make_pool("mha", "page_head")
     fill(pool)
     first = Cache(tiers=[tier])

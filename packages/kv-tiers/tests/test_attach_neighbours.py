@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.attach.settings import Settings
 from kv_tiers.server.launch import launch
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.settings import Settings
 
 NBYTES = 6000
 
@@ -31,7 +31,7 @@ class Start:
 
     def __call__(self, keeps: KeptFormat, path: str = "kv") -> list[str]:
         """What is said."""
-        tier = {"type": "disk", "path": str(self._path / path), "capacity_bytes": "1GiB"}
+        tier = {"type": "disk", "directory": str(self._path / path), "capacity_bytes": "1GiB"}
         self._caplog.clear()
         warn_of_other_formats(settings(tiers=[tier]), keeps, notes=self._notes, now_s=lambda: self.now_s)
         return [record.getMessage() for record in self._caplog.records]

@@ -44,8 +44,8 @@ def test_a_capacity_below_one_chunk_names_the_smallest_that_works() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {},
         {"capacity_bytes": "4GiB"},
+        {"capacity_bytes": 0},
         {"capacity_bytes": 1.5},
         {"capacity_bytes": 1, "capacity": 2},
         {"capacity_bytes": 1, "policy": 3},
@@ -75,7 +75,7 @@ def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
         ([{"type": "dram", "capacity_byte": "1MiB"}], "did you mean 'capacity_bytes'"),
         ([{"type": "dram", "capacity_bytes": "1MiB", "write": "sometimes"}], "sometimes"),
         ([{"type": "dram", "capacity_bytes": "1MiB", "policy": "lur"}], "did you mean 'lru'"),
-        ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 0}], "at least 1"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 0}], ">= 1"),
         ([{"type": "dram", "capacity_bytes": 1}], "holds no chunk"),
         ([{"type": "dram", "capacity_bytes": "1MiB"}] * 2, "two tiers are called 'dram'"),
     ],
@@ -94,10 +94,10 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
 @pytest.mark.parametrize(
     ("tier", "said"),
     [
-        ({"type": "disk", "path": [], "capacity_bytes": "1MiB"}, "one directory"),
-        ({"type": "disk", "path": "kv", "capacity_bytes": "1KiB"}, "no room"),
-        ({"type": "disk", "path": "kv", "capacity_bytes": "1MiB", "policy": "lur"}, "did you mean 'lru'"),
-        ({"type": "disk", "path": "kv"}, "capacity_bytes"),
+        ({"type": "disk", "directory": [], "capacity_bytes": "1MiB"}, "one directory"),
+        ({"type": "disk", "directory": "kv", "capacity_bytes": "1KiB"}, "no room"),
+        ({"type": "disk", "directory": "kv", "capacity_bytes": "1MiB", "policy": "lur"}, "did you mean 'lru'"),
+        ({"type": "disk", "directory": "kv"}, "capacity_bytes"),
         ({"type": "redis", "url": "http://cache"}, "redis://"),
         ({"type": "valkey", "url": "redis://cache", "password_env": "KV_NO_SUCH_VARIABLE"}, "KV_NO_SUCH_VARIABLE"),
         ({"type": "s3", "bucket": "a/b"}, "bucket"),
@@ -123,7 +123,7 @@ def test_right_options_are_checked_without_making_or_asking_anything(
     monkeypatch.chdir(tmp_path)
     tiers: list[dict[str, object]] = [
         {"type": "dram", "capacity_bytes": "1MiB"},
-        {"type": "disk", "path": "kv", "capacity_bytes": "1MiB", "threads": 4},
+        {"type": "disk", "directory": "kv", "capacity_bytes": "1MiB", "threads": 4},
         {"type": "redis", "url": "redis://127.0.0.1:9"},
         {"type": "s3", "bucket": "b", "endpoint": "http://127.0.0.1:9"},
         {"type": "shared_fs", "directory": "elsewhere", "write": "back"},
@@ -146,7 +146,7 @@ def test_wrong_settings_of_the_pool_are_found_as_early(host: HostConfig, said: s
 def test_tiers_are_made_in_their_order_and_under_their_names(tmp_path: Path) -> None:
     tiers: list[dict[str, object]] = [
         {"type": "dram", "capacity_bytes": "1MiB", "write": "back", "threads": 1},
-        {"type": "disk", "name": "nvme", "path": str(tmp_path / "kv"), "capacity_bytes": "4MiB"},
+        {"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"},
     ]
     cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f", tiers=tiers)
     assert [state.name for state in cache.below.states()] == ["dram", "nvme"]

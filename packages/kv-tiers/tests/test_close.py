@@ -62,7 +62,7 @@ def opened(name: str, *tiers: Mapping[str, object]) -> LocalCache:
 
 def disk_at(path: Path) -> dict[str, object]:
     path.parent.mkdir(exist_ok=True)
-    return {"type": "disk", "path": str(path), "capacity_bytes": 16 * 16384}
+    return {"type": "disk", "directory": str(path), "capacity_bytes": 16 * 16384}
 
 
 def store(cache: LocalCache, keys: list[ChunkKey]) -> None:

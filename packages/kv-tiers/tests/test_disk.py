@@ -55,7 +55,7 @@ class DiskContract(BoundedTierContract, PersistentTierContract):
     def reopen(self, context: TierContext, chunks: int) -> Tier:
         paths = [str(self.root / f"{self.made}-{at}") for at in range(self.directories)]
         settings = {
-            "path": paths,
+            "directory": paths,
             "capacity_bytes": bytes_for(context, chunks, self.directories),
             "direct": self.direct,
         }
@@ -101,7 +101,7 @@ class Box:
 
     def start(self, chunks: int = 16, **settings: object) -> DiskTier:
         self.stop()
-        given = {"path": str(self.path), "capacity_bytes": bytes_for(CONTEXT, chunks), **settings}
+        given = {"directory": str(self.path), "capacity_bytes": bytes_for(CONTEXT, chunks), **settings}
         self.tier = DiskTier(msgspec.convert(given, DiskConfig), CONTEXT, LruPolicy())
         return self.tier
 
@@ -248,13 +248,13 @@ def test_two_records_of_a_chunk_are_one_chunk(box: Box) -> None:
     box.path.mkdir()
     (key, other) = key_chain(2)
     for only in paths:
-        store(box.start(path=only), [key])
-    tier = box.start(path=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2))
+        store(box.start(directory=only), [key])
+    tier = box.start(directory=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2))
     assert tier.usage().chunks == 1
     assert load(tier, key) == Loaded(CONTEXT.chunk_bytes)
     tier.discard([key])
     store(tier, [other])
-    assert box.start(path=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2)).holds([key, other]) == [False, True]
+    assert box.start(directory=paths, capacity_bytes=bytes_for(CONTEXT, 16, 2)).holds([key, other]) == [False, True]
 
 
 # Restarts.
@@ -306,7 +306,7 @@ def test_an_index_of_another_version_is_an_empty_tier_and_a_line_in_the_log(
 def test_what_others_take_is_told(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     store(box.start(), key_chain(1))
     other = TierContext(CONTEXT.chunk_bytes, CONTEXT.slot_bytes, "another format")
-    config = DiskConfig(path=str(box.path), capacity_bytes=bytes_for(other, 4))
+    config = DiskConfig(directory=str(box.path), capacity_bytes=bytes_for(other, 4))
     DiskTier(config, other, LruPolicy()).close()
     assert "chunks of other formats take" in caplog.text
 
@@ -320,7 +320,7 @@ def test_a_directory_has_one_owner(box: Box) -> None:
         Box(box.path).start()
     script = (
         "from kv_tiers.tiers.disk import *; from kv_tiers.eviction.lru import LruPolicy; "
-        f"config = DiskConfig(path={str(box.path)!r}, capacity_bytes=1 << 20); "
+        f"config = DiskConfig(directory={str(box.path)!r}, capacity_bytes=1 << 20); "
         "DiskTier(config, TierContext(5000, 8192, 'disk'), LruPolicy())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -392,14 +392,14 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{path}.* cannot be used"):
             Box(path).start()
     with pytest.raises(ConfigError, match="several different ones"):
-        Box(tmp_path).start(path=[str(tmp_path), str(tmp_path) + "/"])
+        Box(tmp_path).start(directory=[str(tmp_path), str(tmp_path) + "/"])
     with pytest.raises(ConfigError, match="several different ones"):
-        Box(tmp_path).start(path=[])
+        Box(tmp_path).start(directory=[])
 
 
 def test_a_missing_device_among_several_is_refused_and_the_others_are_free_again(box: Box) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
-        box.start(path=[str(box.path), str(box.path / "a" / "b" / "c")])
+        box.start(directory=[str(box.path), str(box.path / "a" / "b" / "c")])
     box.start()
 
 
@@ -408,7 +408,7 @@ def test_settings_that_make_no_sense_are_refused(box: Box) -> None:
         box.start(capacity_bytes=bytes_for(CONTEXT, 1) - 1)
     with pytest.raises(ConfigError, match="wait_s"):
         box.start(wait_s=-1)
-    assert slots_for(DiskConfig(path="x", capacity_bytes=bytes_for(CONTEXT, 7)), CONTEXT) == 7
+    assert slots_for(DiskConfig(directory="x", capacity_bytes=bytes_for(CONTEXT, 7)), CONTEXT) == 7
 
 
 def test_a_big_capacity_costs_nothing_until_it_is_used(box: Box) -> None:
@@ -697,7 +697,7 @@ def test_a_store_does_not_wait_for_ever(box: Box, monkeypatch: pytest.MonkeyPatc
 
 def test_room_that_others_always_take_ends_the_wait_too(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = HandClock()
-    config = DiskConfig(path=str(box.path), capacity_bytes=bytes_for(CONTEXT, 2), wait_s=1.0)
+    config = DiskConfig(directory=str(box.path), capacity_bytes=bytes_for(CONTEXT, 2), wait_s=1.0)
     tier = box.tier = DiskTier(config, CONTEXT, LruPolicy(), clock=clock)
 
     def released(releases: int, timeout_s: float) -> bool:

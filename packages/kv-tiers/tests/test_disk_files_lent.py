@@ -37,7 +37,7 @@ class Box:
         self.tier = self.open()
 
     def open(self) -> DiskTier:
-        config = DiskConfig(path=self.paths, capacity_bytes=bytes_for(CONTEXT, SLOTS, 2), wait_s=0)
+        config = DiskConfig(directory=self.paths, capacity_bytes=bytes_for(CONTEXT, SLOTS, 2), wait_s=0)
         return DiskTier(config, CONTEXT, LruPolicy())
 
     def restart(self) -> DiskTier:

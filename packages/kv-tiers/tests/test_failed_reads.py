@@ -75,7 +75,7 @@ class Bench:
 
 def disk_tier(root: Path, clock: HandClock, *, directories: int = 1, chunks: int = 16) -> DiskTier:
     paths = [str(root / f"tier{number}") for number in range(directories)]
-    settings = {"path": paths, "capacity_bytes": bytes_for(CONTEXT, chunks, directories)}
+    settings = {"directory": paths, "capacity_bytes": bytes_for(CONTEXT, chunks, directories)}
     return DiskTier(msgspec.convert(settings, DiskConfig), CONTEXT, LruPolicy(), clock=clock)
 
 

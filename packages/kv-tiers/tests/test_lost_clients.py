@@ -54,7 +54,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    made = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "max_sessions": 8})
+    made = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "server": {"max_sessions": 8}})
     yield made
     made.stop()
 

@@ -53,7 +53,10 @@ def test_options_become_settings() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"path": "/x", "capacity": 1}, "here: there is no option 'capacity'; did you mean 'capacity_bytes'"),
+        (
+            {"path": "/x", "capacity": 1},
+            "there is no option 'capacity'; it is now 'capacity_bytes'",
+        ),
         ({"path": "/x", "zzz": 1}, "there are capacity_bytes, path, wait_s"),
         ({}, "path"),
         ({"path": 3}, r"here: Expected `str`, got `int` - at `path`"),

@@ -33,7 +33,7 @@ import json, signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from kv_core.testing import key_chain
 from kv_tiers.attach.connect import Format, open_there
-from kv_tiers.attach.settings import load
+from kv_tiers.settings import load
 from kv_tiers.testing.contract import CHUNK_BYTES, content
 
 settings, _ = load(json.loads(sys.argv[1]), {})
@@ -52,8 +52,8 @@ class Engine:
     """One in a process group of its own, as a service manager or a shell starts it."""
 
     def __init__(self, home: Path) -> None:
-        self.disk = {"type": "disk", "path": str(home / "disk"), "capacity_bytes": "64MiB", "write": "back"}
-        extra = {"host": {"capacity": str(SLOTS * slot_bytes_for(CHUNK_BYTES))}, "tiers": [self.disk]}
+        self.disk = {"type": "disk", "directory": str(home / "disk"), "capacity_bytes": "64MiB", "write": "back"}
+        extra = {"host": {"capacity_bytes": str(SLOTS * slot_bytes_for(CHUNK_BYTES))}, "tiers": [self.disk]}
         self.id = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-c", ENGINE, json.dumps(extra), self.id, str(CHUNKS)],

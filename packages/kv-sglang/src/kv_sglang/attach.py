@@ -24,10 +24,10 @@ from kv_tiers import LocalCache
 from kv_tiers.attach.connect import Format, open_here, open_there
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.attach.settings import Settings
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
 from kv_sglang.pages import PageStore
@@ -227,5 +227,5 @@ def _part_of(settings: Settings, pool: str, part: float) -> Settings:
     if part == 1:
         return settings
     name = f"{settings.host.name}-{pool}" if settings.host.name else ""
-    capacity = str(int(settings.host.capacity_bytes * part))
-    return msgspec.structs.replace(settings, host=msgspec.structs.replace(settings.host, capacity=capacity, name=name))
+    host = msgspec.structs.replace(settings.host, capacity_bytes=int(settings.host.capacity_bytes * part), name=name)
+    return msgspec.structs.replace(settings, host=host)

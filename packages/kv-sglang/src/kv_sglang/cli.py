@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kv_core.errors import ConfigError
-from kv_tiers.attach.settings import Settings, load
 from kv_tiers.build import check_settings
-from kv_tiers.config import HostConfig
+from kv_tiers.settings import Settings, load
 
 from kv_sglang import TESTED
 from kv_sglang.page_settings import read_settings
 
 _PAGE_TOKENS: Final = 64
-_DIRECTORIES: Final = ("path", "directory")
-"""Options of tiers that name directories; those that end in `_file` name files."""
+_DIRECTORY: Final = "directory"
+"""The option of tiers that names one; those that end in `_file` name files."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "flags",
         help="print the arguments of sglang.launch_server",
         description="Print the arguments that make `python -m sglang.launch_server` use this cache.",
-        epilog="example: python -m kv_sglang flags --capacity 8GiB --tier disk:path=/var/kv,capacity_bytes=200GiB",
+        epilog="example: python -m kv_sglang flags --capacity 8GiB --tier disk:directory=/var/kv,capacity_bytes=200GiB",
     )
     flags.add_argument("--capacity", help="host memory for chunks, beside SGLang's own host pool (default: 4GiB)")
     flags.add_argument(
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="use SGLang's external linker in place of HiCache: no host memory of SGLang's own, and what only slower "
         "tiers have is a miss the first time; experimental",
     )
-    flags.add_argument("--config-file", help="a YAML file with the settings that both engines read")
+    flags.add_argument("--config-file", help="a file with the settings: YAML, TOML or JSON")
     flags.set_defaults(run=_flags)
     chosen = parser.parse_args(arguments)
     return int(chosen.run(chosen))
@@ -77,7 +76,7 @@ def _flags(chosen: argparse.Namespace) -> int:
         if chosen.config_file:
             settings["config_file"] = os.path.abspath(chosen.config_file)
         if chosen.capacity:
-            settings["host"] = {"capacity": chosen.capacity}
+            settings["host"] = {"capacity_bytes": chosen.capacity}
         if chosen.tier:
             settings["tiers"] = [_absolute(read_tier(text)) for text in chosen.tier]
         if chosen.socket:
@@ -135,16 +134,13 @@ def _check(settings: Settings) -> None:
                     f"tiers[{number}] ({tier['type']}): {option} {path} is relative, and SGLang may start elsewhere: "
                     f"write {os.path.abspath(path)}"
                 )
-    host = HostConfig(
-        capacity_bytes=settings.host.capacity_bytes, lease_s=settings.host.lease_s, policy=settings.host.policy
-    )
-    check_settings(host, settings.tiers)
+    check_settings(settings.host, settings.tiers)
 
 
 def _paths(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The options of a tier that name files or directories, one of several paths at a time."""
     for option, value in tier.items():
-        if option in _DIRECTORIES or option.endswith("_file"):
+        if option == _DIRECTORY or option.endswith("_file"):
             yield from ((option, each) for each in (value if isinstance(value, list) else [value]) if each)
 
 
@@ -158,7 +154,7 @@ def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tier(text: str) -> dict[str, Any]:
-    """`disk:path=/kv,capacity_bytes=1GiB` as the settings have it. A value that is JSON (a number, true) is that.
+    """`disk:directory=/kv,capacity_bytes=1GiB` as the settings have it. A value that is JSON (a number, true) is that.
 
     Raises:
         ConfigError: not of this form.

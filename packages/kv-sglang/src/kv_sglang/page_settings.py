@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 from kv_core.errors import ConfigError
-from kv_tiers.attach.settings import Setting, Settings, load
+from kv_tiers.settings import Setting, Settings, load
 
 SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
 """What is for SGLang in the extra config that we are handed."""

@@ -42,7 +42,7 @@ def build_local_cache(
     """A cache of chunks of `chunk_bytes` each, whose bytes mean what `fingerprint` says.
 
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
-    events: where it tells what happens (`kv_tiers.observe`).
+    events: where it tells what happens (`kv_tiers.events`).
     shared: its pool has a descriptor that other processes can map it by (`HostPool.shared`), and no name.
     tenants: those of them that have a quota get so much of the pool for themselves.
 
@@ -132,8 +132,6 @@ def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, 
         raise ConfigError(f"{where}: say which type of tier this is, such as type: disk")
     own = set(LaneConfig.__struct_fields__)
     lane_config = read_options(LaneConfig, {name: options[name] for name in own & set(options)}, where)
-    if lane_config.threads < 1:
-        raise ConfigError(f"{where}: threads is {lane_config.threads}; a lane needs at least 1")
     rest = {name: value for name, value in options.items() if name not in own and name != "type"}
     return tier_factory(type_name), msgspec.structs.replace(lane_config, name=lane_config.name or type_name), rest
 

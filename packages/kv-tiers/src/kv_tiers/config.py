@@ -1,24 +1,36 @@
-"""Settings of the host tier, strict: an unknown name or a wrong type is refused where the settings are read."""
+"""The sections of the settings, one record each: names, types, ranges and defaults. `kv_tiers.settings` reads them.
 
-from typing import Annotated, Literal
+A number's range is part of its type, so that what is out of range is refused where the settings are read. A setting
+that counts bytes is named `…_bytes`; in a file it may be text such as "4GiB". `docs/settings.md` has the same as a
+table.
+"""
+
+from typing import Annotated, Final, Literal
 
 import msgspec
 from kv_core.errors import ConfigError
 
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec
 
+DEFAULT_CAPACITY_BYTES: Final = 4 << 30
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The host pool and how long its promises last."""
 
-    capacity_bytes: int
-    """How much of the pool's memory holds chunks; taken from the machine as it is used. Whole chunks count."""
+    capacity_bytes: Count = DEFAULT_CAPACITY_BYTES
+    """How much of the host's memory holds chunks; taken from the machine as it is used. Whole chunks count."""
     name: str = ""
-    """Empty: the pool ends with its process. A name: a file in shared memory, which the next process finds full."""
-    lease_s: float = 300.0
-    """Seconds that chunks stay put for a holder from whom nothing more is heard."""
+    """Empty: the pool ends with its process. A name: it stays in shared memory (0600) for the next process."""
+    lease_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """How long chunks stay put for a request, or another holder, from whom nothing more is heard."""
     policy: PolicySpec = DEFAULT_POLICY
-    """What leaves when room is needed: the name of an eviction policy, or a mapping of `name` and its parameters."""
+    """What leaves when room is needed: the name of an eviction policy, or a mapping of `name` and its parameters.
+    `kv sim` compares policies on a trace."""
 
 
 def check_lease(lease_s: float) -> None:
@@ -55,20 +67,64 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What it is called in logs and metrics; its type where nothing is said."""
     write: Literal["through", "back", "never"] = "through"
     """When chunks are stored there: as soon as may be, when the pool is about to evict them, or not at all."""
-    threads: int = 2
+    threads: Count = 2
     """How many calls to it may be under way at a time."""
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the tiers below the host pool are used."""
 
-    wait_s: float = 1.0
+    wait_s: Seconds = 1.0
     """How long a request may wait for chunks on their way up before it gets what has arrived. 0: never waits."""
-    prefetch_share: float = 0.5
+    prefetch_share: Share = 0.5
     """The part of the pool that may be waiting for bytes from below."""
-    spill_share: float = 0.25
+    spill_share: Share = 0.25
     """The part of the pool that may be held in place while it is stored below."""
-    batch_bytes: int = 32 << 20
+    batch_bytes: Count = 32 << 20
     """How much one call to a tier carries. At least one chunk."""
-    drain_s: float = 5.0
+    drain_s: Seconds = 5.0
     """How long closing waits for what is still to be stored below."""
+
+
+class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who subscribes to a cache's events. Metrics are not here: they begin with whoever asks for them."""
+
+    log: Literal["none", "text", "json"] = "none"
+    """A line for what an operator must know, at most one of a kind in a while: to the log, or as JSON on stderr. With
+    none, tiers that fail and each damaged chunk are logged where it happens, and the rest is not."""
+    record: str = ""
+    """A file for the requests, which `kv sim` replays; a server puts each cache's name before the file's suffix."""
+    record_bytes: Count = 64 << 20
+    """How long each such file may become; what comes then is counted and left out."""
+    otel: bool = False
+    """Spans for OpenTelemetry, sent where the standard OTEL_… environment variables say."""
+    history_keys: Annotated[int, msgspec.Meta(ge=0)] = 1 << 20
+    """How many keys of each cache are remembered for `kv explain`, at about 100 bytes each. 0: none."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cache in a process of its own: where `kv-server` listens and an engine finds it."""
+
+    socket: str = ""
+    """For kv-server: the path that it listens at; empty: a place that follows from its name. For an engine: the path of
+    the kv-server to join, whose host, tiers, cold, tenants and observe are then its own; empty: the cache is in the
+    engine's process, or where it has several in a private server that ends with it."""
+    name: str = "default"
+    """Tells the servers of one user apart."""
+    max_formats: Count = 4
+    """How many formats of chunks (models) kv-server serves at once. The machine must be able to hold so many pools."""
+    max_sessions: Count = 128
+    """How many clients kv-server serves at once."""
+
+
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `kv-server` serves over HTTP; nothing unless `listen` says where."""
+
+    listen: str = ""
+    """A host and a port, such as 127.0.0.1:9400 or [::1]:9400. What other machines can reach needs a token_file."""
+    token_file: str = ""
+    """Holds the token without which nothing can be changed; made if it is not there. Empty: nothing can be changed."""
+    hosts: list[str] = []
+    """Names that this server is asked for by, beside its own: of a proxy before it, for example."""
+    archive_directory: str = ""
+    """Where prefixes are exported to and imported from. Empty: nowhere."""

@@ -17,6 +17,16 @@ _UNITS: Final[Mapping[str, int]] = {
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)},
     **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
 }
+_RENAMED: Final = {
+    "archive_dir": "archive_directory",
+    "capacity": "capacity_bytes",
+    "max_formats": "server.max_formats",
+    "max_sessions": "server.max_sessions",
+    "name": "server.name",
+    "path": "directory",
+    "socket": "server.socket",
+}
+"""What settings and options were called when engines and server had names of their own."""
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -32,10 +42,7 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     for name in options:
         if name not in known:
             raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, known)}")
-    values = {
-        name: byte_count(value, f"{where}: {name}") if name.endswith("_bytes") and isinstance(value, str) else value
-        for name, value in options.items()
-    }
+    values = {name: counted(name, value, f"{where}: {name}") for name, value in options.items()}
     try:
         return msgspec.convert(values, settings)
     except msgspec.ValidationError as error:
@@ -47,6 +54,11 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
         if missing:
             raise ConfigError(f"{where}: `{'` and `'.join(missing)}` must be given; write {missing[0]}: …") from None
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
+
+
+def counted(name: str, value: object, where: str) -> object:
+    """The value of an option: a number where it counts bytes and was written as text. Raises as `byte_count` does."""
+    return byte_count(value, where) if name.endswith("_bytes") and isinstance(value, str) else value
 
 
 def byte_count(value: int | str, where: str) -> int:
@@ -68,7 +80,11 @@ def byte_count(value: int | str, where: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The half of an error message that helps: what was probably meant, or all there is."""
+    """The half of an error message that helps: its new name, what was probably meant, or all there is."""
     known = sorted(known)
+    section, dot, last = name.rpartition(".")
+    new = f"{section}{dot}{_RENAMED.get(last, '')}"
+    if new in known:
+        return f"it is now {new!r}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

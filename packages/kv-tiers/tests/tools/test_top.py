@@ -38,7 +38,7 @@ COMMAND = [sys.executable, "-c", CODE, "top"]
 
 
 def start(home: Path) -> ServerProcess:
-    disk = {"type": "disk", "name": "nvme", "path": str(home / "kv"), "capacity_bytes": "64MiB"}
+    disk = {"type": "disk", "name": "nvme", "directory": str(home / "kv"), "capacity_bytes": "64MiB"}
     return launch({"host": {"capacity_bytes": "4MiB"}, "tiers": [disk]}, socket=home / "s" / "kv.sock")
 
 

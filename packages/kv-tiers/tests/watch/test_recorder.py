@@ -14,12 +14,12 @@ from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
 from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.server.config import read_config_text
+from kv_tiers.server.config import read_config
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.watch.build import build_bus
-from kv_tiers.watch.config import ObserveConfig
 from kv_tiers.watch.recorder import Recorder
 from kv_tiers.watch.trace_file import read_trace
 
@@ -192,11 +192,10 @@ def test_settings_that_cannot_be_honoured_say_what_to_change(tmp_path: Path) -> 
     for config, why in (
         (ObserveConfig(record=str(tmp_path / "no" / "such" / "trace")), "name a directory"),
         (ObserveConfig(record=str(tmp_path / "trace"), record_bytes=0), "record_bytes"),
-        (ObserveConfig(history_keys=-1), "history_keys"),
     ):
         with pytest.raises(ConfigError, match=why):
             build_bus(config)
-    read = read_config_text('[host]\ncapacity_bytes="1MiB"\n[observe]\nrecord="t"\nrecord_bytes="2MiB"\n', "test")
+    read = read_config({"observe": {"record": "t", "record_bytes": "2MiB"}})
     assert read.observe == ObserveConfig(record="t", record_bytes=2 << 20)
-    with pytest.raises(ConfigError, match="did you mean 'record'"):
-        read_config_text('[host]\ncapacity_bytes="1MiB"\n[observe]\nrecod="t"\n', "test")
+    with pytest.raises(ConfigError, match=r"did you mean 'observe.record'"):
+        read_config({"observe": {"recod": "t"}})

@@ -16,6 +16,7 @@ from kv_core.lookup import Ended
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers.config import ObserveConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
 from kv_tiers.testing.contract import CHUNK_BYTES
@@ -23,7 +24,6 @@ from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import joined
 from kv_tiers.watch import spans
 from kv_tiers.watch.build import build_bus
-from kv_tiers.watch.config import ObserveConfig
 from kv_tiers.watch.spans import Spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -201,7 +201,7 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from kv_core.errors import ConfigError\n"
         "from kv_tiers.watch.build import build_bus\n"
-        "from kv_tiers.watch.config import ObserveConfig\n"
+        "from kv_tiers.config import ObserveConfig\n"
         "build_bus(ObserveConfig())[0].close()\n"
         "try:\n    build_bus(ObserveConfig(otel=True))\n"
         "except ConfigError as error:\n    print(error)\n"

@@ -24,11 +24,11 @@ from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.connect import Format, open_here, open_there, workers_of
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.attach.settings import Settings
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.settings import Settings
 
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import ALONE, RankShare, rank_share
@@ -297,7 +297,7 @@ def _described(bound: Engine, settings: Settings, known: Mapping[str, str]) -> s
     else:
         pool = bound.cache.pool
         tiers = ", ".join(str(tier.get("type")) for tier in settings.tiers)
-        place = f"a pool of {settings.host.capacity} ({pool.slots} chunks)" + (f" above {tiers}" if tiers else "")
+        place = f"a pool of {settings.host.capacity_bytes} ({pool.slots} chunks)" + (f" above {tiers}" if tiers else "")
     limits = [] if bound.shape.loads else ["kv_role is kv_producer, so nothing is loaded"]
     limits += [] if bound.shape.stores else ["kv_role is kv_consumer, so nothing is stored"]
     return "; ".join([f"chunks of {settings.chunk_tokens} tokens in {place}", known["described"], *limits])

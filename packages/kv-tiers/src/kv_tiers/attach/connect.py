@@ -14,10 +14,8 @@ import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
 
-from kv_tiers.attach.settings import Settings
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.address import PRIVATE_PREFIX
@@ -27,6 +25,7 @@ from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.server.report import Registration
+from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
 from kv_tiers.watch.build import build_bus
 
@@ -58,7 +57,7 @@ def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]
     bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0))
     try:
         cache = build_local_cache(
-            _host(settings),
+            settings.host,
             chunk_bytes=chunks.chunk_bytes,
             fingerprint=chunks.fingerprint,
             tiers=settings.tiers,
@@ -97,7 +96,7 @@ def open_there(
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
         config = {
-            "host": _host(settings),
+            "host": settings.host,
             "tiers": settings.tiers,
             "cold": settings.cold,
             "tenants": settings.tenants,
@@ -139,12 +138,3 @@ def workers_of(settings: Settings, engine_id: str) -> list[Registration]:
     assert isinstance(answer, wire.Registrations)
     workers = [session for session in answer.sessions if "rank" in session.facts]
     return sorted(workers, key=lambda session: int(session.facts["rank"]))
-
-
-def _host(settings: Settings) -> HostConfig:
-    return HostConfig(
-        capacity_bytes=settings.host.capacity_bytes,
-        name=settings.host.name,
-        lease_s=settings.host.lease_s,
-        policy=settings.host.policy,
-    )

@@ -91,8 +91,8 @@ def _show(demo: Demo, chosen: argparse.Namespace, scratch: Path) -> int:
     if model is None:
         model, dtype = str(demo.write_tiny(scratch / "tiny-llama")), chosen.dtype or "float32"
     pool = f"demo-{os.getpid()}"
-    disk = {"type": "disk", "path": str(scratch / "kv"), "capacity_bytes": "256MiB"}
-    cache = {"host": {"capacity": "256MiB", "name": pool}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    disk = {"type": "disk", "directory": str(scratch / "kv"), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity_bytes": "256MiB", "name": pool}, "tiers": [disk], "cold": {"wait_s": 10.0}}
     try:
         reference = _run(demo, "reference", "an engine without us", model, dtype=dtype, cache=None, scratch=scratch)
         ours = _run(demo, "first", "an engine with us", model, dtype=dtype, cache=cache, scratch=scratch)

@@ -18,13 +18,13 @@ from kv_core.log import limited_logger
 
 from kv_tiers.attach.identity import ServedModel, described
 from kv_tiers.attach.private_json import cache_directory, read_private, write_private
-from kv_tiers.attach.settings import Settings
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
+from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
 
-_NAMING: Final = ("path", "directory", "url", "bucket", "endpoint", "prefix")
+_NAMING: Final = ("directory", "url", "bucket", "endpoint", "prefix")
 """The options of tiers that say where they are."""
 _MAX_NOTES: Final = 1000
 _LAST_S: Final = 30 * 86400.0
@@ -141,5 +141,5 @@ def _place(tier: Mapping[str, Any]) -> str:
 
 
 def _spelled(tier: Mapping[str, Any]) -> str:
-    where = tier.get("path") or tier.get("directory") or tier.get("bucket") or ""
+    where = tier.get("directory") or tier.get("bucket") or ""
     return f"this {tier.get('type')} tier" + (f" ({where})" if where else "")

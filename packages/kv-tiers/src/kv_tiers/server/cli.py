@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
@@ -16,10 +15,11 @@ from kv_core.log import limited_logger
 
 from kv_tiers.build import check_settings
 from kv_tiers.server.accepting import allow_descriptors
-from kv_tiers.server.config import ServerConfig, default_socket, read_config_text
+from kv_tiers.server.config import ServerConfig, default_socket, server_config
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.server import CacheServer
+from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
 
 _log = limited_logger(__name__)
 
@@ -27,42 +27,34 @@ _PR_SET_PDEATHSIG: Final = 1
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 _EPILOG = """\
-The settings are a file of TOML or JSON:
+The settings are a file of YAML, TOML or JSON, by how its name ends; docs/settings.md has them all. Engines read the
+same file, and join this server if server.socket is set in it. In YAML:
 
-  name = "default"            # tells servers of one user apart
-  socket = "/run/…/kv.sock"   # instead of the place that the name gives
-  max_formats = 4             # formats of chunks (models) served at once
-  max_sessions = 128          # clients served at once
-
-  [host]
-  capacity_bytes = "4GiB"     # of each format's pool at most; taken from the machine as it is used
-  lease_s = 300.0             # how long chunks stay put for a client from whom nothing more is heard
-  policy = "prefix"           # what leaves when room is needed
-
-  [[tiers]]                   # below the pool, hottest first; as many as you like
-  type = "disk"
-  path = "/var/cache/kv"
-  capacity_bytes = "100GiB"
-
-  [cold]
-  wait_s = 1.0                # how long a request may wait for chunks on their way up
-  drain_s = 5.0               # how long stopping may take
-
-  [[tenants]]                 # who has a part of the pool alone (docs/tenants.md); as many as you like
-  name = "team-a"
-  salt_file = "/…/team-a"     # of mode 0600, with the salt that team-a's requests carry; or salt, or tag
-  quota_bytes = "1GiB"
-
-  [http]                      # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
-  listen = "127.0.0.1:9400"   # a page at /, /metrics, /status and more; nothing unless it is said
-  token_file = "/…/token"     # made if it is not there; without it nothing can be changed over HTTP
-  archive_dir = "/…/prefixes" # where prefixes are exported to and imported from
-
-  [observe]                   # what watches the caches: docs/observability.md
-  log = "text"                # or "json": a line for what an operator must know
-  record = "requests.jsonl"   # a trace for kv sim; each cache's name is put before the suffix
-  otel = false                # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like say
-  history_keys = 1048576      # what kv explain remembers
+  host:
+    capacity_bytes: 4GiB          # of each format's pool at most; taken from the machine as it is used
+    lease_s: 300                  # how long chunks stay put for a client from whom nothing more is heard
+    policy: prefix                # what leaves when room is needed
+  tiers:                          # below the pool, hottest first; as many as you like
+    - {type: disk, directory: /var/cache/kv, capacity_bytes: 100GiB}
+  cold:
+    wait_s: 1.0                   # how long a request may wait for chunks on their way up
+    drain_s: 5.0                  # how long stopping may take
+  tenants:                        # who has a part of the pool alone (docs/tenants.md); as many as you like
+    - {name: team-a, salt_file: /…/team-a, quota_bytes: 1GiB}
+  observe:                        # what watches the caches: docs/observability.md
+    log: text                     # or json: a line for what an operator must know
+    record: requests.jsonl        # a trace for kv sim; each cache's name is put before the suffix
+    otel: false                   # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like say
+    history_keys: 1048576         # what kv explain remembers
+  server:
+    name: default                 # tells servers of one user apart
+    socket: /run/…/kv.sock        # instead of the place that the name gives
+    max_formats: 4                # formats of chunks (models) served at once
+    max_sessions: 128             # clients served at once
+  http:                           # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
+    listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; nothing unless it is said
+    token_file: /…/token          # made if it is not there; without it nothing can be changed over HTTP
+    archive_directory: /…/saved   # where prefixes are exported to and imported from
 
 When it serves it prints READY, its socket, its process number and the page's address on one line. SIGTERM and SIGINT
 stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the user that started
@@ -121,26 +113,19 @@ def _allow_descriptors(config: ServerConfig) -> None:
 def _config(arguments: argparse.Namespace) -> ServerConfig:
     """
     Raises:
-        ConfigError: there are no settings, or they cannot be honoured.
+        ConfigError: the settings cannot be read or honoured.
     """
-    where = arguments.config
-    if where is None:
-        text = "{}"
-    else:
-        try:
-            text = sys.stdin.read() if where == "-" else Path(where).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the settings cannot be read from {where}: {error}") from None
-    changes: dict[str, object] = {}
-    if arguments.socket is not None:
-        changes["socket"] = arguments.socket
-    if arguments.name is not None:
-        changes["name"] = arguments.name
-    if arguments.capacity is not None:
-        changes["host"] = {"capacity_bytes": arguments.capacity}
-    if arguments.http is not None:
-        changes["http"] = {"listen": arguments.http}
-    return read_config_text(text, "standard input" if where == "-" else str(where), changes)
+    given = {
+        "server.socket": arguments.socket,
+        "server.name": arguments.name,
+        "host.capacity_bytes": arguments.capacity,
+        "http.listen": arguments.http,
+    }
+    layers = [Layer("the command line", {path: value for path, value in given.items() if value is not None})]
+    if (file := arguments.config) is not None:
+        origin = "standard input" if file == STANDARD_INPUT else f"file {file}"
+        layers.append(Layer(origin, read_file(file)))
+    return server_config(resolve(layers, {})[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,10 +135,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="the settings; - reads them from standard input")
-    parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB; enough without a file")
-    parser.add_argument("--name", help=f"instead of the file's; by default it listens at {default_socket()}")
-    parser.add_argument("--socket", metavar="PATH", help="where to listen, instead of the place that the name gives")
+    parser.add_argument("--config", metavar="FILE", help="the settings; - reads JSON or YAML from standard input")
+    parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB")
+    parser.add_argument("--name", help=f"server.name; by default it listens at {default_socket()}")
+    parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
     parser.add_argument("--owner", type=int, metavar="PID", help="stop when this process ends")

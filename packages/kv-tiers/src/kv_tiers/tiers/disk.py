@@ -69,8 +69,8 @@ _Item = TypeVar("_Item")
 class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where, how much, and what is feared."""
 
-    path: str | list[str]
-    """A directory, or several on different devices that chunks are spread over. Made if its parent is there."""
+    directory: str | list[str]
+    """One, or several on different devices that chunks are spread over. Made if its parent is there."""
     capacity_bytes: int
     """Of all directories together, for chunks of this model. Taken from the disk as it is used, about a GiB at once."""
     direct: Literal["auto", "always", "never"] = "auto"
@@ -83,8 +83,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What leaves when room is needed."""
 
     @property
-    def paths(self) -> list[str]:
-        return [self.path] if isinstance(self.path, str) else self.path
+    def directories(self) -> list[str]:
+        return [self.directory] if isinstance(self.directory, str) else self.directory
 
 
 def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
@@ -98,9 +98,9 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
     Raises:
         ConfigError: not one for every directory, or a setting that makes no sense.
     """
-    paths = config.paths
+    paths = config.directories
     if not paths or len(set(map(Path, paths))) < len(paths):
-        raise ConfigError(f"the disk tier's `path` must be one directory or several different ones, not {paths}")
+        raise ConfigError(f"the disk tier's `directory` must be one directory or several different ones, not {paths}")
     if not 0 <= config.wait_s <= 3600:
         raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 3600")
     slots = (config.capacity_bytes - bytes_for(context, 0, len(paths))) // bytes_for(context, 1, 0)
@@ -116,7 +116,7 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
 def _check_options(options: Mapping[str, object]) -> None:
     config = read_options(DiskConfig, options, "disk")
     make_policy(config.policy, slots_for(config, ANY_CHUNKS))
-    for path in config.paths:
+    for path in config.directories:
         check_place(Path(path))
 
 
@@ -638,7 +638,7 @@ class DiskTier:
     # Directories.
 
     def _open_directories(self) -> None:
-        paths, slots = self._config.paths, self._index.slots
+        paths, slots = self._config.directories, self._index.slots
         opened: list[DiskDirectory] = []
         try:
             for at, path in enumerate(paths):
@@ -663,7 +663,8 @@ class DiskTier:
                 directory.close()
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; mend it or choose another path"
+                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; mend it or choose another "
+                    "directory"
                 ) from None
             raise
         for directory in self._directories:
@@ -728,4 +729,4 @@ class DiskTier:
         return runs
 
     def _down(self, error: OSError) -> TierDown:
-        return TierDown(f"disk tier {self.name} at {', '.join(self._config.paths)}: {error.strerror or error}")
+        return TierDown(f"disk tier {self.name} at {', '.join(self._config.directories)}: {error.strerror or error}")

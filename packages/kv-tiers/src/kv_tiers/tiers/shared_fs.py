@@ -83,7 +83,7 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A file is removed so long after it was last stored or loaded, give or take half of that; 0: never."""
     temporary_s: int = 3600
     """A half-written file is so old before it counts as left behind."""
-    threads: int = 16
+    lookup_threads: int = 16
     """That look for files at once, when many are asked for."""
 
     def __post_init__(self) -> None:
@@ -91,8 +91,8 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("directory is empty")
         if self.key_file and self.trust_writers:
             raise ValueError("write key_file or trust_writers, not both")
-        if self.ttl_s < 0 or self.temporary_s < 1 or self.threads < 1:
-            raise ValueError("temporary_s and threads are positive, ttl_s is not negative")
+        if self.ttl_s < 0 or self.temporary_s < 1 or self.lookup_threads < 1:
+            raise ValueError("temporary_s and lookup_threads are positive, ttl_s is not negative")
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -209,7 +209,7 @@ class SharedFsTier:
     def _started(self) -> ThreadPoolExecutor:
         with self._starting:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._config.threads, thread_name_prefix="kv-shared-fs")
+                self._threads = ThreadPoolExecutor(self._config.lookup_threads, thread_name_prefix="kv-shared-fs")
             return self._threads
 
     def _path(self, key: ChunkKey) -> str:

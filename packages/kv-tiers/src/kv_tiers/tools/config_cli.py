@@ -8,7 +8,7 @@ import sys
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.attach.settings import load
+from kv_tiers.settings import load
 
 _PASSWORD_IN_URL = re.compile(r"(://[^/@]*:)[^/@]*@")
 _SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")

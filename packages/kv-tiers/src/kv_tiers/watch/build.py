@@ -1,21 +1,10 @@
 """A bus and the subscribers that the settings ask for."""
 
-from kv_core.errors import ConfigError
-
+from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
-from kv_tiers.watch.config import ObserveConfig
 from kv_tiers.watch.history import History
 from kv_tiers.watch.log import LogLines, say_json, say_text
 from kv_tiers.watch.recorder import Recorder
-
-
-def check(config: ObserveConfig) -> None:
-    """
-    Raises:
-        ConfigError: a number out of range.
-    """
-    if config.history_keys < 0:
-        raise ConfigError(f"observe: history_keys is {config.history_keys}; 0 remembers nothing")
 
 
 def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
@@ -24,7 +13,6 @@ def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
     Raises:
         ConfigError: a setting that cannot be honoured; the text says what to change.
     """
-    check(config)
     bus = EventBus()
     subscribers: list[Subscriber] = []
     if config.log != "none":

@@ -10,8 +10,8 @@ from kv_core.errors import ConfigError
 from kv_core.keys import tenant_tag
 from kv_core.service import LoadReady
 from kv_core.testing import key_chain
+from kv_tiers.config import HttpConfig
 from kv_tiers.server.http import jobs as jobs_module
-from kv_tiers.server.http.config import HttpConfig
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.start import open_http
@@ -205,7 +205,7 @@ def done(served: Served, response: httpx.Response) -> dict[str, object]:
 
 
 def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
-    here, there = Served(archive_dir=str(tmp_path)), Served(archive_dir=str(tmp_path))
+    here, there = Served(archive_directory=str(tmp_path)), Served(archive_directory=str(tmp_path))
     mine, yours = here.join(), there.join()
     keys = key_chain(5)
     store(mine, 4)
@@ -230,7 +230,7 @@ def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_prefix_is_warmed_up_from_below(tmp_path: Path) -> None:
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 1 << 22}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": 1 << 22}
     served = Served(tiers=[disk])
     cache = served.join()
     store(cache, 4)
@@ -268,7 +268,7 @@ def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.Mo
 def test_no_request_names_a_file_outside_the_archive(tmp_path: Path, file: str) -> None:
     inside = tmp_path / "in"
     inside.mkdir()
-    served = Served(archive_dir=str(inside))
+    served = Served(archive_directory=str(inside))
     cache = served.join()
     store(cache, 1)
     for what in ({"keys": [key_chain(1)[0].hex()]}, {}):
@@ -280,10 +280,10 @@ def test_no_request_names_a_file_outside_the_archive(tmp_path: Path, file: str) 
 
 def test_files_need_a_place(served: Served, tmp_path: Path) -> None:
     cache = served.join()
-    assert "archive_dir" in problem(served.post("/prefixes/import", {"file": "x"}), 409)
+    assert "archive_directory" in problem(served.post("/prefixes/import", {"file": "x"}), 409)
     cache.close()
-    with pytest.raises(ConfigError, match="archive_dir"):
-        open_http(HttpConfig(listen="127.0.0.1:0", archive_dir=str(tmp_path / "no")))
+    with pytest.raises(ConfigError, match="archive_directory"):
+        open_http(HttpConfig(listen="127.0.0.1:0", archive_directory=str(tmp_path / "no")))
 
 
 @pytest.mark.parametrize("key", ["", "00" * 46, "01" * 45, ("01" * 46).upper().replace("0", "A"), "01" * 46 + "\n"])

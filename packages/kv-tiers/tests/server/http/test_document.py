@@ -13,9 +13,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from kv_core.keys import tenant_tag
+from kv_tiers.config import HttpConfig
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.http.app import make_app
-from kv_tiers.server.http.config import HttpConfig
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.testing.contract import CHUNK_BYTES
@@ -38,7 +38,11 @@ def make_asgi(served: Served) -> ASGIApp:
     archive.mkdir(exist_ok=True)
     hosts = frozenset({"localhost", "testserver"})
     return make_app(
-        Relay(served.server), names=Names({tenant_tag("x"): "acme"}), token=TOKEN, hosts=hosts, archive_dir=str(archive)
+        Relay(served.server),
+        names=Names({tenant_tag("x"): "acme"}),
+        token=TOKEN,
+        hosts=hosts,
+        archive_directory=str(archive),
     )
 
 
@@ -79,7 +83,7 @@ def test_every_answer_is_as_the_document_says(described: Served, mode: Generatio
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, mode: GenerationMode) -> None:
-    http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_dir": str(tmp_path)}
+    http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_directory": str(tmp_path)}
     server = launch({"host": {"capacity_bytes": 16 * SLOT_BYTES}, "http": http})
     cache = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     store(cache, 3)
@@ -147,7 +151,7 @@ def test_the_command_tells_where_it_serves_http(tmp_path: Path) -> None:
     ("wrong", "says"),
     [
         ({"http": {"listen": "0.0.0.0:0"}}, "token_file"),
-        ({"http": {"lisen": "127.0.0.1:0"}}, "did you mean 'listen'"),
+        ({"http": {"lisen": "127.0.0.1:0"}}, "did you mean 'http.listen'"),
         ({"http": {"listen": "127.0.0.1:0", "token_file": "/nowhere/token"}}, "cannot be made"),
         ({"tiers": [{"type": "dsik"}]}, "did you mean 'disk'"),
         ({"tiers": [{"type": "redis", "ur": "redis://h"}]}, "did you mean 'url'"),
@@ -155,7 +159,7 @@ def test_the_command_tells_where_it_serves_http(tmp_path: Path) -> None:
 )
 def test_wrong_settings_end_the_command_with_status_2(tmp_path: Path, wrong: dict[str, object], says: str) -> None:
     settings = tmp_path / "kv.json"
-    settings.write_text(json.dumps({"host": {"capacity_bytes": 1 << 20}, "socket": str(tmp_path / "s"), **wrong}))
+    settings.write_text(json.dumps({"server": {"socket": str(tmp_path / "s")}, **wrong}))
     done = run("--config", str(settings))
     assert done.returncode == 2
     assert says in done.stderr

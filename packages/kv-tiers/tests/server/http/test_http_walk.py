@@ -70,7 +70,7 @@ def test_the_documented_walk_works_on_the_documented_server() -> None:
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        http = {"listen": "127.0.0.1:0", "token_file": f"{home}/token", "archive_dir": home}
+        http = {"listen": "127.0.0.1:0", "token_file": f"{home}/token", "archive_directory": home}
         made = launch({"host": {"capacity_bytes": 16 * slot_bytes_for(CHUNK_BYTES)}, "http": http})
         made.home = Path(home)  # type: ignore[attr-defined]
         yield made

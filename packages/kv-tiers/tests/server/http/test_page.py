@@ -132,7 +132,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
-    tiers = [{"type": "disk", "name": "nvme", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
+    tiers = [{"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
     tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
     return launch(
         {

@@ -24,17 +24,17 @@ from kv_tiers.server.http.tenants import Names
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_dir: str) -> ASGIApp:
+def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
     """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any.
 
-    names: of tenants. archive_dir: where exported prefixes are; empty: nowhere.
+    names: of tenants. archive_directory: where exported prefixes are; empty: nowhere.
     """
     operations = [
         *state.operations(relay),
         *metrics.operations(relay),
         *clear.operations(relay, names),
         *tenants.operations(relay, names),
-        *prefixes.operations(relay, Jobs(), archive_dir),
+        *prefixes.operations(relay, Jobs(), archive_directory),
     ]
     described = msgspec.json.encode(openapi.document(operations))
 

@@ -1,4 +1,4 @@
-"""Where HTTP is served and who may change something there."""
+"""Where HTTP is served, out of `http.listen`."""
 
 import ipaddress
 from typing import Final
@@ -6,20 +6,9 @@ from typing import Final
 import msgspec
 from kv_core.errors import ConfigError
 
+from kv_tiers.config import HttpConfig
+
 _LOOPBACK_NAME: Final = "localhost"
-
-
-class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Nothing is served unless `listen` says where."""
-
-    listen: str = ""
-    """A host and a port, such as 127.0.0.1:9400 or [::1]:9400. What other machines can reach needs a token_file."""
-    token_file: str = ""
-    """Holds the token without which nothing can be changed; made if it is not there. Empty: nothing can be changed."""
-    hosts: list[str] = []
-    """Names that this server is asked for by, beside its own: of a proxy before it, for example."""
-    archive_dir: str = ""
-    """Where prefixes are exported to and imported from. Empty: nowhere."""
 
 
 class Listen(msgspec.Struct, frozen=True):

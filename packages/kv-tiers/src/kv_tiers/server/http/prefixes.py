@@ -48,14 +48,14 @@ class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Export(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """file: a plain name in the server's archive_dir."""
+    """file: a plain name in the server's archive_directory."""
 
     file: Name
     keys: Keys
 
 
 class Import(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """file: a plain name in the server's archive_dir."""
+    """file: a plain name in the server's archive_directory."""
 
     file: Name
 
@@ -80,20 +80,20 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 class Prefixes(msgspec.Struct, frozen=True):
-    """What is pinned, the files of the archive_dir, and the jobs that are remembered, oldest first."""
+    """What is pinned, the files of the archive_directory, and the jobs that are remembered, oldest first."""
 
     pins: list[Pin]
     files: list[str]
     jobs: list[Job]
 
 
-def operations(relay: Relay, jobs: Jobs, archive_dir: str) -> list[Operation]:
+def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operation]:
     async def prefixes() -> Prefixes:
         pins = []
         for (nbytes, fingerprint), cache in (await relay.caches()).items():
             held = await relay.call(cache.pins)
             pins += [Pin(nbytes, fingerprint, name, chunks) for name, chunks in held.items()]
-        return Prefixes(pins, await relay.call(partial(_files, archive_dir)), jobs.all())
+        return Prefixes(pins, await relay.call(partial(_files, archive_directory)), jobs.all())
 
     async def pin(body: Prefix) -> Pinned:
         _, cache = await chosen_one(relay, body)
@@ -113,14 +113,14 @@ def operations(relay: Relay, jobs: Jobs, archive_dir: str) -> list[Operation]:
 
     async def export(body: Export) -> Job:
         (_, fingerprint), cache = await chosen_one(relay, body)
-        path = _archived(archive_dir, body.file)
+        path = _archived(archive_directory, body.file)
         return jobs.start("export", body.file, partial(_export, cache, _keys(body.keys), path, fingerprint))
 
     async def import_(body: Import) -> Job:
         (_, fingerprint), cache = await chosen_one(relay, body)
-        path = _archived(archive_dir, body.file)
+        path = _archived(archive_directory, body.file)
         if not await relay.call(path.is_file):
-            raise Problem(404, f"there is no file {body.file!r} in the archive_dir; GET /prefixes lists what is")
+            raise Problem(404, f"there is no file {body.file!r} in the archive_directory; GET /prefixes lists what is")
         return jobs.start("import", body.file, partial(_import, cache, path, fingerprint))
 
     async def job(id: str) -> Job:  # what the path calls it
@@ -180,15 +180,19 @@ def _plain(name: str) -> str:
     return name
 
 
-def _archived(archive_dir: str, file: str) -> Path:
-    if not archive_dir:
-        raise Problem(409, "this server has nowhere to keep files; start it with http.archive_dir")
-    return Path(archive_dir) / _plain(file)
+def _archived(archive_directory: str, file: str) -> Path:
+    if not archive_directory:
+        raise Problem(409, "this server has nowhere to keep files; start it with http.archive_directory")
+    return Path(archive_directory) / _plain(file)
 
 
-def _files(archive_dir: str) -> list[str]:
+def _files(archive_directory: str) -> list[str]:
     try:
-        return sorted(path.name for path in Path(archive_dir).iterdir() if path.is_file()) if archive_dir else []
+        return (
+            sorted(path.name for path in Path(archive_directory).iterdir() if path.is_file())
+            if archive_directory
+            else []
+        )
     except OSError:
         return []
 

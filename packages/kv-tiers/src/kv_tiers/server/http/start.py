@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.server.http.config import HttpConfig
+from kv_tiers.config import HttpConfig
 from kv_tiers.tenants import Tenant
 
 if TYPE_CHECKING:

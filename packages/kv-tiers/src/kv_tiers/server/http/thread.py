@@ -14,9 +14,10 @@ from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from starlette.types import ASGIApp
 
+from kv_tiers.config import HttpConfig
 from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.http.app import make_app
-from kv_tiers.server.http.config import HttpConfig, Listen, read_listen
+from kv_tiers.server.http.config import Listen, read_listen
 from kv_tiers.server.http.connections import IDLE_S, BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
@@ -47,7 +48,7 @@ class HttpThread:
         self._token = read_token(Path(config.token_file)) if config.token_file else ""
         names = listen.names()
         self._names = Names({tenant.tag: tenant.name for tenant in tenants})
-        self._archive_dir = _checked_directory(config.archive_dir)
+        self._archive_directory = _checked_directory(config.archive_directory)
         self._hosts = names | {name.lower() for name in config.hosts} if names or config.hosts else names
         self._listener = _bound(listen)
         self.url = listen.url(self._listener.getsockname()[1])
@@ -60,7 +61,11 @@ class HttpThread:
     def start(self, server: CacheServer) -> None:
         self._relay = Relay(server)
         self._app = make_app(
-            self._relay, names=self._names, token=self._token, hosts=self._hosts, archive_dir=self._archive_dir
+            self._relay,
+            names=self._names,
+            token=self._token,
+            hosts=self._hosts,
+            archive_directory=self._archive_directory,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -178,10 +183,12 @@ def _turn_away(accepted: socket.socket) -> None:
         accepted.send(_NO_ROOM)
 
 
-def _checked_directory(archive_dir: str) -> str:
-    if archive_dir and not os.access(archive_dir, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"http: archive_dir: {archive_dir} is no directory that can be written to; make it")
-    return archive_dir
+def _checked_directory(archive_directory: str) -> str:
+    if archive_directory and not os.access(archive_directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"http: archive_directory: {archive_directory} is no directory that can be written to; make it"
+        )
+    return archive_directory
 
 
 def _bound(listen: Listen) -> socket.socket:

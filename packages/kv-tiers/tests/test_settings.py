@@ -1,5 +1,6 @@
 """Settings: strict, typed, with an order of precedence, and errors that say what to write."""
 
+import io
 import json
 import re
 import uuid
@@ -10,9 +11,12 @@ from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
 from kv_tiers.attach.connect import Format, open_here, open_there
-from kv_tiers.attach.settings import Settings, load
+from kv_tiers.build import check_settings
+from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.server import wire
+from kv_tiers.server.config import read_config, server_config
 from kv_tiers.server.connection import ask_server
+from kv_tiers.settings import Layer, Settings, load, read_file, resolve
 
 
 def test_nothing_given_means_the_defaults() -> None:
@@ -23,21 +27,21 @@ def test_nothing_given_means_the_defaults() -> None:
 
 def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text("chunk_tokens: 512\nsave_decode: true\nhost:\n  capacity: 2GiB\n")
+    file.write_text("chunk_tokens: 512\nsave_decode: true\nhost:\n  capacity_bytes: 2GiB\n")
     environ = {
         "KV_CHUNK_TOKENS": "1024",
         "KV_HOST_LEASE_S": "60",
-        "KV_HOST_CAPACITY": "1GiB",
+        "KV_HOST_CAPACITY_BYTES": "1GiB",
         "KV_CONFIG_FILE": str(file),
     }
     settings, in_force = load({"chunk_tokens": 128}, environ)
     assert settings.chunk_tokens == 128
     assert settings.save_decode is True
-    assert settings.host.capacity == "2GiB"
+    assert settings.host.capacity_bytes == 2 << 30
     assert settings.host.lease_s == 60.0
     origins = {entry.path: entry.origin for entry in in_force}
     assert origins["chunk_tokens"] == "extra config"
-    assert origins["host.capacity"] == f"file {file}"
+    assert origins["host.capacity_bytes"] == f"file {file}"
     assert origins["host.lease_s"] == "environment KV_HOST_LEASE_S"
     assert origins["format"] == "default"
 
@@ -46,23 +50,23 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
     ("extra", "said"),
     [
         ({"chunk_token": 256}, "did you mean 'chunk_tokens'"),
-        ({"host": {"capasity": "1GiB"}}, "did you mean 'host.capacity'"),
-        ({"host": {"capacity": "lots"}}, "text such as"),
-        ({"host": {"capacity": 0}}, "room for at least one chunk"),
+        ({"host": {"capasity_bytes": "1GiB"}}, "did you mean 'host.capacity_bytes'"),
+        ({"host": {"capacity_bytes": "lots"}}, "text such as"),
+        ({"host": {"capacity_bytes": 0}}, ">= 1"),
         ({"chunk_tokens": "256"}, "expected `int`"),
         ({"chunk_tokens": True}, "expected `int`"),
-        ({"chunk_tokens": 0}, "at least one block"),
+        ({"chunk_tokens": 0}, ">= 1"),
         ({"format": "nhd"}, "write one of auto, canonical, blocks, int8, fp8"),
-        ({"host": {"lease_s": -1}}, "more than 0 seconds"),
-        ({"tiers": [{"path": "/kv"}]}, "tiers[0] has no type"),
+        ({"host": {"lease_s": -1}}, "> 0"),
+        ({"tiers": [{"directory": "/kv"}]}, "tiers[0] has no type"),
         ({"tiers": {"type": "disk"}}, "expected `array`"),
         ({"cold": {"wait": 1}}, "did you mean 'cold.wait_s'"),
         ({"tenants": [{"name": "a", "sallt": "s"}]}, "did you mean 'salt'"),
         ({"tenants": [{"name": "a", "salt": "s", "quota_bytes": "5GiB"}]}, "write smaller quota_bytes"),
-        ({"cold": {"spill_share": 0}}, "a part of the pool"),
-        ({"cold": {"batch_bytes": 0}}, "at least 1"),
+        ({"cold": {"spill_share": 0}}, "> 0"),
+        ({"cold": {"batch_bytes": 0}}, ">= 1"),
         ({"observe": {"log": "yes"}}, "write one of none, text, json"),
-        ({"observe": {"history_keys": -1}}, "history_keys is -1"),
+        ({"observe": {"history_keys": -1}}, "observe.history_keys is -1"),
         ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
     ],
 )
@@ -72,22 +76,105 @@ def test_a_bad_setting_is_an_error_that_says_what_to_write(extra: dict[str, obje
 
 
 def test_an_unknown_setting_far_from_all_names_lists_them() -> None:
-    with pytest.raises(ConfigError, match=r"the settings are .*chunk_tokens.*host.capacity"):
+    with pytest.raises(ConfigError, match=r"there are .*chunk_tokens.*host.capacity_bytes"):
         load({"zzz": 1}, {})
 
 
 def test_a_slip_in_the_environment_is_an_error_and_a_strangers_variable_is_not() -> None:
     with pytest.raises(ConfigError, match="did you mean KV_CHUNK_TOKENS"):
         load({}, {"KV_CHUNK_TOKEN": "256"})
-    load({}, {"KV_SERVICE_HOST": "10.0.0.1", "KVM": "yes"})
+    load({}, {"KV_SERVICE_HOST": "10.0.0.1", "KV_SERVER_PORT": "tcp://10.0.0.1:9400", "KVM": "yes"})
 
 
-def test_a_file_that_is_no_mapping_or_no_yaml_is_an_error(tmp_path: Path) -> None:
-    for text in ("- a\n- b\n", "a: [1\n", "just words"):
-        file = tmp_path / "kv.yaml"
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"kv\.yaml"):
-            load({"config_file": str(file)}, {})
+SAME = {
+    "kv.yaml": "host: {capacity_bytes: 2GiB}\ncold: {batch_bytes: 64MiB}\ntiers: [{type: disk, directory: /kv}]\n"
+    "server: {socket: /run/kv.sock}\n",
+    "kv.toml": '[host]\ncapacity_bytes = "2GiB"\n[cold]\nbatch_bytes = "64MiB"\n[server]\nsocket = "/run/kv.sock"\n'
+    '[[tiers]]\ntype = "disk"\ndirectory = "/kv"\n',
+    "kv.json": '{"host.capacity_bytes": "2GiB", "cold": {"batch_bytes": 67108864}, "server.socket": "/run/kv.sock", '
+    '"tiers": [{"type": "disk", "directory": "/kv"}]}',
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_file_in_any_language_serves_an_engine_and_the_server(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text(SAME[name])
+    engine, _ = load({"config_file": str(file)}, {})
+    server = server_config(resolve([Layer(f"file {file}", read_file(str(file)))], {})[0])
+    assert engine.host == server.host == HostConfig(capacity_bytes=2 << 30)
+    assert engine.cold == server.cold == ColdConfig(batch_bytes=64 << 20)
+    assert engine.tiers == server.tiers == [{"type": "disk", "directory": "/kv"}]
+    assert engine.server.socket == server.socket == "/run/kv.sock"
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        ({"host": {"capacity": "1GiB"}}, "it is now 'host.capacity_bytes'"),
+        ({"host.capacity": "1GiB"}, "it is now 'host.capacity_bytes'"),
+        ({"http": {"archive_dir": "/a"}}, "it is now 'http.archive_directory'"),
+        ({"socket": "/run/kv.sock"}, "it is now 'server.socket'"),
+        ({"name": "n"}, "it is now 'server.name'"),
+        ({"max_formats": 1}, "it is now 'server.max_formats'"),
+        ({"max_sessions": 1}, "it is now 'server.max_sessions'"),
+    ],
+)
+def test_an_old_name_is_an_error_that_says_the_new_one(old: dict[str, object], said: str) -> None:
+    for read in (lambda: load(old, {}), lambda: read_config(old)):
+        with pytest.raises(ConfigError, match=said):
+            read()
+
+
+def test_old_names_of_tiers_and_variables_are_errors_too() -> None:
+    with pytest.raises(ConfigError, match="disk: there is no option 'path'; it is now 'directory'"):
+        check_settings(HostConfig(), [{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}])
+    with pytest.raises(ConfigError, match="did you mean KV_HOST_CAPACITY_BYTES"):
+        load({}, {"KV_HOST_CAPACITY": "1GiB"})
+
+
+def test_every_size_may_be_text_wherever_it_is_given(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("observe: {record_bytes: 2MiB}\n")
+    environ = {"KV_COLD_BATCH_BYTES": "1.5 MiB", "KV_CONFIG_FILE": str(file)}
+    settings, _ = load({"host": {"capacity_bytes": "3GB"}}, environ)
+    assert settings.host.capacity_bytes == 3 * 10**9
+    assert (settings.observe.record_bytes, settings.cold.batch_bytes) == (2 << 20, 3 << 19)
+
+
+def test_an_engine_says_that_it_serves_no_http(caplog: pytest.LogCaptureFixture) -> None:
+    load({"http": {"listen": "127.0.0.1:0"}, "server": {"socket": "/run/kv.sock"}}, {})
+    assert not caplog.text
+    load({"http": {"listen": "127.0.0.1:0"}}, {})
+    assert "start kv-server" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("kv.yaml", "- a\n- b\n", "must hold settings"),
+        ("kv.yaml", "a: [1\n", "kv.yaml is not YAML"),
+        ("kv.yaml", "just words", "must hold settings"),
+        ("kv.toml", "a = ", "kv.toml is not TOML"),
+        ("kv.json", "{]", "kv.json is not JSON"),
+        ("kv.json", "[]", "must hold settings"),
+        ("kv.conf", "chunk_tokens: 1", "end its name in .yaml, .yml, .toml, .json"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_an_error(tmp_path: Path, name: str, text: str, said: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load({"config_file": str(file)}, {})
+
+
+def test_standard_input_is_json_or_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ('{"chunk_tokens": 64}', "chunk_tokens: 64\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert read_file("-") == {"chunk_tokens": 64}
+    monkeypatch.setattr("sys.stdin", io.StringIO("{]"))
+    with pytest.raises(ConfigError, match="standard input is not JSON"):
+        read_file("-")
 
 
 def test_a_secret_is_required_private_and_long_enough(tmp_path: Path) -> None:
@@ -109,13 +196,13 @@ def test_a_secret_is_required_private_and_long_enough(tmp_path: Path) -> None:
 
 def test_tiers_are_listed_in_any_of_the_places(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text("tiers:\n- {type: disk, path: /kv, capacity_bytes: 1GiB}\n- {type: redis, write: back}\n")
-    tiers = [{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}, {"type": "redis", "write": "back"}]
+    file.write_text("tiers:\n- {type: disk, directory: /kv, capacity_bytes: 1GiB}\n- {type: redis, write: back}\n")
+    tiers = [{"type": "disk", "directory": "/kv", "capacity_bytes": "1GiB"}, {"type": "redis", "write": "back"}]
     assert load({"config_file": str(file)}, {})[0].tiers == tiers
     assert load({"tiers": tiers[:1]}, {"KV_CONFIG_FILE": str(file)})[0].tiers == tiers[:1]
-    environ = {"KV_TIERS": '[{"type": "disk", "path": "/kv"}]', "KV_COLD_WAIT_S": "0.5"}
+    environ = {"KV_TIERS": '[{"type": "disk", "directory": "/kv"}]', "KV_COLD_WAIT_S": "0.5"}
     settings, _ = load({}, environ)
-    assert settings.tiers == [{"type": "disk", "path": "/kv"}]
+    assert settings.tiers == [{"type": "disk", "directory": "/kv"}]
     assert settings.cold.wait_s == 0.5
 
 
@@ -130,7 +217,7 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_path: Path) -> None:
-    settings, _ = load({"observe": {"record": str(tmp_path / "trace.jsonl")}, "host.capacity": "1MiB"}, {})
+    settings, _ = load({"observe": {"record": str(tmp_path / "trace.jsonl")}, "host.capacity_bytes": "1MiB"}, {})
     cache, bus = open_here(settings, Format(4096, "f"))
     cache.lookup(key_chain(3), "r")
     cache.close()
@@ -140,14 +227,14 @@ def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_pat
 
 
 def test_nothing_watches_a_cache_in_this_process_unless_it_was_asked_for() -> None:
-    cache, bus = open_here(load({"host.capacity": "1MiB"}, {})[0], Format(4096, "f"))
+    cache, bus = open_here(load({"host.capacity_bytes": "1MiB"}, {})[0], Format(4096, "f"))
     assert not cache.events.on
     cache.close()
     bus.close()
 
 
 def test_a_private_server_watches_as_the_settings_say(tmp_path: Path) -> None:
-    extra = {"observe": {"record": str(tmp_path / "trace.jsonl"), "history_keys": 7}, "host.capacity": "1MiB"}
+    extra = {"observe": {"record": str(tmp_path / "trace.jsonl"), "history_keys": 7}, "host.capacity_bytes": "1MiB"}
     settings, _ = load(extra, {})
     remote, server = open_there(settings, Format(4096, "f"), engine_id=uuid.uuid4().hex, rank=0, facts={})
     assert server is not None

@@ -1,0 +1,253 @@
+"""Settings: what can be set, where each value came from, and what is wrong with it.
+
+Engines and `kv-server` have one shape, so that one file serves both: each uses what concerns it and checks the rest.
+The file is YAML, TOML or JSON by how its name ends. An engine's settings come from three places, and the first that
+names one wins: its own extra config for us (vLLM's `kv_connector_extra_config`, SGLang's
+`--hicache-storage-backend-extra-config`), a file (the setting `config_file`, or `KV_CONFIG_FILE`), and environment
+variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY_BYTES`, …). Read once, at the edge; everything below gets values.
+"""
+
+import difflib
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+import msgspec
+from kv_core.errors import ConfigError
+from kv_core.hashing import ChainScheme
+from kv_core.log import limited_logger
+
+from kv_tiers.config import ColdConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings
+from kv_tiers.options import counted, nearest
+from kv_tiers.pool.private_files import read_secret
+from kv_tiers.tenants import read_tenants
+
+_log = limited_logger(__name__)
+
+STANDARD_INPUT: Final = "-"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that can be set."""
+
+    chunk_tokens: Count = 256
+    """Tokens a chunk: the unit that is named, kept and evicted. A multiple of the engine's block size."""
+    algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
+    """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
+    secret_file: str = ""
+    """For blake2b: the file with the secret, 16 to 64 bytes, readable by its owner alone."""
+    format: Literal["auto", "canonical", "blocks", "int8", "fp8"] = "auto"
+    """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved. int8,
+    fp8: one byte an element and a scale for each head of each token. They are lossy: what is loaded differs from what
+    was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
+    save_decode: bool = False
+    """Keep chunks of generated tokens too, not only of prompts."""
+    host: HostConfig = HostConfig()
+    tiers: list[dict[str, Any]] = []
+    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
+    party's), name, write (through, back or never) and threads, and the options of the type."""
+    cold: ColdConfig = ColdConfig()
+    tenants: list[dict[str, Any]] = []
+    """Who has a part of the pool alone: of each a name, one of salt_file (0600), salt and tag, and quota_bytes. The
+    salt is the cache_salt that the tenant's requests carry."""
+    observe: ObserveConfig = ObserveConfig()
+    server: ServerSettings = ServerSettings()
+    http: HttpConfig = HttpConfig()
+
+    def scheme(self) -> ChainScheme:
+        """How tokens become digests.
+
+        Raises:
+            ConfigError: the secret is missing, short or readable by others.
+        """
+        secret = b""
+        if self.algorithm == "blake2b":
+            if not self.secret_file:
+                raise ConfigError("algorithm blake2b needs a secret: set secret_file to a file of at least 16 bytes")
+            secret = read_secret(Path(self.secret_file), "secret_file").strip()
+            if not 16 <= len(secret) <= 64:
+                raise ConfigError(f"secret_file {self.secret_file} holds {len(secret)} bytes; a secret has 16 to 64")
+        elif self.secret_file:
+            raise ConfigError(f"secret_file is set but algorithm {self.algorithm} takes none: write algorithm: blake2b")
+        return ChainScheme(self.algorithm, self.chunk_tokens, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value in force.
+
+    path: its name, with its section: `host.capacity_bytes`.
+    value: as the settings have it.
+    origin: "default", "extra config", "file …", "environment KV_…" or "the command line".
+    """
+
+    path: str
+    value: object
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Settings from one place.
+
+    origin: the place, as errors and `kv config` call it.
+    tree: the settings by name, as a mapping in a mapping or with a dot.
+    """
+
+    origin: str
+    tree: Mapping[str, Any]
+
+
+def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
+    """An engine's settings in force, and for each where it came from.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest valid name), a value of the wrong type, or one out of range.
+    """
+    own = dict(extra)
+    file = own.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
+    layers = [Layer("extra config", own)]
+    if file:
+        layers.append(Layer(f"file {file}", read_file(str(file))))
+    settings, in_force = resolve(layers, environ)
+    if settings.http.listen and not settings.server.socket:
+        _log.warning(
+            "http.listen is %s, but an engine serves nothing there: start kv-server with these settings, and write "
+            "server.socket for the engine to join it",
+            settings.http.listen,
+        )
+    return settings, in_force
+
+
+def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
+    """The settings that the layers and then the environment give, the first that names one, and where each is from.
+
+    Raises:
+        ConfigError: as of `load`.
+    """
+    known = dict(_paths(Settings))
+    chosen: dict[str, tuple[object, str]] = {}
+    for layer in layers:
+        for path, value in _flatten(layer.tree, layer.origin, set(known)):
+            chosen.setdefault(path, (_convert(path, value, known[path], layer.origin), layer.origin))
+    for path, variable, text in _read_environ(environ, known):
+        origin = f"environment {variable}"
+        chosen.setdefault(path, (_convert(path, text, known[path], origin, is_text=True), origin))
+    tree: dict[str, Any] = {}
+    for path, (value, _) in chosen.items():
+        section, _, name = path.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    settings = msgspec.convert(tree, Settings)
+    for number, tier in enumerate(settings.tiers):
+        if not isinstance(tier.get("type"), str):
+            raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, directory: …}}")
+    read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)
+    in_force = [
+        Setting(path, _value_at(settings, path), chosen[path][1] if path in chosen else "default") for path in known
+    ]
+    return settings, in_force
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings in a file, YAML, TOML or JSON by how its name ends; `-` is standard input, JSON or YAML.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what its name says.
+    """
+    said = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
+    try:
+        text = sys.stdin.read() if path == STANDARD_INPUT else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{said} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{said} is not UTF-8: {error}") from None
+    suffix = Path(path).suffix
+    if path == STANDARD_INPUT:
+        suffix = ".json" if text.lstrip().startswith("{") else ".yaml"
+    try:
+        tree = _parse(text, suffix)
+    except ValueError as error:  # what each of the three raises is one
+        raise ConfigError(f"{said} is not {_LANGUAGES[suffix]}: {error}") from None
+    except KeyError:
+        raise ConfigError(f"{said} is of no kind that is known; end its name in {', '.join(_LANGUAGES)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(f"{said} must hold settings, each with its name")
+    return tree
+
+
+_LANGUAGES: Final = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
+
+
+def _parse(text: str, suffix: str) -> Any:
+    match _LANGUAGES[suffix]:
+        case "TOML":
+            return tomllib.loads(text)
+        case "JSON":
+            return msgspec.json.decode(text)
+    import yaml  # a server that is handed JSON is ready sooner without it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+
+
+def _paths(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _paths(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field.type
+
+
+def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """{'host': {'capacity_bytes': …}} and {'host.capacity_bytes': …} are the same setting."""
+    sections = {path.rpartition(".")[0] for path in known} - {""}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if path in sections and isinstance(value, Mapping):
+            yield from _flatten(value, origin, known, f"{path}.")
+        elif path in known:
+            yield path, value
+        else:
+            raise ConfigError(f"there is no setting {path!r}, as {origin} has it; {nearest(path, known | sections)}")
+
+
+def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Of each setting that is there its path, its variable and the text."""
+    variables = {f"KV_{path.replace('.', '_').upper()}": path for path in known}
+    for variable, text in environ.items():
+        if variable in variables:
+            yield variables[variable], variable, text
+        elif variable.startswith("KV_") and variable != "KV_CONFIG_FILE":
+            # The prefix is not ours alone (a Kubernetes service called kv sets KV_SERVICE_HOST), so only what looks
+            # like a slip of the pen is an error.
+            close = difflib.get_close_matches(variable, sorted(variables), n=1, cutoff=0.82)
+            if close:
+                raise ConfigError(f"the environment has {variable}, which is no setting; did you mean {close[0]}?")
+
+
+def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
+    """is_text: as an environment has it, which knows nothing else."""
+    try:
+        value = counted(path, value, path)
+        if is_text and get_origin(wanted) is list:
+            return msgspec.json.decode(str(value), type=wanted)
+        return msgspec.convert(value, wanted, strict=not is_text)
+    except msgspec.DecodeError as error:  # and ValidationError, which is one
+        choices = get_args(wanted) if get_origin(wanted) is Literal else ()
+        hint = f"; write one of {', '.join(choices)}" if choices else ""
+        shown = "not right" if path == "tenants" else repr(value)  # a salt may be in it
+        raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
+
+
+def _value_at(settings: Settings, path: str) -> object:
+    value: object = settings
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,72 @@
+"""docs/settings.md and the records of the settings agree: every name, every default, and a unit for what has one."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from kv_tiers.config import LaneConfig, TenantConfig
+from kv_tiers.options import read_options
+from kv_tiers.settings import Settings, load
+from kv_tiers.tiers.disk import DiskConfig
+from kv_tiers.tiers.dram import DramConfig
+from kv_tiers.tiers.objects import ObjectsConfig
+from kv_tiers.tiers.redis import RedisConfig
+from kv_tiers.tiers.shared_fs import SharedFsConfig
+
+PAGE = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]*)\| (?:`([^|]*)`|required) \|$", re.MULTILINE)
+UNITS = {"_bytes": "bytes", "_s": "seconds", "_tokens": "tokens", "_file": "path", "directory": "path"}
+REQUIRED: dict[str, object] = {
+    "directory": "/d",
+    "capacity_bytes": 1 << 30,
+    "url": "redis://h",
+    "bucket": "b",
+    "name": "n",
+}
+RECORDS: dict[str, type[msgspec.Struct]] = {
+    "Common to all:": LaneConfig,
+    "`type: disk`:": DiskConfig,
+    "`type: redis` and `type: valkey`:": RedisConfig,
+    "`type: s3`:": ObjectsConfig,
+    "`type: shared_fs`:": SharedFsConfig,
+    "`type: dram`:": DramConfig,
+    "Of each:": TenantConfig,
+}
+
+
+def rows(text: str) -> Iterator[tuple[str, str, str | None]]:
+    for name, _, unit, default in ROW.findall(text):
+        yield name, unit.strip(), default or None
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    named = {entry.path for entry in load({}, {})[1]}
+    shown = {name: default for name, _, default in rows(PAGE) if name in named}
+    assert shown.keys() == named
+    for name, default in shown.items():
+        assert default is not None and load({name: yaml.safe_load(default)}, {})[0] == Settings(), name
+
+
+@pytest.mark.parametrize("heading", RECORDS)
+def test_every_option_of_a_list_is_there_with_its_default(heading: str) -> None:
+    record = RECORDS[heading]
+    table = PAGE.split(f"\n{heading}\n", 1)[1].strip().split("\n\n", 1)[0]
+    shown = {name: default for name, _, default in rows(table)}
+    fields = {field.name: field for field in msgspec.structs.fields(record)}
+    assert shown.keys() == fields.keys()
+    required = {name: REQUIRED[name] for name, field in fields.items() if field.required}
+    assert {name for name, default in shown.items() if default is None} == required.keys()
+    plain = read_options(record, required, "here")
+    for name, default in shown.items():
+        given = {name: yaml.safe_load(default)} if default is not None else {}
+        assert read_options(record, required | given, "here") == plain, name
+
+
+def test_units_are_what_the_names_say() -> None:
+    for name, unit, _ in rows(PAGE):
+        for ending, wanted in UNITS.items():
+            if name.endswith(ending):
+                assert unit == wanted, name
