@@ -1,7 +1,8 @@
 """Why a prompt was missed: for each of its chunks where it is now, or what became of it.
 
 The index knows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
-Remote tiers are skipped. The history gets events a moment after they happened, so what left just now may have no reason yet.
+Remote tiers are skipped. The history gets events a moment after they happened, so what left just now may have no
+reason yet.
 """
 
 from collections.abc import Sequence

@@ -211,10 +211,10 @@ def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
     store(mine, 4)
     job = done(here, here.post("/prefixes/export", {"file": "system.kv", "keys": [key.hex() for key in keys]}))
     assert (job["state"], job["chunks"]) == ("done", 4)
-    assert "4 of 5" in str(job["said"])
+    assert "4 of 5" in str(job["reason"])
     assert there.get("/prefixes").json()["files"] == ["system.kv"]
     job = done(there, there.post("/prefixes/import", {"file": "system.kv"}))
-    assert (job["state"], job["chunks"], job["said"]) == ("done", 4, "")
+    assert (job["state"], job["chunks"], job["reason"]) == ("done", 4, "")
     yours.begin_load(keys[:4], "l")
     (ready,) = yours.poll("l")
     assert isinstance(ready, LoadReady)
@@ -223,7 +223,7 @@ def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "cut.kv").write_bytes((tmp_path / "system.kv").read_bytes()[:-1])
     job = done(there, there.post("/prefixes/import", {"file": "cut.kv"}))
     assert job["state"] == "failed"
-    assert "was cut" in str(job["said"])
+    assert "was cut" in str(job["reason"])
     for cache, server in ((mine, here), (yours, there)):
         cache.close()
         server.close()
@@ -256,7 +256,7 @@ def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.Mo
     until(lambda: {jobs.find(job.id).state for job in running} == {"done"})
     last = jobs.start("export", "x", lambda: (1 // 0, ""))
     until(lambda: jobs.find(last.id).state == "failed")
-    assert "a bug" in jobs.find(last.id).said
+    assert "a bug" in jobs.find(last.id).reason
     monkeypatch.setattr(jobs_module, "_REMEMBERED", 2)
     jobs.start("export", "x", lambda: (0, ""))
     assert len(jobs.all()) == 2

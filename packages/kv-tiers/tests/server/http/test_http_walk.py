@@ -87,7 +87,7 @@ def test_a_job_that_found_nothing_has_failed_and_says_so(server: ServerProcess, 
     until(lambda: httpx.get(f"{server.url}prefixes/jobs/{job['id']}").json()["state"] != "running")
     found = httpx.get(f"{server.url}prefixes/jobs/{job['id']}").json()
     assert (found["state"], found["chunks"]) == ("failed", 0)
-    assert "nothing was" in found["said"] and "these 3 chunks" in found["said"] and "kv keys" in found["said"]
+    assert "nothing was" in found["reason"] and "these 3 chunks" in found["reason"] and "kv keys" in found["reason"]
     assert not (home / "x.kv").exists()
     assert httpx.get(f"{server.url}prefixes").json()["pins"] == []
     cache.close()

@@ -73,9 +73,11 @@ async def _bug(request: Request, error: Exception) -> Response:
 async def _no_such(request: Request, error: Any) -> Response:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
-        said = Problem(404, f"nothing is at {request.url.path[:200]}; GET /openapi.json tells what is there", headers)
+        problem = Problem(
+            404, f"nothing is at {request.url.path[:200]}; GET /openapi.json tells what is there", headers
+        )
     else:
-        said = Problem(
+        problem = Problem(
             error.status_code, f"{request.method} is not for {request.url.path}; use {headers.get('allow')}", headers
         )
-    return problem_response(said)
+    return problem_response(problem)

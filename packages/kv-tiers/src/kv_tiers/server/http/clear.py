@@ -9,12 +9,15 @@ from msgspec import UNSET, Meta, UnsetType
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
-from kv_tiers.server.http.selector import Which, chosen
+from kv_tiers.server.http.selector import FormatSelector, select_caches
 from kv_tiers.server.http.tenants import Names
 
 
-class Clear(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What to forget; everything where nothing is said. tenant: its name in the settings, or its tag."""
+class Clear(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What to forget; everything where no field is given.
+
+    tenant: its name in the settings, or its tag.
+    """
 
     tenant: Annotated[str, Meta(min_length=1, max_length=256)] | UnsetType = UNSET
 
@@ -29,7 +32,7 @@ class Cleared(msgspec.Struct, frozen=True):
 def operations(relay: Relay, names: Names) -> list[Operation]:
     async def clear(body: Clear) -> Cleared:
         tag = None if body.tenant is UNSET else names.tag(body.tenant)
-        caches = await chosen(relay, body)
+        caches = await select_caches(relay, body)
         chunks = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]
         return Cleared(len(chunks), sum(chunks))
 

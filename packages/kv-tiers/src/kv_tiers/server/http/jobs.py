@@ -1,4 +1,4 @@
-"""What takes longer than a request may: done on a thread each, and asked about by its number."""
+"""Work that takes longer than a request may: a thread for each job, and a number to ask for its state."""
 
 import threading
 from collections import OrderedDict
@@ -18,9 +18,14 @@ _REMEMBERED: Final = 256
 
 
 class Job(msgspec.Struct):
-    """chunks: of the prefix, when it is done: pinned, exported, or held after an import.
+    """What runs or ran.
 
-    said: why it failed, or why it stopped early.
+    id: its number.
+    what: the kind of work.
+    name: of the pin, or of the file.
+    state: how far it is.
+    chunks: of the prefix, when it is done: pinned, exported, or held after an import.
+    reason: why it failed, or why it stopped early.
     """
 
     id: int
@@ -28,11 +33,11 @@ class Job(msgspec.Struct):
     name: str
     state: Literal["running", "done", "failed"] = "running"
     chunks: int = 0
-    said: str = ""
+    reason: str = ""
 
 
 Outcome = tuple[int, str]
-"""A job's chunks, and why they are no more."""
+"""The chunks of a job, and why there are no more."""
 
 
 class Jobs:
@@ -77,14 +82,14 @@ class Jobs:
             return [msgspec.structs.replace(job) for job in self._jobs.values()]
 
     def _run(self, job: Job, work: Callable[[], Outcome]) -> None:
-        chunks, said, failed = 0, "", True
+        chunks, reason, failed = 0, "", True
         try:
-            chunks, said = work()
+            chunks, reason = work()
             failed = False
         except (InputError, MisuseError, OSError) as error:  # the cache may be closed while we are at it
-            said = str(error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, whoever asks is told
-            _log.exception("%s of %s met a bug", job.what, job.name)
-            said = f"a bug: {error}"
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the job's state says it
+            _log.exception("%s of %s failed by a bug", job.what, job.name)
+            reason = f"a bug: {error}"
         with self._lock:
-            job.chunks, job.said, job.state = chunks, said, "failed" if failed else "done"
+            job.chunks, job.reason, job.state = chunks, reason, "failed" if failed else "done"

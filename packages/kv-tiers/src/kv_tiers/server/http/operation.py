@@ -1,6 +1,6 @@
-"""One thing that can be asked for: what it takes and gives, how a request becomes a call and its outcome an answer.
+"""An operation of the API: what it takes and returns, and how a request becomes a call and its outcome a response.
 
-The document about all of them (`openapi`) is made of what is enforced here.
+The OpenAPI document (`openapi`) is made from what is enforced here.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from starlette.responses import Response
 from kv_tiers.server.http.problem import Problem
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Thirty thousand keys."""
+"""Room for thirty thousand keys."""
 BODY_S: Final = 10.0
-"""How long a body may take to arrive."""
+"""Seconds that a body may take to arrive."""
 
 
 def _number(text: str) -> float:
@@ -33,8 +33,14 @@ _BODIES: Final = msgspec.json.Decoder(float_hook=_number)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
-    `InputError`. answer: what it returns; `Response` is text as it is. failures: the statuses of its own problems.
+    """method, path, summary: as in the document.
+
+    answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
+        `InputError`.
+    answer: the type that it returns; a `Response` is sent as it is.
+    body: the type of the body; None where the operation takes none.
+    status: of success.
+    failures: the statuses of its own problems.
     """
 
     method: str

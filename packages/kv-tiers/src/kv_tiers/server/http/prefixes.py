@@ -20,7 +20,7 @@ from kv_tiers.server.http.jobs import Job, Jobs, Outcome
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
-from kv_tiers.server.http.selector import Which, chosen, chosen_one
+from kv_tiers.server.http.selector import FormatSelector, select_cache, select_caches
 
 MAX_KEYS: Final = 1 << 15
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -31,7 +31,7 @@ Key = Annotated[str, Meta(pattern=_HEX, description="As `kv keys` prints it.")]
 Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
 
 
-class Named(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Named(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """name: of a pin."""
 
     name: Name
@@ -47,14 +47,14 @@ class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
 
 
-class Export(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Export(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """file: a plain name in the server's archive_directory."""
 
     file: Name
     keys: Keys
 
 
-class Import(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Import(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """file: a plain name in the server's archive_directory."""
 
     file: Name
@@ -96,28 +96,28 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
         return Prefixes(pins, await relay.call(partial(_files, archive_directory)), jobs.all())
 
     async def pin(body: Prefix) -> Pinned:
-        _, cache = await chosen_one(relay, body)
+        _, cache = await select_cache(relay, body)
         return Pinned(await relay.call(partial(cache.pin, _keys(body.keys), _plain(body.name))))
 
     async def unpin(body: Named) -> Unpinned:
-        caches = (await chosen(relay, body)).values()
+        caches = (await select_caches(relay, body)).values()
         unpinned = [await relay.call(partial(cache.unpin, _plain(body.name))) for cache in caches]
         if not any(unpinned):
             raise Problem(404, f"nothing is pinned as {body.name!r}; GET /prefixes lists what is")
         return Unpinned(sum(unpinned))
 
     async def warm_up(body: WarmUp) -> Job:
-        _, cache = await chosen_one(relay, body)
+        _, cache = await select_cache(relay, body)
         keys, name = _keys(body.keys), _plain(body.name)
         return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s))
 
     async def export(body: Export) -> Job:
-        (_, fingerprint), cache = await chosen_one(relay, body)
+        (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
         return jobs.start("export", body.file, partial(_export, cache, _keys(body.keys), path, fingerprint))
 
     async def import_(body: Import) -> Job:
-        (_, fingerprint), cache = await chosen_one(relay, body)
+        (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
         if not await relay.call(path.is_file):
             raise Problem(404, f"there is no file {body.file!r} in the archive_directory; GET /prefixes lists what is")

@@ -1,7 +1,7 @@
-"""What HTTP asks of the running server, from its own loop and without ever holding it up.
+"""From HTTP's event loop to the running server, without ever delaying it.
 
-What only the serving thread may touch is asked of that thread. Caches are safe to call from anywhere, and are called on
-a few threads of our own, because clearing a large one takes a while.
+What only the serving thread may touch is submitted to that thread. Caches may be called from any thread, and are called
+on a few threads of our own, because clearing a large one takes a while.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 
 ANSWER_S: Final = 2.0
-"""How long the serving thread may take to answer. It takes far less than a millisecond."""
+"""Seconds that the serving thread may take to answer; it takes far less than a millisecond."""
 _FRESH_S: Final = 0.1
-"""A report is asked for no more often, however many look at it."""
+"""Seconds for which one report serves all requests."""
 _THREADS: Final = 4
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Relay:
 
     @property
     def bus(self) -> EventBus:
-        """Where the caches tell what happens."""
+        """Where the caches publish events."""
         return self._server.bus
 
     async def report(self) -> Report:
@@ -65,7 +65,7 @@ class Relay:
         return await _answer(self._server.ask(lambda: self._server.caches))
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Do this to a cache, on another thread.
+        """Run `work` on another thread.
 
         Raises:
             Problem: the cache has been closed.
@@ -83,7 +83,7 @@ class Relay:
 
 async def _answer(future: "Future[T]") -> T:
     try:
-        # Whoever hangs up must not take the answer away from the others that wait for it.
+        # A client that hangs up must not cancel the answer for others that wait for it.
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ANSWER_S)
     except TimeoutError:
         raise Problem(503, f"the serving thread has not answered within {ANSWER_S:g} s; look at its log") from None

@@ -1,4 +1,4 @@
-"""Which of a server's caches is meant: it has one for each format of chunks that clients registered."""
+"""Select caches of a server by format: it has one for each format of chunks that clients registered."""
 
 from typing import Annotated
 
@@ -11,40 +11,40 @@ from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
 
 
-class Which(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A format, as /status tells it. What is left out is any."""
+class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A format, as /status shows it. A field that is left out matches any."""
 
     fingerprint: Annotated[str, Meta(max_length=4096)] | UnsetType = UNSET
     chunk_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)] | UnsetType = UNSET
 
 
-async def chosen(relay: Relay, which: Which) -> dict[Format, LocalCache]:
-    """All caches of that format. None is a problem only if one was asked for by name.
+async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, LocalCache]:
+    """All caches that match. To match none is a problem only if a field was given.
 
     Raises:
-        Problem: there is no such format, or no server to ask.
+        Problem: there is no such format, or the server does not answer.
     """
     caches = await relay.caches()
     found = {
         (nbytes, fingerprint): cache
         for (nbytes, fingerprint), cache in caches.items()
-        if which.fingerprint in (UNSET, fingerprint) and which.chunk_bytes in (UNSET, nbytes)
+        if selector.fingerprint in (UNSET, fingerprint) and selector.chunk_bytes in (UNSET, nbytes)
     }
-    if not found and (which.fingerprint is not UNSET or which.chunk_bytes is not UNSET):
+    if not found and (selector.fingerprint is not UNSET or selector.chunk_bytes is not UNSET):
         raise Problem(404, f"no cache of this format; there are {_listed(caches)}")
     return found
 
 
-async def chosen_one(relay: Relay, which: Which) -> tuple[Format, LocalCache]:
+async def select_cache(relay: Relay, selector: FormatSelector) -> tuple[Format, LocalCache]:
     """
     Raises:
-        Problem: there is no such format, or several are meant.
+        Problem: no cache matches, or several do.
     """
-    found = await chosen(relay, which)
+    found = await select_caches(relay, selector)
     if not found:
         raise Problem(404, "there is no cache yet; a client that registers its format makes one")
     if len(found) > 1:
-        raise Problem(409, f"several caches are meant; say the fingerprint and chunk_bytes of one: {_listed(found)}")
+        raise Problem(409, f"several caches match; give the fingerprint and chunk_bytes of one: {_listed(found)}")
     return next(iter(found.items()))
 
 

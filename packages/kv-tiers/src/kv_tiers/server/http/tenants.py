@@ -14,10 +14,10 @@ from kv_tiers.server.caches import Format
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
-from kv_tiers.server.http.selector import Which, chosen
+from kv_tiers.server.http.selector import FormatSelector, select_caches
 
 
-class Quota(Which, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """quota_bytes: for itself, of each format's pool; whole chunks count, and 0 is none at all."""
 
     quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
@@ -81,7 +81,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
 
     async def put(body: Quota, tenant: str) -> TenantState:
         tag = names.tag(tenant)
-        await relay.call(partial(_set_all, await chosen(relay, body), tag, body.quota_bytes))
+        await relay.call(partial(_set_all, await select_caches(relay, body), tag, body.quota_bytes))
         return await state(tag)
 
     async def delete(tenant: str) -> TenantState:
