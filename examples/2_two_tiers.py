@@ -7,7 +7,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import KeySequence
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 
 CHUNK_BYTES = 4096
@@ -29,7 +29,7 @@ def store(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 def look_up(cache: LocalCache, keys: list[ChunkKey]) -> LookupPlan:
     """What an engine's scheduler does before it computes one: ask in every step until the answer is final."""
-    while (plan := cache.lookup(keys, "request", patient=True)).ended is Ended.PENDING:
+    while (plan := cache.lookup(keys, "request", wait_for_promotion=True)).ended is Ended.PENDING:
         pass
     return plan
 
@@ -49,10 +49,9 @@ with tempfile.TemporaryDirectory() as scratch:
     plan = look_up(cache, keys_of(list(range(16))))
     print(f"{plan.chunks} of 4 chunks, from {', '.join(plan.tiers)}")
 
-    cache.begin_load(keys_of(list(range(16)))[: plan.chunks], "request")
-    (done,) = cache.poll("request")
-    assert isinstance(done, LoadReady)
-    print("first bytes:", [cache.pool.view[extent.offset] for extent in done.lease.extents])
+    lease = cache.load(keys_of(list(range(16)))[: plan.chunks], "request")
+    assert isinstance(lease, ReadLease)
+    print("first bytes:", [cache.pool.view[extent.offset] for extent in lease.extents])
     cache.end("request")
     cache.close()
 

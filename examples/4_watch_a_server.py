@@ -76,10 +76,10 @@ def engine(socket: Path, number: int, until: float) -> None:
         # Every fourth is about topic 1: the prompt that everybody has.
         topic = min(int(rng.expovariate(0.05)), 99) if turn % 4 else 1
         keys = keys_of(topic, rng.randrange(3), "acme" if topic % 3 else "globex")
-        plan = cache.lookup(keys, "request", patient=True)
+        plan = cache.lookup(keys, "request", wait_for_promotion=True)
         while plan.ended.name == "PENDING":  # a tier below has more
             time.sleep(0.005)
-            plan = cache.lookup(keys, "request", patient=True)
+            plan = cache.lookup(keys, "request", wait_for_promotion=True)
         lease = cache.begin_store(keys, "request")
         for extent in lease.extents:  # here an engine copies what it computed
             cache.pool.view[extent.offset : extent.offset + extent.nbytes] = bytes(extent.nbytes)

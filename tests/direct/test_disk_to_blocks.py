@@ -212,7 +212,7 @@ def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cac
     disk = cache.below.files()["disk"]
     room = disk.reserve(KEYS, None)
     assert disk.commit(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
-    while (plan := cache.lookup(KEYS, "engine", patient=True)).ended is Ended.PENDING:
+    while (plan := cache.lookup(KEYS, "engine", wait_for_promotion=True)).ended is Ended.PENDING:
         pass
     assert (plan.chunks, plan.tiers) == (3, ("disk",) * 3)
     cache.end("engine")

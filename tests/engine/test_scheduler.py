@@ -1,11 +1,12 @@
 """The connector under vLLM's real schedulers, with a content oracle: every byte that is attended to is checked."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from kv_core.errors import ConfigError, CopyFailed
+from kv_core.keys import ChunkKey
 from kv_core.service import LoadFailed
 from kv_vllm import connector
 from oracle import BLOCK_TOKENS, Oracle
@@ -110,21 +111,20 @@ def test_a_load_that_comes_up_short_is_computed_and_asked_for_once(
     ask(oracle, "a", SHARED[:200])
     cache, copier = oracle.engine.cache, oracle.engine.copiers[0]
     assert cache is not None and oracle.engine.worker is not None
-    real_poll, real_release = cache.poll, cache.release
+    real_release = cache.release
 
     def fail(plan: object) -> None:
         raise CopyFailed("the bus is on fire")
 
-    def gone(holder: str) -> list[Any]:
-        done = real_poll(holder)
-        return [LoadFailed(one.ticket, one.lease.keys, "gone") for one in done if real_release(one.lease)]
+    def gone(keys: Sequence[ChunkKey], holder: str) -> LoadFailed:
+        return LoadFailed(tuple(keys), "gone")
 
     with monkeypatch.context() as patch:
         match fault:
             case "copy fails":
                 patch.setattr(copier, "load", fail)
             case "chunks are gone":
-                patch.setattr(cache, "poll", gone)
+                patch.setattr(cache, "load", gone)
             case _:
                 patch.setattr(cache, "release", lambda lease: real_release(lease) and False)
         ask(oracle, "b", [*SHARED[:200], 8])

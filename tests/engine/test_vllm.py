@@ -80,19 +80,16 @@ class TestOneEngine:
         def failing_copy(plan: object) -> None:
             raise CopyFailed("the bus is on fire")
 
-        def nothing_there(holder: str) -> list[Any]:
-            return [
-                LoadFailed(done.ticket, done.lease.keys, "gone") if real_release(done.lease) else done
-                for done in real_poll(holder)
-            ]
+        def nothing_there(keys: Any, holder: str) -> LoadFailed:
+            return LoadFailed(tuple(keys), "gone")
 
         def expired(lease: Any) -> bool:
             return real_release(lease) and False
 
-        real_poll, real_release = inner.cache.poll, inner.cache.release
+        real_release = inner.cache.release
         for target, name, fault in (
             (inner.copiers[0], "load", failing_copy),
-            (inner.cache, "poll", nothing_there),
+            (inner.cache, "load", nothing_there),
             (inner.cache, "release", expired),
         ):
             for failing in range(4):

@@ -1,7 +1,7 @@
 """One cache at two addresses: the same calls, the same answers.
 
 Each scenario is a list of verbs, played through a `LocalCache` and through a `RemoteCache` whose server has an equal
-one. Every answer is compared, and at the end the counts: chunks, tiers, reasons, the numbers of leases and tickets, and
+one. Every answer is compared, and at the end the counts: chunks, tiers, reasons, the numbers of leases, and
 the bytes that are read. Where in which pool a chunk lies is not: slots given back together come again in any order.
 """
 
@@ -20,7 +20,7 @@ from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
+from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
@@ -110,25 +110,18 @@ class Player:
     def fetch(self, keys: list[ChunkKey], holder: str) -> object:
         """Ask patiently until the answer is final."""
         end = time.monotonic() + 10
-        while (plan := self.at.service.lookup(keys, holder, patient=True)).ended is Ended.PENDING:
+        while (plan := self.at.service.lookup(keys, holder, wait_for_promotion=True)).ended is Ended.PENDING:
             assert time.monotonic() < end
         return plan
-
-    def progress(self, holder: str) -> object:
-        return replace(self.at.service.progress(holder), waited_s=0.0)
 
     def renew(self, holder: str) -> object:
         return self.at.service.renew(holder)
 
-    def begin_load(self, keys: list[ChunkKey], holder: str) -> object:
-        return self.at.service.begin_load(keys, holder)
-
-    def poll(self, holder: str, name: str = "") -> object:
-        done = self.at.service.poll(holder)
-        for one in done:
-            if isinstance(one, LoadReady) and name:
-                self.leases[name] = one.lease
-        return done
+    def load(self, keys: list[ChunkKey], holder: str, name: str = "") -> object:
+        answer = self.at.service.load(keys, holder)
+        if isinstance(answer, ReadLease) and name:
+            self.leases[name] = answer
+        return answer
 
     def begin_store(self, keys: list[ChunkKey], holder: str, name: str) -> object:
         lease = self.leases[name] = self.at.service.begin_store(keys, holder)
@@ -171,10 +164,6 @@ def without_pool(answer: object) -> object:
     match answer:
         case ReadLease() | WriteLease():
             return replace(answer, extents=tuple(HostExtent("", 0, one.nbytes) for one in answer.extents))
-        case LoadReady():
-            return replace(answer, lease=without_pool(answer.lease))
-        case list():
-            return [without_pool(one) for one in answer]
     return answer
 
 
@@ -192,13 +181,11 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
             ("lookup", A, "r"),
             *store(A, "1"),
             ("lookup", A, "r"),
-            ("begin_load", A, "r"),
-            ("poll", "r", "2"),
+            ("load", A, "r", "2"),
             ("read", "2"),
             ("release", "2"),
             ("release", "2"),
             ("end", "r"),
-            ("poll", "r"),
         ],
     ),
     "eviction": (
@@ -221,10 +208,8 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
         [
             *store(A, "1"),
             ("lookup", A, "r"),
-            ("begin_load", A[:2], "l"),
-            ("poll", "l", "2"),
+            ("load", A[:2], "l", "2"),
             ("advance", 200.0),
-            ("progress", "r"),
             ("renew", "r"),
             ("advance", 100.0),
             ("release", "2"),
@@ -240,16 +225,14 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
         [],
         [
             *store(A, "1"),
-            ("begin_load", A, "l"),
-            ("poll", "l", "2"),
+            ("load", A, "l", "2"),
             ("begin_store", B, "w", "3"),
             ("forget", [A[2], *B[3:]]),
             ("lookup", A, "r"),
             ("commit", "3"),
             ("lookup", B, "r"),
             ("release", "2"),
-            ("begin_load", A, "l"),
-            ("poll", "l"),
+            ("load", A, "l"),
             ("clear",),
             ("lookup", A, "r"),
         ],
@@ -257,10 +240,8 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
     "failures": (
         [],
         [
-            ("begin_load", A, "l"),
-            ("begin_load", A[:1], "l"),
-            ("poll", "other"),
-            ("poll", "l"),
+            ("load", A, "l"),
+            ("load", A[:1], "l"),
             ("lookup", A, "r", 2),
             ("lookup", A, "r", 0),
             ("begin_store", A, "w", "1"),
@@ -301,8 +282,7 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
             ("rest",),
             ("lookup", A, "r"),
             ("fetch", A, "r"),
-            ("begin_load", A, "l"),
-            ("poll", "l", "4"),
+            ("load", A, "l", "4"),
             ("read", "4"),
             ("release", "4"),
             ("end", "r"),
@@ -360,13 +340,11 @@ def test_the_same_answers_to_anything(seed: int) -> None:
                 scenario.append(("commit", rng.choice(names[-4:])))
             case 7:
                 names.append(str(number))
-                scenario += [*store(A, names[-1]), ("begin_load", A[:3], holder), ("poll", holder)]
+                scenario += [*store(A, names[-1]), ("load", A[:3], holder)]
             case 8 if names:
                 scenario.append(("release", rng.choice(names)))
             case 9:
-                scenario.append(
-                    rng.choice([("renew", holder), ("progress", holder), ("end", holder), ("poll", holder)])
-                )
+                scenario.append(rng.choice([("renew", holder), ("end", holder)]))
             case 10:
                 scenario.append(("forget", keys[rng.randint(0, len(keys)) :]))
             case _:
@@ -382,5 +360,5 @@ def test_a_player_sees_failures_as_they_are() -> None:
     local, _ = both([], "lru", SCENARIOS["failures"][1])
     said = [answer for _, answer in local[:-1] if isinstance(answer, tuple) and answer[0] == "misuse"]  # type: ignore[misc]
     assert len(said) == 5
-    failed = [answer for verb, answer in local[:-1] if verb == "poll" and answer]  # type: ignore[misc]
-    assert all(isinstance(one, LoadFailed) for one in failed[0])
+    failed = [answer for verb, answer in local[:-1] if verb == "load"]  # type: ignore[misc]
+    assert len(failed) == 2 and all(isinstance(one, LoadFailed) for one in failed)

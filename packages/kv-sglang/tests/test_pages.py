@@ -231,6 +231,67 @@ def test_what_was_promised_stays_until_it_is_read(make_pool: MakePool) -> None:
     cache.close()
 
 
+class Calls:
+    """A cache that notes the verbs it hears."""
+
+    def __init__(self, cache: LocalCache) -> None:
+        self._cache = cache
+        self.verbs: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._cache, name)
+        if not callable(value):
+            return value
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.verbs.append(name)
+            return value(*arguments, **options)
+
+        return call
+
+
+def test_a_read_uses_the_promise_that_the_question_took(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a server each verb is a round trip: in pieces or at once, what was promised is not looked up again."""
+    cache = Cache(pages=8)
+    store = cache.attach(make_pool("mha", "page_first"))
+    names = hashes(4)
+    store.write(names, slots(0, 1, 2, 3))
+    calls = Calls(store.cache)  # type: ignore[arg-type]
+    monkeypatch.setattr(store, "cache", calls)
+    assert store.held(names) == 4
+    assert calls.verbs == ["lookup"]
+    assert store.read(names[:2], slots(4, 5)) == store.read(names[2:], slots(4, 5)) == [True, True]
+    assert calls.verbs == ["lookup", "load", "release", "load", "release", "end"]
+    assert cache.opened.popitem()[1].counts().read_leases == 0
+
+
+def test_a_read_whose_promise_has_ended_looks_up_again(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never asked for, newer questions ended it, its time was over, or its pages were forgotten."""
+    cache = Cache(pages=8)
+    store = cache.attach(make_pool("mha", "page_first"))
+    (local,) = cache.opened.values()
+    names = hashes(2)
+    store.write(names, slots(0, 1))
+    calls = Calls(local)
+    monkeypatch.setattr(store, "cache", calls)
+    assert store.read(names, slots(4, 5)) == [True, True]
+    assert calls.verbs == ["lookup", "load", "release", "end"]
+    assert store.held(names) == 2
+    for _ in range(20):
+        assert store.held(names[:1]) == 1
+    calls.verbs.clear()
+    assert store.read(names, slots(4, 5)) == [True, True]
+    assert calls.verbs[:4] == ["lookup", "load", "release", "end"]
+    assert store.held(names) == 2
+    local.forget(store.keys(names[1:]))
+    calls.verbs.clear()
+    assert store.read(names, slots(4, 5)) == [True, False]
+    assert calls.verbs[:2] == ["load", "lookup"]
+    store.close()
+    assert local.counts().read_leases == 0
+    cache.close()
+
+
 def test_promises_that_are_never_read_make_way(make_pool: MakePool) -> None:
     """SGLang asks and does not read where too little is found. A full pool of promises must not refuse every store."""
     cache = Cache(pages=4)

@@ -3,7 +3,6 @@
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import LookupProgress
 from kv_core.testing import key_chain
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
@@ -19,7 +18,7 @@ KEYS = key_chain(6)
 def test_what_left_the_pool_comes_back_from_below() -> None:
     tower = Tower()
     tower.store_below(KEYS)
-    assert tower.cache.lookup(KEYS, "r").chunks == 0  # not patient: only what is in the pool
+    assert tower.cache.lookup(KEYS, "r").chunks == 0  # it may not wait: only what is in the pool
     first = tower.ask(KEYS)
     assert (first.chunks, first.ended) == (0, Ended.PENDING)
     plan = tower.fetch(KEYS)
@@ -41,26 +40,6 @@ def test_a_question_that_has_to_be_asked_again_counts_once() -> None:
     after = tower.cache.counts()
     assert after.lookups == before.lookups + 1
     assert (after.chunks_asked - before.chunks_asked, after.chunks_hit - before.chunks_hit) == (8, 6)
-    tower.close()
-
-
-def test_the_way_up_can_be_watched() -> None:
-    """What was found at once, what is still coming, and for how long it has been waited for."""
-    tower = Tower(slots=8)
-    tower.store(KEYS)
-    tower.run()
-    tower.store(key_chain(4, branch="crowd"))
-    assert tower.ask(KEYS).ended is Ended.PENDING
-    tower.clock.advance(0.25)
-    progress = tower.cache.progress("r")
-    assert progress == LookupProgress(promised=4, coming=2, waited_s=0.25)
-    assert tower.cache.progress("r") == progress  # looking changes nothing
-    tower.run()
-    assert tower.cache.progress("r").coming == 0
-    assert tower.ask(KEYS).chunks == 6
-    assert tower.cache.progress("r").promised == 6
-    tower.cache.end("r")
-    assert tower.cache.progress("r") == LookupProgress(0, 0, 0.0)
     tower.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import LoadReady, WriteLease
+from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
@@ -98,25 +98,24 @@ class Hierarchy(RuleBasedStateMachine):
             else:
                 self.cache.release(lease)
 
-    @rule(chain=chains, length=lengths, holder=holders, patient=st.booleans(), reads=st.booleans())
-    def look_up(self, chain: int, length: int, holder: str, patient: bool, reads: bool) -> None:
+    @rule(chain=chains, length=lengths, holder=holders, may_wait=st.booleans(), reads=st.booleans())
+    def look_up(self, chain: int, length: int, holder: str, may_wait: bool, reads: bool) -> None:
         keys = CHAINS[chain][:length]
-        plan = self.cache.lookup(keys, holder, patient=patient)
+        plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait)
         assert plan.chunks <= len(keys)
         assert len(plan.tiers) == plan.chunks
-        assert patient or plan.ended is not Ended.PENDING
+        assert may_wait or plan.ended is not Ended.PENDING
         if reads and plan.chunks:
             self.read(keys[: plan.chunks])
 
     def read(self, keys: list[ChunkKey]) -> None:
         """What was promised is there and right."""
-        self.cache.begin_load(keys, "reader")
-        (done,) = self.cache.poll("reader")
-        assert isinstance(done, LoadReady)
-        for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+        lease = self.cache.load(keys, "reader")
+        assert isinstance(lease, ReadLease)
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
             with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                 assert bytes(chunk) == self.data(key, self.version.get(key, 0))
-        assert self.cache.release(done.lease)
+        assert self.cache.release(lease)
 
     @rule(holder=holders)
     def end(self, holder: str) -> None:
@@ -193,7 +192,7 @@ class Hierarchy(RuleBasedStateMachine):
 
     def everything_is_found(self, chain: list[ChunkKey]) -> None:
         for _ in range(50):
-            plan = self.cache.lookup(chain, "last", patient=True)
+            plan = self.cache.lookup(chain, "last", wait_for_promotion=True)
             if plan.ended is not Ended.PENDING:
                 break
             self.settle()

@@ -83,7 +83,7 @@ def has_failed(cache: LocalCache) -> bool:
 
 
 def fetch(cache: LocalCache, keys: list[ChunkKey]) -> None:
-    until(lambda: cache.lookup(keys, "r", patient=True).ended is not Ended.PENDING)
+    until(lambda: cache.lookup(keys, "r", wait_for_promotion=True).ended is not Ended.PENDING)
 
 
 def break_medium(fault: Fault, cache: LocalCache, directory: Path) -> ExitStack:

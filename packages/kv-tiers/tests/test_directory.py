@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.log import LIMIT
-from kv_core.service import LoadFailed, LoadReady
+from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.pool import host_pool
@@ -47,14 +47,13 @@ def verified(cache: LocalCache, keys: list[ChunkKey]) -> list[ChunkKey]:
     """Those of the keys that are served, each with its right bytes."""
     served = []
     for key in keys:
-        cache.begin_load([key], "r")
-        (done,) = cache.poll("r")
-        if isinstance(done, LoadFailed):
+        lease = cache.load([key], "r")
+        if isinstance(lease, LoadFailed):
             continue
-        assert isinstance(done, LoadReady)
-        (extent,) = done.lease.extents
+        assert isinstance(lease, ReadLease)
+        (extent,) = lease.extents
         assert bytes(cache.pool.view[extent.offset : extent.offset + extent.nbytes]) == content(key, extent.nbytes)
-        assert cache.release(done.lease)
+        assert cache.release(lease)
         served.append(key)
     assert_adds_up(cache.counts())
     return served

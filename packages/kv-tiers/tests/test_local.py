@@ -5,7 +5,7 @@ import uuid
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, MisuseError
-from kv_core.service import CacheService
+from kv_core.service import CacheService, ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.testing.contract import CHUNK_BYTES, ServiceContract
@@ -101,11 +101,11 @@ def test_the_lease_of_a_load_is_its_own() -> None:
     keys = key_chain(2)
     cache.commit(cache.begin_store(keys, "w"))
     cache.lookup(keys, "request")
-    cache.begin_load(keys, "worker")
+    lease = cache.load(keys, "worker")
+    assert isinstance(lease, ReadLease)
     cache.end("request")
-    (done,) = cache.poll("worker")
     assert cache.begin_store(key_chain(4, branch="other"), "w").keys == tuple(key_chain(2, branch="other"))
-    assert cache.release(done.lease)
+    assert cache.release(lease)
     cache.close()
 
 

@@ -53,9 +53,8 @@ class NamedMachine(LocalMachine):
             again = LocalCache(HostPool.named(self.name, CHUNK_BYTES, self.model.slots), clock=self.clock)
             assert set(again.resident_keys()) == set(self.model.held)
             for key, chunk in self.model.held.items():
-                again.begin_load([key], "r")
-                (done,) = again.poll("r")
-                (extent,) = done.lease.extents
+                lease = again.load([key], "r")
+                (extent,) = lease.extents
                 assert bytes(again.pool.view[extent.offset : extent.offset + extent.nbytes]) == chunk.data
             again.close()
         finally:

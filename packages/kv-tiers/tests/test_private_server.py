@@ -146,10 +146,9 @@ def test_what_waits_is_stored_when_the_engine_ends(engine: Engine, end: Callable
     assert left_in(engine) == []
     heir = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "tiers": [engine.disk]})
     cache = RemoteCache(heir.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
-    until(lambda: cache.lookup(key_chain(CHUNKS), "r", patient=True).chunks == CHUNKS)
-    cache.begin_load(key_chain(CHUNKS), "l")
-    (done,) = cache.poll("l")
-    for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):  # type: ignore[union-attr]
+    until(lambda: cache.lookup(key_chain(CHUNKS), "r", wait_for_promotion=True).chunks == CHUNKS)
+    lease = cache.load(key_chain(CHUNKS), "l")
+    for key, extent in zip(lease.keys, lease.extents, strict=True):  # type: ignore[union-attr]
         assert cache.pool.view[extent.offset : extent.offset + extent.nbytes] == content(key, extent.nbytes)
     cache.close()
     heir.stop()

@@ -16,7 +16,7 @@ from kv_core.connect.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.lookup import Ended
-from kv_core.service import CacheService, LoadReady
+from kv_core.service import CacheService, ReadLease
 from kv_core.testing import key_chain
 from kv_core.transfer import TransferPlan
 from kv_tiers import HostConfig, LocalCache, build_local_cache
@@ -237,12 +237,11 @@ def test_what_was_asked_for_below_before_it_was_forgotten_does_not_come_up_after
 def test_a_lease_that_was_released_as_good_before_the_reset_stays_good() -> None:
     tower = Tower("through")
     tower.store(KEYS)
-    tower.cache.begin_load(KEYS, "l")
-    (done,) = tower.cache.poll("l")
-    assert isinstance(done, LoadReady)
-    for key, extent in zip(KEYS, done.lease.extents, strict=True):
+    lease = tower.cache.load(KEYS, "l")
+    assert isinstance(lease, ReadLease)
+    for key, extent in zip(KEYS, lease.extents, strict=True):
         with tower.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
             assert bytes(chunk) == content(key, extent.nbytes)
-    assert tower.cache.release(done.lease)
+    assert tower.cache.release(lease)
     tower.cache.clear()
     tower.close()

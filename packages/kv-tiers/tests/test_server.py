@@ -25,7 +25,7 @@ from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import CacheService, LoadFailed, LoadReady, WriteLease
+from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool
 from kv_tiers.config import HostConfig, ObserveConfig
@@ -173,14 +173,13 @@ def store(cache: RemoteCache, keys: Sequence[ChunkKey], holder: str = "w") -> Wr
 
 def read(cache: RemoteCache, keys: Sequence[ChunkKey], holder: str = "l") -> bool:
     """Load these and see that they are what was stored. False: they could not be had, or did not stay put."""
-    cache.begin_load(keys, holder)
-    (done,) = cache.poll(holder)
-    if isinstance(done, LoadFailed):
+    lease = cache.load(keys, holder)
+    if isinstance(lease, LoadFailed):
         return False
-    assert done.lease.keys == tuple(keys)
+    assert lease.keys == tuple(keys)
     pool = cache.pool
-    copied = [bytes(pool.view[extent.offset : extent.offset + extent.nbytes]) for extent in done.lease.extents]
-    if not cache.release(done.lease):
+    copied = [bytes(pool.view[extent.offset : extent.offset + extent.nbytes]) for extent in lease.extents]
+    if not cache.release(lease):
         return False
     assert copied == [content(key, CHUNK_BYTES) for key in keys]
     return True
@@ -188,11 +187,11 @@ def read(cache: RemoteCache, keys: Sequence[ChunkKey], holder: str = "l") -> boo
 
 def held(cache: RemoteCache, keys: Sequence[ChunkKey]) -> int:
     """How many can be had after all, from whatever tier."""
-    plan = cache.lookup(keys, "asker", patient=True)
+    plan = cache.lookup(keys, "asker", wait_for_promotion=True)
     end = time.monotonic() + 10
     while plan.ended is Ended.PENDING:
         assert time.monotonic() < end
-        plan = cache.lookup(keys, "asker", patient=True)
+        plan = cache.lookup(keys, "asker", wait_for_promotion=True)
     cache.end("asker")
     return plan.chunks
 
@@ -327,9 +326,8 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: Served) ->
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
             ask(wire.Lookup(keys, f"r{number}", 1, False))
-        ask(wire.BeginLoad(keys, "l"))
-        ask(wire.Poll("l"))
-        ask(wire.BeginLoad(keys, "never polled"))
+        ask(wire.Load(keys, "l"))
+        ask(wire.Load(keys, "never released"))
         assert stays.counts().read_leases == 7
     until(lambda: stays.counts().read_leases == 0)
     (behind,) = served.server.caches.values()
@@ -497,8 +495,7 @@ def child_lives(path: Path, seed: int, writer: int) -> NoReturn:
                 case 0:
                     cache.lookup(keys, f"r{rng.randrange(9)}")
                 case 1:
-                    cache.begin_load(keys, "l")
-                    cache.poll("l")
+                    cache.load(keys, "l")
                 case 2:
                     fill(cache, cache.begin_store(keys, "left open"))
                     if rng.random() < 0.5:
@@ -594,15 +591,12 @@ def test_a_killed_server_is_a_miss_and_nothing_else(home: Path) -> None:
     store(cache, keys)
     writing, given_up = cache.begin_store(key_chain(2, branch="new"), "w"), cache.begin_store(key_chain(1), "v")
     cache.lookup(keys, "r")
-    cache.begin_load(keys, "l")
-    (done,) = cache.poll("l")
-    assert isinstance(done, LoadReady)
-    pending = cache.begin_load(keys, "l")
+    lease = cache.load(keys, "l")
+    assert isinstance(lease, ReadLease)
     old = cache.pool
     end(server)
-    assert cache.poll("l") == [LoadFailed(pending, tuple(keys), "the cache server is away")]
-    assert cache.poll("l") == []
-    assert not cache.release(done.lease)
+    assert cache.load(keys, "l") == LoadFailed(tuple(keys), "the cache server is away")
+    assert not cache.release(lease)
     assert not cache.renew("r")
     cache.commit(writing)
     assert not cache.release(given_up)
@@ -611,10 +605,7 @@ def test_a_killed_server_is_a_miss_and_nothing_else(home: Path) -> None:
     refused = cache.begin_store(keys, "w")
     assert (refused.keys, refused.extents) == ((), ())
     assert "away" in refused.refused
-    failing = cache.begin_load(keys, "l")
-    (failed,) = cache.poll("l")
-    assert isinstance(failed, LoadFailed)
-    assert (failed.ticket, failed.missing) == (failing, tuple(keys))
+    assert cache.load(keys, "l") == LoadFailed(tuple(keys), "the cache server is away")
     cache.end("r")
     cache.end("l")
     cache.clear()
@@ -628,7 +619,7 @@ def test_a_killed_server_is_a_miss_and_nothing_else(home: Path) -> None:
     assert (cache.generation, pools) == (1, [cache.pool])
     assert cache.pool.name != old.name
     fresh = cache.begin_store(keys, "w")
-    assert not cache.release(done.lease)
+    assert not cache.release(lease)
     cache.commit(kept)
     cache.commit(refused)
     assert cache.counts().write_leases == 1
@@ -659,7 +650,7 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
         try:
             while phase < 3:
                 keys = rng.choice(stems)
-                chunks = cache.lookup(keys, f"r{number}", patient=True).chunks
+                chunks = cache.lookup(keys, f"r{number}", wait_for_promotion=True).chunks
                 if chunks and read(cache, keys[:chunks], f"l{number}"):
                     hits[min(phase, 2)] += 1
                 fresh = key_chain(2, branch=f"{number} {rng.randrange(10)}")
@@ -783,7 +774,12 @@ def test_a_client_that_is_closed_says_so(served: Served) -> None:
     cache.close()
     cache.end("w")
     assert not cache.release(writing)
-    for call in (lambda: cache.lookup([], "r"), lambda: cache.commit(writing), cache.counts, lambda: cache.poll("r")):
+    for call in (
+        lambda: cache.lookup([], "r"),
+        lambda: cache.commit(writing),
+        cache.counts,
+        lambda: cache.load([], "r"),
+    ):
         with pytest.raises(MisuseError, match="closed"):
             call()
     assert served.report().sessions == []
@@ -948,9 +944,7 @@ def test_a_session_holds_so_much_and_no_more(served: Served, monkeypatch: pytest
     for holder in ("a", "b", "c"):
         assert cache.lookup(keys, holder).chunks == 3
     assert cache.lookup(keys, "d").ended is Ended.REFUSED
-    cache.begin_load(keys, "d")
-    (failed,) = cache.poll("d")
-    assert isinstance(failed, LoadFailed)
+    assert cache.load(keys, "d") == LoadFailed(tuple(keys), "this session holds as much as one may")
     refused = cache.begin_store(key_chain(2, branch="more"), "w")
     assert refused.keys == ()
     assert "as much as" in refused.refused
@@ -988,8 +982,7 @@ def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
     plan = cache.lookup(keys, "r")
     assert (plan.chunks, plan.ended) == (6, Ended.REFUSED)
     assert cache.lookup(keys, "r", keys_per_chunk=5).chunks == 1
-    cache.begin_load(keys, "l")
-    assert isinstance(cache.poll("l")[0], LoadFailed)
+    assert isinstance(cache.load(keys, "l"), LoadFailed)
     cache.forget(keys)
     assert held(cache, keys) == 0
     cache.close()
@@ -1046,13 +1039,12 @@ REQUESTS: list[wire.Request] = [
     wire.Status(),
     wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, True),
     wire.Renew("h"),
-    wire.BeginLoad(wire.pack_keys(key_chain(2)), "h"),
+    wire.Load(wire.pack_keys(key_chain(2)), "h"),
     wire.BeginStore(wire.pack_keys(key_chain(2)), "h"),
     wire.Commit(1),
     wire.Release(1, True),
     wire.Forget(wire.pack_keys(key_chain(1))),
     wire.End("h"),
-    wire.Poll("h"),
     wire.Clear(),
     wire.Counts(),
 ]

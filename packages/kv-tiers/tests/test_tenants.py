@@ -18,7 +18,7 @@ from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.lookup import Ended
-from kv_core.service import LoadReady, ReadLease, WriteLease
+from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import POLICY_NAMES, EvictionPolicy, make_policy
@@ -386,14 +386,13 @@ def test_a_tenant_is_cleared_and_nobody_else() -> None:
     mine, other = key_chain(4, salt="ann"), key_chain(4, salt="ben")
     store(cache, mine)
     store(cache, other)
-    cache.begin_load(mine, "l")
-    (done,) = cache.poll("l")
+    lease = cache.load(mine, "l")
     writing = cache.begin_store(key_chain(2, branch="open", salt="ann"), "w")
     assert cache.clear_tenant(ANN) == 4
     assert (held(cache, mine), held(cache, other)) == (0, 4)
     assert used(cache) == {ANN: 6, BEN: 4}  # read and written still, and found by nobody
     cache.commit(writing)
-    cache.release(done.lease)
+    cache.release(lease)
     assert held(cache, writing.keys) == 0
     assert used(cache) == {ANN: 0, BEN: 4}
     assert store(cache, mine) == 4
@@ -568,9 +567,8 @@ def walk(cache: LocalCache, salt: str | None, step: tuple[str, int, int]) -> int
     if verb == "store":
         return store(cache, keys)
     if verb == "load":
-        cache.begin_load(keys, "l")
-        (done,) = cache.poll("l")
-        return len(done.lease.keys) if isinstance(done, LoadReady) and cache.release(done.lease) else -1
+        lease = cache.load(keys, "l")
+        return len(lease.keys) if isinstance(lease, ReadLease) and cache.release(lease) else -1
     return cache.lookup(keys, f"holder {salt} {branch}").chunks  # and the promise stays until it asks again
 
 
@@ -749,10 +747,9 @@ class TenantsMachine(RuleBasedStateMachine):
 
     @rule(keys=prompts)
     def load(self, keys: list[ChunkKey]) -> None:
-        self.cache.begin_load(keys, "l")
-        (done,) = self.cache.poll("l")
-        if isinstance(done, LoadReady):
-            self.reads.append(done.lease)
+        lease = self.cache.load(keys, "l")
+        if isinstance(lease, ReadLease):
+            self.reads.append(lease)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

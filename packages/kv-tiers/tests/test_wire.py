@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
-from kv_core.service import CacheCounts, LookupProgress
+from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.server import wire
 from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
@@ -28,15 +28,13 @@ REQUESTS: list[wire.Request] = [
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 2, True),
     wire.Renew("holder"),
-    wire.BeginLoad(KEYS, "holder"),
+    wire.Load(KEYS, "holder"),
     wire.BeginStore(KEYS, "holder"),
-    wire.Progress("holder"),
     wire.Allocated({"holder": 3}),
     wire.Commit(7),
     wire.Release(7, True),
     wire.Forget(KEYS),
     wire.End("holder"),
-    wire.Poll("holder"),
     wire.Clear(),
     wire.Counts(),
 ]
@@ -64,11 +62,9 @@ ANSWERS: list[wire.Answer] = [
     wire.Pool("pool", 4096, 8, b"t" * 16, [1], True),
     wire.Done(),
     wire.Truth(True),
-    wire.Progressed(LookupProgress(1, 2, 0.5)),
     wire.Planned(1, "ABSENT", ("host",)),
-    wire.Ticketed(3),
-    wire.Leased(3, [0, 2], [5, 6], "no room"),
-    wire.Polled([wire.Ready(1, 2, [3, 4]), wire.Missed(5, KEYS, "gone")]),
+    wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
+    wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
@@ -234,7 +230,12 @@ def test_the_examples_on_the_formats_page_are_true() -> None:
     assert hello == wire.frame(wire.Hello("0.1.0"))
     said = wire.read_request(lookup[wire.HEADER.size :])
     assert isinstance(said, wire.Lookup)
-    assert (len(said.keys.unpack()), said.holder, said.keys_per_chunk, said.patient) == (1, "request-1", 1, False)
+    assert (len(said.keys.unpack()), said.holder, said.keys_per_chunk, said.wait_for_promotion) == (
+        1,
+        "request-1",
+        1,
+        False,
+    )
     assert wire.frame(said) == lookup
     assert planned == wire.frame(wire.Planned(0, "ABSENT", ()))
     for message in [*REQUESTS, *ANSWERS]:

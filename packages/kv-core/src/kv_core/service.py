@@ -15,14 +15,18 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import LookupPlan
 
 Holder = str
-Ticket = NewType("Ticket", int)
 LeaseId = NewType("LeaseId", int)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """`extents[i]` holds the whole bytes of `keys[i]` until the lease is released or expires. Forgotten meanwhile, the
-    bytes stay and the lease is void: its release says that they must not be used."""
+    """The chunks are in the pool and stay there until the lease is released or expires. Copy, then release: `release`
+    says whether the bytes stayed put. Forgotten meanwhile, they stay and the lease is void.
+
+    id: what a release names.
+    keys: the chunks, in the order of the call.
+    extents: where the whole bytes of each are.
+    """
 
     id: LeaseId
     keys: tuple[ChunkKey, ...]
@@ -30,49 +34,31 @@ class ReadLease:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteLease:
-    """Room for chunks not yet held: write `keys[i]` to `extents[i]`, then commit. No lookup sees them before.
+class LoadFailed:
+    """At least one of the chunks cannot be had; nothing is leased.
 
-    refused: why chunks that are not held got no room, or "" when all did. What is refused costs nothing.
+    missing: those that are not held.
+    reason: for a log.
+    """
+
+    missing: tuple[ChunkKey, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLease:
+    """Room for chunks that are not held yet: write, then commit. No lookup sees them before.
+
+    id: what a commit or a release names.
+    keys: the chunks that got room, in the order of the call.
+    extents: where to write the whole bytes of each.
+    refused: why others that are not held got none, or "" when all did. What is refused costs nothing.
     """
 
     id: LeaseId
     keys: tuple[ChunkKey, ...]
     extents: tuple[HostExtent, ...]
     refused: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReady:
-    """The chunks are in the pool. Copy, then release: `release` says whether the bytes stayed put meanwhile."""
-
-    ticket: Ticket
-    lease: ReadLease
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """At least one of the chunks could not be had; nothing is leased."""
-
-    ticket: Ticket
-    missing: tuple[ChunkKey, ...]
-    reason: str
-
-
-Completion = LoadReady | LoadFailed
-
-
-@dataclass(frozen=True, slots=True)
-class LookupProgress:
-    """How far a holder's patient lookup has come, in keys.
-
-    promised: held for it now; with the first answer, what was found at once. coming: on their way up from slower tiers.
-    waited_s: since it was first told to ask again; 0 where nothing is waited for.
-    """
-
-    promised: int
-    coming: int
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +94,7 @@ class CacheService(Protocol):
     """Everything an engine may ask of a cache. Every call returns at once."""
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
     ) -> LookupPlan:
         """Lease the leading run of held chunks to `holder` and say how long it is.
 
@@ -116,20 +102,17 @@ class CacheService(Protocol):
         which counts only when all of them are held. Asking again replaces what the holder was promised before and
         starts its time anew, so the call may be repeated without counting: one holder has one promise.
 
-        patient: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is `PENDING`,
-        with what can be promised already: ask again soon, with the same keys. The cache bounds that time, from the
-        holder's first question to its end. Not patient: what can be promised now, and nothing is brought up.
+        wait_for_promotion: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is
+            `PENDING`, with what can be promised already: ask again soon, with the same keys. The cache bounds that
+            time, from the holder's first question to its end. False: what can be promised now; nothing is brought up.
         """
-
-    def progress(self, holder: Holder) -> LookupProgress:
-        """How far this holder's lookup has come. Looks only: nothing is renewed, promised or waited for."""
 
     def renew(self, holder: Holder) -> bool:
         """Start the promise's time anew. False if the holder has none (any more), or chunks of it were forgotten since:
         look up again."""
 
-    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
-        """Ask for readable extents of exactly these chunks, on a lease of their own. The answer comes from `poll`."""
+    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+        """Lease exactly these chunks for reading, on a lease of their own beside the holder's promise."""
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
@@ -164,9 +147,6 @@ class CacheService(Protocol):
 
     def end(self, holder: Holder) -> None:
         """Give back everything `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""
-
-    def poll(self, holder: Holder) -> list[Completion]:
-        """Tickets of `holder` that finished since it last asked."""
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         """Tell whoever watches the cache how many of its blocks the engine gave to which holders. Changes nothing."""

@@ -1,8 +1,10 @@
 """Pages of one host pool in and out of one cache, asked for by their hashes. SGLang's threads call this directly.
 
 An answer to "are they there?" is a promise: what was found is leased until it is read, or until some questions later.
-SGLang says no more of a question once it is answered, so a promise ends with the read of its last page; those that are
-never read end one by one as newer questions come, and all at once when a store finds no room.
+So a read of promised pages leases them in one call and looks nothing up. The question, the read and the store come from
+three threads of SGLang's, which says no more of a question once it is answered: a promise ends with the read of its
+last page; those that are never read end one by one as newer questions come, and all at once when a store finds no room.
+A read whose promise has ended, or that never had one, looks up first.
 """
 
 import itertools
@@ -12,13 +14,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import LoadReady, ReadLease
+from kv_core.service import ReadLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
@@ -57,6 +60,18 @@ class Hands(Generic[_C]):
             self._pool = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """What one question found.
+
+    pages: leased to its holder; none of them where everything is still on its way up.
+    last: with the read of which the promise ends.
+    """
+
+    pages: frozenset[ChunkKey]
+    last: ChunkKey | None
+
+
 class PageStore:
     """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours.
 
@@ -86,7 +101,7 @@ class PageStore:
         self.name = f"sglang-{os.getpid()}-{next(_NUMBERS)}"
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._promises: OrderedDict[str, ChunkKey] = OrderedDict()  # holder → the last page that it was promised
+        self._promises: OrderedDict[str, _Promise] = OrderedDict()  # by their holders, oldest first
         self._hands: list[Hands[Copier]] = []
         self._mine = threading.local()
 
@@ -116,7 +131,7 @@ class PageStore:
         if not chunks:
             self.cache.end(holder)
             return 0
-        self._promise(holder, keys[chunks - 1])
+        self._promise(holder, keys[:chunks])
         return chunks
 
     def ready(self, hashes: Sequence[str], asker: str) -> int:
@@ -128,9 +143,9 @@ class PageStore:
         if not keys:
             self.forget_asker(asker)
             return 0
-        plan = self.cache.lookup(keys, asker, patient=True)
+        plan = self.cache.lookup(keys, asker, wait_for_promotion=True)
         if plan.chunks or plan.ended is Ended.PENDING:
-            self._promise(asker, keys[max(plan.chunks, 1) - 1])
+            self._promise(asker, keys[: plan.chunks])
         else:
             self.forget_asker(asker)
         return plan.chunks
@@ -167,24 +182,21 @@ class PageStore:
         keys = self.keys(hashes)
         if not keys:
             return [False] * len(hashes)
-        holder = self._holder("read")
-        good = 0
-        try:
-            chunks = self._lookup(keys, holder, time.monotonic() + self._wait_s)
-            lease = self.lease(keys[:chunks], holder) if chunks else None
-            if lease is not None:
-                with self._copier(copier) as hands:
-                    plan = self.plan(zip(lease.extents, slots[:chunks], strict=True))
-                    hands.load(plan).wait()
-                # Bytes that did not stay put while they were read may be another page's.
-                good = chunks if self.cache.release(lease) else 0
-        finally:
-            self.cache.end(holder)
+        reader = f"{self.name}-read-{threading.get_ident()}"  # nobody else's, as a thread reads once at a time
+        if self._is_promised(keys) and (lease := self.lease(keys, reader)) is not None:
+            good = self._copy_out(lease, slots, copier)
+        else:
+            try:
+                chunks = self._lookup(keys, reader, time.monotonic() + self._wait_s)
+                lease = self.lease(keys[:chunks], reader)
+                good = 0 if lease is None else self._copy_out(lease, slots, copier)
+            finally:
+                self.cache.end(reader)
         read = set(keys)
         with self._lock:
-            done = [name for name, last in self._promises.items() if last in read]
-            for name in done:
-                del self._promises[name]
+            done = [holder for holder, promise in self._promises.items() if promise.last in read]
+            for holder in done:
+                del self._promises[holder]
         self._end(done)
         return [number < good for number in range(len(keys))]
 
@@ -235,9 +247,9 @@ class PageStore:
 
     def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
         while True:
-            patient = time.monotonic() < until
-            plan = self.cache.lookup(keys, holder, patient=patient)
-            if plan.ended is not Ended.PENDING or not patient:
+            may_wait = time.monotonic() < until
+            plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait)
+            if plan.ended is not Ended.PENDING or not may_wait:
                 return plan.chunks
             time.sleep(_ASK_AGAIN_S)
 
@@ -245,15 +257,26 @@ class PageStore:
         """Of exactly these pages, if all can be read at once. It ends when it is released, or with its holder."""
         if not keys:
             return None
-        ticket = self.cache.begin_load(keys, holder)
-        until = time.monotonic() + max(self._wait_s, 1.0)
-        while True:
-            for answer in self.cache.poll(holder):
-                if answer.ticket == ticket:
-                    return answer.lease if isinstance(answer, LoadReady) else None
-            if time.monotonic() > until:
-                return None
-            time.sleep(_ASK_AGAIN_S)
+        answer = self.cache.load(keys, holder)
+        return answer if isinstance(answer, ReadLease) else None
+
+    def _is_promised(self, keys: Sequence[ChunkKey]) -> bool:
+        """All of them to one holder. By the time that the caller leases them, the promise may have ended."""
+        with self._lock:
+            return any(
+                promise.pages.issuperset(keys) for promise in self._promises.values() if keys[0] in promise.pages
+            )
+
+    def _copy_out(self, lease: ReadLease, slots: Sequence[int], copier: Copier | None) -> int:
+        """Copy the leased pages to the leading slots, and release them; how many are good: all or none."""
+        try:
+            with self._copier(copier) as hands:
+                hands.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
+        except BaseException:
+            self.cache.release(lease)
+            raise
+        # Bytes that did not stay put while they were read may be another page's.
+        return len(lease.keys) if self.cache.release(lease) else 0
 
     def plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
         """Pages between the host pool and the slots that each begins at."""
@@ -277,9 +300,9 @@ class PageStore:
                 self._hands.append(mine)
         yield mine.on(self.cache.pool)
 
-    def _promise(self, holder: str, last: ChunkKey) -> None:
+    def _promise(self, holder: str, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
-            self._promises[holder] = last
+            self._promises[holder] = _Promise(frozenset(keys), keys[-1] if keys else None)
             self._promises.move_to_end(holder)
             surplus = [self._promises.popitem(last=False)[0] for _ in range(len(self._promises) - _PROMISES)]
         self._end(surplus)

@@ -460,8 +460,7 @@ for seed in range(3):  # it took the second some hundred calls
             case 0:
                 cache.lookup(keys, f"r{rng.randrange(9)}")
             case 1:
-                cache.begin_load(keys, "l")
-                cache.poll("l")
+                cache.load(keys, "l")
             case 2:
                 cache.begin_store(keys, "left open")
                 if rng.random() < 0.5:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 import pytest
 from kv_core.clock import HandClock
 from kv_core.keys import tenant_tag
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.spill import WriteMode
@@ -238,22 +238,21 @@ def test_a_store_a_lookup_and_a_load_are_told_once_each(watched: Watched) -> Non
         events.Committed("w", lease.id, keys, 2.0),
     ]
     cache.lookup([*keys, *key_chain(1, branch="x")], "r")
-    cache.begin_load(keys, "r")
-    (ready,) = cache.poll("r")
-    assert isinstance(ready, LoadReady)
+    lease = cache.load(keys, "r")
+    assert isinstance(lease, ReadLease)
     watched.clock.advance(3)
-    cache.release(ready.lease)
+    cache.release(lease)
     cache.end("r")
     assert watched.told() == [
         events.LookedUp("r", [*keys, *key_chain(1, branch="x")], 1, 3, ("host",) * 3, "ABSENT"),
-        events.LoadBegun("r", ready.lease.id, keys, 0),
-        events.LoadEnded("r", ready.lease.id, 3, 3.0, "released"),
+        events.LoadBegun("r", lease.id, keys, 0),
+        events.LoadEnded("r", lease.id, 3, 3.0, "released"),
         events.HolderEnded("r"),
     ]
 
 
 def test_a_load_of_what_is_not_held_says_how_much_is_missing(watched: Watched) -> None:
-    watched.cache.begin_load(key_chain(2), "r")
+    watched.cache.load(key_chain(2), "r")
     assert watched.told() == [events.LoadBegun("r", 0, key_chain(2), 2)]
 
 
@@ -270,8 +269,7 @@ def test_a_request_is_not_told_of_where_nobody_wants_to_know_of_any() -> None:
     def a_request() -> list[str]:
         cache.commit(cache.begin_store(key_chain(1), "w"))
         cache.lookup(key_chain(1), "r")
-        cache.begin_load(key_chain(1), "r")
-        cache.poll("r")
+        cache.load(key_chain(1), "r")
         cache.end("r")
         assert bus.flush()
         told, changes.all = [type(one.event).__name__ for one in changes.all], []
@@ -308,7 +306,7 @@ def test_leases_that_expire_are_told_with_their_kind(watched: Watched) -> None:
     keys = key_chain(2)
     watched.cache.commit(watched.cache.begin_store(keys, "w"))
     watched.cache.lookup(keys, "r")
-    watched.cache.begin_load(keys, "r")
+    watched.cache.load(keys, "r")
     watched.told()
     watched.clock.advance(301)
     watched.cache.counts()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from kv_core import KeySpace, tenant_tag
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
@@ -185,10 +185,9 @@ def test_a_reader_in_another_thread_sees_whole_numbers(scraped: Scraped) -> None
     scraped.tower.store(keys)
     for number in range(50):
         scraped.tower.cache.lookup(keys, "r")
-        scraped.tower.cache.begin_load(keys, "r")
-        (ready,) = scraped.tower.cache.poll("r")
-        assert isinstance(ready, LoadReady)
-        scraped.tower.cache.release(ready.lease)
+        lease = scraped.tower.cache.load(keys, "r")
+        assert isinstance(lease, ReadLease)
+        scraped.tower.cache.release(lease)
         text = scraped.metrics.exposition()[0].decode()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -13,7 +13,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ObserveConfig
@@ -67,10 +67,9 @@ def test_a_request_is_a_span_with_its_loads_and_stores_inside(traced: Traced) ->
     cache, keys = traced.cache, key_chain(2)
     cache.commit(cache.begin_store(keys, "other"))
     cache.lookup([*keys, *key_chain(1, branch="x")], "r")
-    cache.begin_load(keys, "r")
-    (ready,) = cache.poll("r")
-    assert isinstance(ready, LoadReady)
-    cache.release(ready.lease)
+    lease = cache.load(keys, "r")
+    assert isinstance(lease, ReadLease)
+    cache.release(lease)
     cache.commit(cache.begin_store(key_chain(4), "r"))
     traced.source.publish(events.BlocksAllocated("r", 7))
     cache.end("r")
@@ -90,7 +89,7 @@ def test_a_request_is_a_span_with_its_loads_and_stores_inside(traced: Traced) ->
 
 def test_what_went_wrong_is_a_status(traced: Traced) -> None:
     cache, keys = traced.cache, key_chain(2)
-    cache.begin_load(keys, "r")
+    cache.load(keys, "r")
     writing = cache.begin_store(keys, "r")
     cache.release(writing)
     cache.commit(cache.begin_store(keys, "r"))

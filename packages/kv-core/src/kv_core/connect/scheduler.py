@@ -100,9 +100,9 @@ class _Tracked:
     promised_chunks: int = 0
     offered_from: int = 0
     offered_tokens: int = 0
-    attempt: int = 0
+    has_loaded: bool = False  # a load was begun, so its blocks may hold what was loaded
     stored_chunks: int = 0
-    patient: bool = True  # until slower tiers have had their chance
+    may_wait: bool = True  # until slower tiers have had their chance
     mixed: bool = False  # its blocks may hold KV of other weights than the key space's: never stored
 
 
@@ -150,13 +150,13 @@ class SchedulerHalf:
         if self._shape.loads and usable > computed_tokens and in_whole_blocks:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
-                    tracked.patient = True
+                    tracked.may_wait = True
                 plan = self._look_up(request, tracked)
                 tracked.promised_chunks = plan.chunks
                 if plan.ended is Ended.PENDING:
                     self._move(request.request_id, tracked, Event.PEND)
                     return None
-                tracked.patient = False
+                tracked.may_wait = False
             offered = max(0, min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens)
         if offered == 0:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
@@ -193,7 +193,7 @@ class SchedulerHalf:
             self.counts.loads_refused += 1
             return
         self._move(request_id, tracked, Event.LOAD)
-        tracked.attempt += 1
+        tracked.has_loaded = True
         if external_tokens != offered or not fits:
             self._refused.append(request_id)
             self.counts.loads_refused += 1
@@ -207,7 +207,6 @@ class SchedulerHalf:
         self._loads.append(
             LoadStep(
                 request_id,
-                tracked.attempt,
                 first_chunk,
                 tuple(tracked.keys.digests[first_chunk:last_chunk]),
                 tracked.tenant,
@@ -283,7 +282,7 @@ class SchedulerHalf:
         for request_id, tracked in self._tracked.items():
             tracked.stored_chunks = tracked.offered_tokens = 0
             # One that waits has blocks all the same, if a load has filled some.
-            fresh = tracked.phase is Phase.WAITING and not tracked.attempt
+            fresh = tracked.phase is Phase.WAITING and not tracked.has_loaded
             tracked.mixed = not (fresh or tracked.phase in (Phase.PENDING, Phase.PROMISED))
             self._rename(tracked)
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
@@ -353,7 +352,7 @@ class SchedulerHalf:
             tracked.chunk_keys,
             self._holder(request.request_id),
             keys_per_chunk=keys_per_chunk,
-            patient=tracked.patient,
+            wait_for_promotion=tracked.may_wait,
         )
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:

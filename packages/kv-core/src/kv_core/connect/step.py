@@ -14,7 +14,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 2
+STEP_VERSION = 3
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
@@ -23,14 +23,15 @@ NO_SPACE = bytes(SPACE_ID_BYTES)
 class LoadStep:
     """Fill the request's blocks with tokens `first_token … last_token` (excluded) of its prompt.
 
-    attempt: tells loads of one request apart; a request can load again after a preemption or a failure.
-    first_chunk: number of the chunk that `digests[0]` names; the digests reach over all tokens to be loaded.
+    request_id: the engine's.
+    first_chunk: number of the chunk that `digests[0]` names.
+    digests: of as many chunks as the tokens to be loaded reach over.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
     blocks: for each group, the request's block table from the prompt's first token on.
+    first_token, last_token: places in the prompt.
     """
 
     request_id: str
-    attempt: int
     first_chunk: int
     digests: tuple[bytes, ...]
     tenant: bytes
@@ -53,6 +54,8 @@ class StoreStep:
 class StepPlan:
     """One step's work for every worker.
 
+    loads: before the forward pass.
+    stores: after it.
     refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. It is the scheduler's to say, since
         other weights in a running engine are another key space, from one step to the next.
@@ -63,17 +66,12 @@ class StepPlan:
     refused: tuple[str, ...] = ()
     space_id: bytes = NO_SPACE
 
-    @property
-    def empty(self) -> bool:
-        return not (self.loads or self.stores or self.refused)
-
     def to_plain(self) -> Plain:
         return {
             "version": STEP_VERSION,
             "loads": [
                 [
                     load.request_id,
-                    load.attempt,
                     load.first_chunk,
                     list(load.digests),
                     load.tenant,
@@ -120,10 +118,9 @@ class StepReport:
 
 
 def _load(entry: Plain) -> LoadStep:
-    request_id, attempt, first_chunk, digests, tenant, blocks, first_token, last_token = _sequence(entry, 8)
+    request_id, first_chunk, digests, tenant, blocks, first_token, last_token = _sequence(entry, 7)
     return LoadStep(
         _text(request_id),
-        _count(attempt),
         _count(first_chunk),
         tuple(_digest(digest) for digest in _sequence(digests)),
         _tenant(tenant),

@@ -12,18 +12,7 @@ from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan, leading_run
-from kv_core.service import (
-    CacheCounts,
-    Completion,
-    Holder,
-    LeaseId,
-    LoadFailed,
-    LoadReady,
-    LookupProgress,
-    ReadLease,
-    Ticket,
-    WriteLease,
-)
+from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import TransferPlan
 
 POOL = "dict"
@@ -33,9 +22,15 @@ POOL = "dict"
 class DictService:
     """A `CacheService` in which chunk i lies at offset i of an endless pool, so nothing is ever evicted.
 
-    fail_loads: how many of the next loads find their last chunk gone. expire_leases: how many of the next releases of
-    read leases say that the lease had expired. refuse_stores: how many of the next stores get no room. pending: how
-    many of the next patient lookups that miss say that more is on its way.
+    fail_loads: how many of the next loads find their last chunk gone.
+    expire_leases: how many of the next releases of read leases say that the lease had expired.
+    refuse_stores: how many of the next stores get no room.
+    pending: how many of the next lookups that miss and may wait say that more is on its way.
+    held: chunk → its offset in the pool.
+    promised: holder → how many chunks.
+    open_leases: those that are neither committed nor released.
+    ended: the holders that ended, in order.
+    allocations: what `allocated` was called with, in order.
     """
 
     fail_loads: int = 0
@@ -48,42 +43,33 @@ class DictService:
     ended: list[Holder] = field(default_factory=list)
     allocations: list[dict[Holder, int]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
-    _done: dict[Holder, list[Completion]] = field(default_factory=dict)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
     ) -> LookupPlan:
         chunks, ended = leading_run((key in self.held for key in keys), keys_per_chunk)
         self.promised.pop(holder, None)
         if chunks:
             self.promised[holder] = chunks
-        if patient and self.pending and ended is not Ended.ALL_HELD:
+        if wait_for_promotion and self.pending and ended is not Ended.ALL_HELD:
             self.pending -= 1
             ended = Ended.PENDING
         return LookupPlan(holder, chunks, ended, ("dict",) * chunks)
 
-    def progress(self, holder: Holder) -> LookupProgress:
-        return LookupProgress(self.promised.get(holder, 0), self.pending, 0.0)
-
     def renew(self, holder: Holder) -> bool:
         return holder in self.promised
 
-    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
-        ticket = Ticket(next(self._numbers))
+    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
         missing = tuple(key for key in keys if key not in self.held)
         if self.fail_loads:
             self.fail_loads -= 1
             missing = tuple(keys[-1:])
-        answer: Completion
         if missing:
-            answer = LoadFailed(ticket, missing, "the chunks have gone")
-        else:
-            extents = tuple(HostExtent(POOL, self.held[key], 1) for key in keys)
-            lease = ReadLease(LeaseId(next(self._numbers)), tuple(keys), extents)
-            self.open_leases[lease.id] = lease
-            answer = LoadReady(ticket, lease)
-        self._done.setdefault(holder, []).append(answer)
-        return ticket
+            return LoadFailed(missing, "the chunks have gone")
+        extents = tuple(HostExtent(POOL, self.held[key], 1) for key in keys)
+        lease = ReadLease(LeaseId(next(self._numbers)), tuple(keys), extents)
+        self.open_leases[lease.id] = lease
+        return lease
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         missing = tuple(key for key in keys if key not in self.held)
@@ -123,9 +109,6 @@ class DictService:
     def end(self, holder: Holder) -> None:
         self.promised.pop(holder, None)
         self.ended.append(holder)
-
-    def poll(self, holder: Holder) -> list[Completion]:
-        return self._done.pop(holder, [])
 
     def clear(self) -> None:
         self.held.clear()

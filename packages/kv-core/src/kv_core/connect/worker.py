@@ -14,7 +14,7 @@ from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import KVError
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
-from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, Ticket, WriteLease
+from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 _log = limited_logger(__name__)
@@ -33,13 +33,18 @@ class WorkerCounts:
 
 @dataclass(slots=True)
 class _Load:
-    """One request's load, over all groups."""
+    """One request's load, over all groups.
+
+    step: what is to be loaded, and where.
+    copying: leases, and when the copy out of each has arrived.
+    failure: the first reason to give it up, or "".
+    suspect: what to forget then, so that it does not fail again.
+    """
 
     step: LoadStep
-    waiting: dict[Ticket, int]  # ticket → group, until the cache has answered
-    copying: list[tuple[ReadLease, CopyEvent]]
+    copying: list[tuple[ReadLease, CopyEvent]] = field(default_factory=list)
     failure: str = ""
-    suspect: set[ChunkKey] = field(default_factory=set)  # what to forget, so that it does not fail again
+    suspect: set[ChunkKey] = field(default_factory=set)
 
     def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
         self.failure = self.failure or reason
@@ -69,24 +74,24 @@ class WorkerHalf:
         self._stores = stores
         self._holder = f"{name}/worker{shard if rank is None else rank}"
         self._loading: dict[str, _Load] = {}
-        self._by_ticket: dict[Ticket, _Load] = {}
         self._storing: list[tuple[WriteLease, CopyEvent]] = []
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self.counts = WorkerCounts()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Ask the cache for every chunk to be loaded, and start the copies that can start."""
+        """Lease every chunk to be loaded, and start the copies."""
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
         for step in plan.loads:
-            load = _Load(step, {}, [])
-            self._loading[step.request_id] = load
+            load = self._loading[step.request_id] = _Load(step)
             for group in range(len(self._copiers)):
-                ticket = self._service.begin_load(self._keys(plan.space_id, step, group), self._holder)
-                load.waiting[ticket] = group
-                self._by_ticket[ticket] = load
-        self._advance_loads()
+                match self._service.load(self._keys(plan.space_id, step, group), self._holder):
+                    case ReadLease() as lease:
+                        self._start_copy(load, lease, group)
+                    case LoadFailed(missing, reason):
+                        load.fail(reason, missing)
+        self._finish_loads()
 
     def start_stores(self, plan: StepPlan) -> None:
         """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
@@ -108,7 +113,7 @@ class WorkerHalf:
 
     def poll(self) -> StepReport:
         """Loads that ended since the last poll."""
-        self._advance_loads()
+        self._finish_loads()
         report = StepReport(frozenset(self._ended), frozenset(self._failed))
         self._ended.clear()
         self._failed.clear()
@@ -122,7 +127,6 @@ class WorkerHalf:
         for _, event in self._storing:
             self._settle(event)
         self._loading.clear()
-        self._by_ticket.clear()
         self._storing.clear()
         self._service.end(self._holder)
 
@@ -140,23 +144,10 @@ class WorkerHalf:
             extents_from_chunk=step.first_chunk,
         )
 
-    def _advance_loads(self) -> None:
-        if not self._loading:
-            return
-        for completion in self._service.poll(self._holder):
-            load = self._by_ticket.pop(completion.ticket, None)
-            if load is None:
-                if isinstance(completion, LoadReady):
-                    self._service.release(completion.lease)
-                continue
-            group = load.waiting.pop(completion.ticket)
-            match completion:
-                case LoadReady(lease=lease):
-                    self._start_copy(load, lease, group)
-                case LoadFailed(missing=missing, reason=reason):
-                    load.fail(reason, missing)
+    def _finish_loads(self) -> None:
+        """Those whose copies have arrived."""
         for load in list(self._loading.values()):
-            if not load.waiting and all(self._arrived(load, lease, event) for lease, event in load.copying):
+            if all(self._arrived(load, lease, event) for lease, event in load.copying):
                 self._finish(load)
 
     def _start_copy(self, load: _Load, lease: ReadLease, group: int) -> None:

@@ -21,7 +21,7 @@ import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
@@ -55,9 +55,8 @@ def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fi
         chain = list(keys[: cache.lookup(keys, holder).chunks])
         if not chain:
             return 0
-        cache.begin_load(chain, holder)
-        (done,) = cache.poll(holder)
-        if not isinstance(done, LoadReady):
+        lease = cache.load(chain, holder)
+        if not isinstance(lease, ReadLease):
             return 0
         form = chunk_header.format_id(fingerprint)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -65,7 +64,7 @@ def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fi
             with os.fdopen(handle, "wb") as file:
                 described = _HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, cache.pool.chunk_bytes, len(chain), form)
                 file.write(described + _U64.pack(xxhash.xxh3_64_intdigest(described)))
-                for key, parent, extent in zip(chain, [None, *chain], done.lease.extents, strict=False):
+                for key, parent, extent in zip(chain, [None, *chain], lease.extents, strict=False):
                     with cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                         file.write(chunk_header.pack_header(key, parent, chunk, form))
                         file.write(chunk)

@@ -24,18 +24,7 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import (
-    CacheCounts,
-    Completion,
-    Holder,
-    LeaseId,
-    LoadFailed,
-    LoadReady,
-    LookupProgress,
-    ReadLease,
-    Ticket,
-    WriteLease,
-)
+from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
 from kv_tiers.cache.lower_tiers import Below
@@ -78,10 +67,9 @@ class _Holding:
     promise: int | None = None
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
-    done: list[Completion] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        return self.promise is None and not self.reads and not self.writes and not self.done
+        return self.promise is None and not self.reads and not self.writes
 
 
 @dataclass(slots=True)
@@ -165,7 +153,7 @@ class LocalCache:
         self._closed = False
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
     ) -> LookupPlan:
         asked = list(keys)
         if keys_per_chunk < 1 or len(asked) % keys_per_chunk:
@@ -181,7 +169,7 @@ class LocalCache:
                 if not (doubtful := self._host.lease_doubtful(slots)):
                     plan = self._promise(asked, slots, holder, keys_per_chunk, now_s)
                     self.below.promotions.promised(holder)
-                    may_wait = patient and have < len(asked) and bool(self.below)
+                    may_wait = wait_for_promotion and have < len(asked) and bool(self.below)
                     if not may_wait:
                         self._totals.answered(len(asked) // keys_per_chunk, plan.chunks)
                     break
@@ -199,15 +187,6 @@ class LocalCache:
             )
         return plan
 
-    def progress(self, holder: Holder) -> LookupProgress:
-        now_s = self._clock.now_s()
-        with self._lock:
-            self._begin(now_s)
-            holding = self._holdings.get(holder)
-            promise = None if holding is None else holding.promise
-            coming, waited_s = self.below.promotions.progress(holder, now_s)
-            return LookupProgress(0 if promise is None else len(self._reads[promise].slots), coming, waited_s)
-
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
         with self._lock:
@@ -221,15 +200,15 @@ class LocalCache:
             self._reads.move_to_end(holding.promise)
             return True
 
-    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
-        asked = list(keys)
+    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+        wanted = list(keys)
         while True:
             now_s = self._clock.now_s()
             with self._lock:
                 self._begin(now_s)
-                slots = self._host.residency.leading(asked)
+                slots = self._host.residency.leading(wanted)
                 if not (doubtful := self._host.lease_doubtful(slots)):
-                    return self._answer_load(asked, slots, holder, now_s)
+                    return self._open_load(wanted, slots, holder, now_s)
             self._host.verify(doubtful)
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
@@ -375,7 +354,7 @@ class LocalCache:
         try:
             best = -1
             while time.monotonic() < until:
-                plan = self.lookup(keys, holder, patient=True)
+                plan = self.lookup(keys, holder, wait_for_promotion=True)
                 if plan.ended is Ended.PENDING:
                     time.sleep(0.002)
                 elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
@@ -386,17 +365,6 @@ class LocalCache:
             return self.pin(keys, name)
         finally:
             self.end(holder)
-
-    def poll(self, holder: Holder) -> list[Completion]:
-        with self._lock:
-            self._check_open()
-            holding = self._holdings.get(holder)
-            if holding is None or not holding.done:
-                return []
-            done, holding.done = holding.done, []
-            if holding.is_empty():
-                del self._holdings[holder]
-            return done
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         if self.events.on:
@@ -645,24 +613,21 @@ class LocalCache:
             sources = [max(group, key=self._order.__getitem__) for group in groups]
         return LookupPlan(holder, chunks, ended, tuple(sources))
 
-    def _answer_load(self, asked: list[ChunkKey], slots: list[int], holder: Holder, now_s: float) -> Ticket:
-        ticket = Ticket(self._next_number())
-        holding = self._holding(holder)
-        if len(slots) < len(asked):
-            missing = tuple(key for key in asked[len(slots) :] if self._host.residency.find(key) is None)
-            holding.done.append(LoadFailed(ticket, missing, f"{len(missing)} of {len(asked)} chunks are not held"))
+    def _open_load(
+        self, keys: list[ChunkKey], slots: list[int], holder: Holder, now_s: float
+    ) -> ReadLease | LoadFailed:
+        if len(slots) < len(keys):
+            missing = tuple(key for key in keys[len(slots) :] if self._host.residency.find(key) is None)
             if self.events.on_requests:
-                self.events.publish(events.LoadBegun(holder, 0, asked, len(missing)))
-            return ticket
+                self.events.publish(events.LoadBegun(holder, 0, keys, len(missing)))
+            return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
         self._host.residency.lease(slots)
         self.below.promotions.used(slots)
         number = self._open_read(holder, slots, now_s)
-        holding.reads.add(number)
-        lease = ReadLease(LeaseId(number), tuple(asked), tuple(map(self.pool.extent, slots)))
-        holding.done.append(LoadReady(ticket, lease))
+        self._holding(holder).reads.add(number)
         if self.events.on_requests:
-            self.events.publish(events.LoadBegun(holder, number, asked, 0))
-        return ticket
+            self.events.publish(events.LoadBegun(holder, number, keys, 0))
+        return ReadLease(LeaseId(number), tuple(keys), tuple(map(self.pool.extent, slots)))
 
     def _unpin_forgotten(self) -> None:
         """What nobody can find any more is kept for nobody."""

@@ -67,7 +67,7 @@ class _Wait:
 
     slots: of chunks that came up for it, leased until it asks again and is promised them.
     answers: (tier, place in the prompt) → leading chunks held there, None while asked.
-    tiers: that bring something up for it. coming: chunks that are on their way up for it.
+    tiers: that bring something up for it.
     """
 
     began_s: float
@@ -75,7 +75,6 @@ class _Wait:
     over: bool = False
     slots: list[int] = field(default_factory=list)
     tiers: set[int] = field(default_factory=set)
-    coming: int = 0
     answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
 
@@ -173,11 +172,6 @@ class Promotions:
         if (wait := self._waits.get(holder)) is not None and wait.slots:
             slots, wait.slots = wait.slots, []
             self._host.unlease(slots)
-
-    def progress(self, holder: Holder, now_s: float) -> tuple[int, float]:
-        """How many chunks are on their way up for it, and how long it has waited. Under the lock."""
-        wait = self._waits.get(holder)
-        return (0, 0.0) if wait is None else (wait.coming, now_s - wait.began_s)
 
     def end(self, holder: Holder) -> None:
         """The holder waits no more. What is on its way arrives all the same. Under the lock."""
@@ -289,7 +283,6 @@ class Promotions:
                     if job.keys:
                         jobs.append(job)
                         self._arriving.update(job.keys)
-                        promotion.wait.coming += len(job.keys)
                     if len(job.keys) < min(self._batch_chunks, run.stop - start):
                         break
                 else:
@@ -329,7 +322,6 @@ class Promotions:
                 whole += 1
             keys, slots = job.keys[:whole], job.slots[:whole]
             self._arriving.difference_update(job.keys)
-            promotion.wait.coming -= len(job.keys)
             wait = self._waits.get(promotion.holder)
             if whole < len(job.keys):
                 promotion.broken_at = min(promotion.broken_at, job.start + whole)

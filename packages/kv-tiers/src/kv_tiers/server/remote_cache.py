@@ -23,18 +23,7 @@ from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import (
-    CacheCounts,
-    Completion,
-    Holder,
-    LeaseId,
-    LoadFailed,
-    LoadReady,
-    LookupProgress,
-    ReadLease,
-    Ticket,
-    WriteLease,
-)
+from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.server import wire
@@ -98,8 +87,6 @@ class RemoteCache:
         self._void: set[LeaseId] = set()  # of those, which the server does not know (any more)
         self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
         self._said: wire.Register | None = None  # to the server that was met last
-        self._tickets: dict[Holder, dict[Ticket, tuple[ChunkKey, ...]]] = {}
-        self._failed: dict[Holder, list[Completion]] = {}
         self._forgotten: dict[ChunkKey, None] = {}
         self._is_cleared = False
         self._own_numbers = 0
@@ -122,14 +109,14 @@ class RemoteCache:
         self._link.open(connect_timeout_s)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, patient: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
     ) -> LookupPlan:
         if keys_per_chunk < 1 or len(keys) % keys_per_chunk:
             raise MisuseError(
                 f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
             )
         most = wire.MAX_KEYS // keys_per_chunk * keys_per_chunk
-        request = wire.Lookup(wire.pack_keys(keys[:most]), holder, keys_per_chunk, patient)
+        request = wire.Lookup(wire.pack_keys(keys[:most]), holder, keys_per_chunk, wait_for_promotion)
         with self._lock:
             plan = self._ask(request, wire.Planned)
         if plan is None:
@@ -139,36 +126,30 @@ class RemoteCache:
             ended = Ended.REFUSED
         return LookupPlan(holder, plan.chunks, ended, plan.tiers)
 
-    def progress(self, holder: Holder) -> LookupProgress:
-        with self._lock:
-            told = self._ask(wire.Progress(holder), wire.Progressed)
-            return LookupProgress(0, 0, 0.0) if told is None else told.progress
-
     def renew(self, holder: Holder) -> bool:
         with self._lock:
             renewed = self._ask(wire.Renew(holder), wire.Truth)
             return renewed is not None and renewed.value
 
-    def begin_load(self, keys: Sequence[ChunkKey], holder: Holder) -> Ticket:
-        asked = tuple(keys)
-        why = f"one load has at most {wire.MAX_KEYS} chunks"
+    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+        wanted = tuple(keys)
+        if len(wanted) > wire.MAX_KEYS:
+            return LoadFailed(wanted, f"one load has at most {wire.MAX_KEYS} chunks")
+        request = wire.Load(wire.pack_keys(wanted), holder)
         with self._lock:
-            if len(asked) <= wire.MAX_KEYS:
-                begun = self._ask(wire.BeginLoad(wire.pack_keys(asked), holder), wire.Ticketed)
-                if begun is not None and begun.ticket:
-                    ticket = Ticket(self._numbered(begun.ticket))
-                    self._tickets.setdefault(holder, {})[ticket] = asked
-                    return ticket
-                why = "the cache server is away" if begun is None else "this client holds as much as one may"
-            ticket = Ticket(self._own_number())
-            self._failed.setdefault(holder, []).append(LoadFailed(ticket, asked, why))
-            return ticket
+            leased = self._ask(request, wire.ReadLeased)
+            if leased is None:
+                return LoadFailed(wanted, "the cache server is away")
+            if not leased.lease:
+                return LoadFailed(tuple(leased.missing.unpack()) or wanted, leased.reason)
+            extents = tuple(map(self.pool.extent, leased.slots))
+            return ReadLease(LeaseId(self._numbered(leased.lease)), wanted, extents)
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder)
         with self._lock:
             self._has_stored = True
-            leased = self._ask(request, wire.Leased)
+            leased = self._ask(request, wire.WriteLeased)
             if leased is None or not leased.lease:
                 lease = LeaseId(self._own_number())
                 self._writes[lease] = holder
@@ -225,21 +206,9 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
-            self._tickets.pop(holder, None)
-            self._failed.pop(holder, None)
             for lease in [lease for lease, writer in self._writes.items() if writer == holder]:
                 self._strike_write(lease)
             self._ask(wire.End(holder), wire.Done)
-
-    def poll(self, holder: Holder) -> list[Completion]:
-        with self._lock:
-            self._check_open()
-            done: list[Completion] = []
-            if holder in self._tickets:
-                polled = self._ask(wire.Poll(holder), wire.Polled)
-                if polled is not None:
-                    done = [self._completed(holder, one) for one in polled.done]
-            return self._failed.pop(holder, []) + done
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         """No round trip: it is said only where somebody listens, and not answered."""
@@ -286,13 +255,9 @@ class RemoteCache:
         return self._link.ask(request, answer)
 
     def _lose(self) -> None:
-        """The connection is lost, and what was under way on it has failed."""
+        """The connection is lost."""
         if self._has_stored and not self._closed and (self._returning is None or not self._returning.is_alive()):
             self._returning = Returning(self._try_to_return)
-        for holder, tickets in self._tickets.items():
-            failed = [LoadFailed(ticket, keys, "the cache server is away") for ticket, keys in tickets.items()]
-            self._failed.setdefault(holder, []).extend(failed)
-        self._tickets.clear()
 
     def _try_to_return(self) -> bool:
         """On a thread of its own. True: there is no need to try again."""
@@ -397,14 +362,3 @@ class RemoteCache:
             self._void.remove(lease)
             return False
         return True
-
-    def _completed(self, holder: Holder, one: wire.Ready | wire.Missed) -> Completion:
-        ticket = Ticket(self._numbered(one.ticket))
-        tickets = self._tickets[holder]
-        asked = tickets.pop(ticket)
-        if not tickets:
-            del self._tickets[holder]
-        if isinstance(one, wire.Missed):
-            return LoadFailed(ticket, tuple(one.missing.unpack()), one.reason)
-        extents = tuple(map(self.pool.extent, one.slots))
-        return LoadReady(ticket, ReadLease(LeaseId(self._numbered(one.lease)), asked, extents))

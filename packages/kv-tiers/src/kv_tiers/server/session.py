@@ -11,14 +11,15 @@ themselves; beyond the bound a lookup is refused, a store gets no room and a loa
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import MisuseError
+from kv_core.extent import HostExtent
 from kv_core.lookup import Ended
-from kv_core.service import Holder, LeaseId, LoadReady, ReadLease, Ticket, WriteLease
+from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
@@ -68,7 +69,6 @@ class Session:
         self._clock = clock
         self._is_open_elsewhere = is_open_elsewhere
         self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
-        self._tickets: dict[Holder, dict[Ticket, int]] = {}  # loads not polled yet, and their keys
         self._holders: OrderedDict[Holder, None] = OrderedDict()
         self._keys_held = 0
 
@@ -85,12 +85,10 @@ class Session:
         match verb:
             case wire.Lookup():
                 return self._lookup(verb)
-            case wire.Progress(holder):
-                return wire.Progressed(self.cache.progress(self._prefix + holder))
             case wire.Renew(holder):
                 return self._renew(holder)
-            case wire.BeginLoad():
-                return self._begin_load(verb)
+            case wire.Load():
+                return self._load(verb)
             case wire.BeginStore():
                 return self._begin_store(verb)
             case wire.Commit(lease):
@@ -101,8 +99,6 @@ class Session:
                 self.cache.forget(keys.unpack())
             case wire.End(holder):
                 self._end(holder)
-            case wire.Poll(holder):
-                return self._poll(holder)
             case wire.Allocated(blocks):
                 self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
                 return None
@@ -118,7 +114,6 @@ class Session:
             self.cache.end(self._prefix + holder)
         self._holders.clear()
         self._timed.clear()
-        self._tickets.clear()
         self._keys_held = sum(write.keys for write in self.writes.values())
 
     def adopt(self, writes: dict[int, OpenWrite]) -> None:
@@ -132,12 +127,15 @@ class Session:
             self._end_promise(verb.holder)
             return wire.Planned(0, Ended.REFUSED.name, ())
         plan = self.cache.lookup(
-            keys, self._prefix + verb.holder, keys_per_chunk=verb.keys_per_chunk, patient=verb.patient
+            keys,
+            self._prefix + verb.holder,
+            keys_per_chunk=verb.keys_per_chunk,
+            wait_for_promotion=verb.wait_for_promotion,
         )
         self._forget_timed(verb.holder)
         if plan.chunks:
             self._remember_timed(verb.holder, plan.chunks * verb.keys_per_chunk)
-        if plan.chunks or verb.patient:
+        if plan.chunks or verb.wait_for_promotion:
             self._meet(verb.holder)
         return wire.Planned(plan.chunks, plan.ended.name, plan.tiers)
 
@@ -149,45 +147,31 @@ class Session:
             self._timed.move_to_end(holder)
         return wire.Truth(is_renewed)
 
-    def _begin_load(self, verb: wire.BeginLoad) -> wire.Ticketed:
+    def _load(self, verb: wire.Load) -> wire.ReadLeased:
         keys = verb.keys.unpack()
         if not self._has_room(len(keys)):
-            return wire.Ticketed(0)
-        ticket = self.cache.begin_load(keys, self._prefix + verb.holder)
-        self._tickets.setdefault(verb.holder, {})[ticket] = len(keys)
-        self._keys_held += len(keys)
+            return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as one may")
+        answer = self.cache.load(keys, self._prefix + verb.holder)
+        if isinstance(answer, LoadFailed):
+            return wire.ReadLeased(0, [], wire.pack_keys(answer.missing), answer.reason)
+        self._remember_timed(answer.id, len(keys))
         self._meet(verb.holder)
-        return wire.Ticketed(ticket)
+        return wire.ReadLeased(answer.id, self._slots(answer.extents), wire.Keys(), "")
 
-    def _poll(self, holder: Holder) -> wire.Polled:
-        tickets = self._tickets.pop(holder, {})
-        done: list[wire.Ready | wire.Missed] = []
-        for completion in self.cache.poll(self._prefix + holder):
-            keys = tickets.pop(completion.ticket)
-            self._keys_held -= keys
-            if isinstance(completion, LoadReady):
-                lease = completion.lease
-                self._remember_timed(lease.id, keys)
-                slots = [extent.offset // self.cache.pool.slot_bytes for extent in lease.extents]
-                done.append(wire.Ready(completion.ticket, lease.id, slots))
-            else:
-                done.append(wire.Missed(completion.ticket, wire.pack_keys(completion.missing), completion.reason))
-        if tickets:
-            self._tickets[holder] = tickets
-        return wire.Polled(done)
-
-    def _begin_store(self, verb: wire.BeginStore) -> wire.Leased:
+    def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
         keys = verb.keys.unpack()
         if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
-            return wire.Leased(0, [], [], "this session holds as much as one may")
+            return wire.WriteLeased(0, [], [], "this session holds as much as one may")
         lease = self.cache.begin_store(keys, self._writer)
         self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
         self._keys_held += len(keys)
         places: list[int] = []
         for key in lease.keys:  # in the order asked for
             places.append(keys.index(key, places[-1] if places else 0))
-        slots = [extent.offset // self.cache.pool.slot_bytes for extent in lease.extents]
-        return wire.Leased(lease.id, places, slots, lease.refused)
+        return wire.WriteLeased(lease.id, places, self._slots(lease.extents), lease.refused)
+
+    def _slots(self, extents: Sequence[HostExtent]) -> list[int]:
+        return [extent.offset // self.cache.pool.slot_bytes for extent in extents]
 
     def _commit(self, lease: int) -> None:
         self._strike_write(lease, must=True)
@@ -238,7 +222,6 @@ class Session:
         """Its read leases stay in the books until their time is over; the cache knows them no more."""
         self.cache.end(self._prefix + holder)
         self._forget_timed(holder)
-        self._keys_held -= sum(self._tickets.pop(holder, {}).values())
 
     def _has_room(self, keys: int) -> bool:
         now_s = self._clock.now_s()

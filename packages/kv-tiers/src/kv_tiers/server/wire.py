@@ -17,12 +17,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
-from kv_core.service import CacheCounts, LookupProgress
+from kv_core.service import CacheCounts
 
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.watch.explain import ChunkState
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 HEADER: Final = struct.Struct("<IB")
@@ -127,18 +127,19 @@ class Status(_Message, tag="status"):
 
 
 class Explain(_Message, tag="explain"):
-    """What became of a prompt's chunks. digests: of its chunks from the first, one after another.
+    """What became of a prompt's chunks. Every key space and tenant that the caches remember is looked at.
 
-    heads: what comes before the digest in their keys, one of each share, where the asker knows; every key space and
-    tenant that the caches remember is looked at beside.
+    digest_bytes: of one digest.
+    digests: of its chunks from the first, one after another.
+    key_prefixes: what comes before the digest in their keys, one of each share, where the client knows.
     """
 
     digest_bytes: Literal[16, 32]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_EXPLAINED * 32)]
-    heads: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)]
+    key_prefixes: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)]
 
     def unpack(self) -> tuple[list[bytes], list[bytes]]:
-        """Digests and heads.
+        """Digests and key prefixes.
 
         Raises:
             InputError: they do not make keys of this release.
@@ -146,9 +147,9 @@ class Explain(_Message, tag="explain"):
         nbytes, joined = self.digest_bytes, self.digests
         if len(joined) % nbytes:
             raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
-        for head in self.heads:
-            ChunkKey.from_bytes(head + bytes(nbytes))
-        return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)], self.heads
+        for prefix in self.key_prefixes:
+            ChunkKey.from_bytes(prefix + bytes(nbytes))
+        return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)], self.key_prefixes
 
 
 # Requests: the verbs of `CacheService`, with its words.
@@ -158,18 +159,14 @@ class Lookup(_Message, tag="lookup"):
     keys: Keys
     holder: Name
     keys_per_chunk: Annotated[int, msgspec.Meta(gt=0, le=MAX_KEYS)]
-    patient: bool
+    wait_for_promotion: bool
 
 
 class Renew(_Message, tag="renew"):
     holder: Name
 
 
-class Progress(_Message, tag="progress"):
-    holder: Name
-
-
-class BeginLoad(_Message, tag="begin_load"):
+class Load(_Message, tag="load"):
     keys: Keys
     holder: Name
 
@@ -196,10 +193,6 @@ class End(_Message, tag="end"):
     holder: Name
 
 
-class Poll(_Message, tag="poll"):
-    holder: Name
-
-
 class Allocated(_Message, tag="allocated"):
     """Blocks that the engine gave, by holder. Of all requests the only one that is not answered."""
 
@@ -214,21 +207,7 @@ class Counts(_Message, tag="counts"):
     pass
 
 
-Verb = (
-    Lookup
-    | Progress
-    | Renew
-    | BeginLoad
-    | BeginStore
-    | Commit
-    | Release
-    | Forget
-    | End
-    | Poll
-    | Allocated
-    | Clear
-    | Counts
-)
+Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Allocated | Clear | Counts
 Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.
@@ -267,10 +246,6 @@ class Done(_Message, tag="done"):
     """Also the answer to a ping."""
 
 
-class Progressed(_Message, tag="progressed"):
-    progress: LookupProgress
-
-
 class Truth(_Message, tag="truth"):
     value: bool
 
@@ -283,35 +258,26 @@ class Planned(_Message, tag="planned"):
     tiers: tuple[str, ...]
 
 
-class Ticketed(_Message, tag="ticketed"):
-    """0: this session holds so much that the load was not begun."""
+class ReadLeased(_Message, tag="read_leased"):
+    """slots: of the keys of the call, in their order.
 
-    ticket: int
+    lease 0: there is none, for the reason given. missing: which keys are not held; none of them if nothing was looked
+    at, as this session holds as much as one may.
+    """
+
+    lease: int
+    slots: list[int]
+    missing: Keys
+    reason: str
 
 
-class Leased(_Message, tag="leased"):
-    """A write lease. places: which of the keys asked for. lease 0: there is none, for the reason given."""
+class WriteLeased(_Message, tag="write_leased"):
+    """places: which of the keys of the call. lease 0: there is none, for the reason given."""
 
     lease: int
     places: list[int]
     slots: list[int]
     refused: str
-
-
-class Ready(_Message, tag="ready"):
-    ticket: int
-    lease: int
-    slots: list[int]
-
-
-class Missed(_Message, tag="missed"):
-    ticket: int
-    missing: Keys
-    reason: str
-
-
-class Polled(_Message, tag="polled"):
-    done: list[Ready | Missed]
 
 
 class Counted(_Message, tag="counted"):
@@ -370,11 +336,9 @@ Answer = (
     | Pool
     | Done
     | Truth
-    | Progressed
     | Planned
-    | Ticketed
-    | Leased
-    | Polled
+    | ReadLeased
+    | WriteLeased
     | Counted
     | Registrations
     | Stated

@@ -11,7 +11,7 @@ from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
-from kv_core.service import CacheCounts, CacheService, LoadFailed, LoadReady, LookupProgress, ReadLease, WriteLease
+from kv_core.service import CacheCounts, CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
 
 from kv_tiers.eviction.policy import EvictionPolicy
@@ -49,11 +49,10 @@ class ServiceContract:
         return lease
 
     def load(self, keys: Sequence[ChunkKey], holder: str = "reader") -> ReadLease:
-        ticket = self.service.begin_load(keys, holder)
-        (done,) = self.service.poll(holder)
-        assert isinstance(done, LoadReady)
-        assert done.ticket == ticket
-        return done.lease
+        lease = self.service.load(keys, holder)
+        assert isinstance(lease, ReadLease)
+        assert lease.keys == tuple(keys)
+        return lease
 
     def held(self, keys: Sequence[ChunkKey], holder: str = "asker") -> int:
         chunks = self.service.lookup(keys, holder).chunks
@@ -141,17 +140,6 @@ class ServiceContract:
         assert not self.service.renew("r")
         assert self.assert_at_rest().chunks_evicted == 3
 
-    def test_progress_tells_what_is_promised_and_renews_nothing(self) -> None:
-        keys = key_chain(3)
-        self.store(keys)
-        assert self.service.progress("r") == LookupProgress(0, 0, 0.0)
-        self.service.lookup([*keys, *key_chain(1, branch="none")], "r")
-        assert self.service.progress("r") == LookupProgress(3, 0, 0.0)
-        self.clock.advance(200)
-        assert self.service.progress("r").promised == 3
-        self.clock.advance(150)
-        assert self.service.progress("r") == LookupProgress(0, 0, 0.0)
-
     def test_what_an_engine_says_of_its_blocks_changes_nothing(self) -> None:
         before = self.service.counts()
         self.service.allocated({"r": 7, "s": 0})
@@ -218,13 +206,10 @@ class ServiceContract:
         keys = key_chain(3)
         self.store(keys)
         self.service.forget([keys[1]])
-        ticket = self.service.begin_load(keys, "r")
-        assert self.service.poll("someone else") == []
-        (done,) = self.service.poll("r")
-        assert isinstance(done, LoadFailed)
-        assert (done.ticket, done.missing) == (ticket, (keys[1],))
-        assert done.reason
-        assert self.service.poll("r") == []
+        failed = self.service.load(keys, "r")
+        assert isinstance(failed, LoadFailed)
+        assert failed.missing == (keys[1],)
+        assert failed.reason
         self.assert_at_rest()
 
     def test_only_what_is_missing_is_reserved(self) -> None:
@@ -319,14 +304,13 @@ class ServiceContract:
         self.store(keys)
         self.service.lookup(keys, "h")
         self.load(keys, "h")
-        self.service.begin_load(keys, "h")
+        self.load(keys, "h")
         writing = self.service.begin_store(key_chain(2, branch="unfinished"), "h")
         counts = self.service.counts()
         assert (counts.read_leases, counts.write_leases, counts.chunks_reserved) == (3, 1, 2)
         self.service.end("h")
         self.service.end("h")
         self.assert_at_rest()
-        assert self.service.poll("h") == []
         refuses(lambda: self.service.commit(writing))
         assert not self.service.release(writing)
 
@@ -401,13 +385,12 @@ class ServiceContract:
                     keys = key_chain(4, branch=str((number + turn) % 6))
                     self.store(keys, f"w{number}")
                     chunks = self.service.lookup(keys, f"r{number}").chunks
-                    self.service.begin_load(keys[:chunks], f"l{number}")
-                    for done in self.service.poll(f"l{number}"):
-                        if isinstance(done, LoadReady):  # else another thread forgot some meanwhile
-                            for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
-                                assert self.read(extent) == content(key, CHUNK_BYTES)
-                            if self.service.release(done.lease):  # else another thread forgot some while it was read
-                                loaded.append(chunks)
+                    lease = self.service.load(keys[:chunks], f"l{number}")
+                    if isinstance(lease, ReadLease):  # else another thread forgot some meanwhile
+                        for key, extent in zip(lease.keys, lease.extents, strict=True):
+                            assert self.read(extent) == content(key, CHUNK_BYTES)
+                        if self.service.release(lease):  # else another thread forgot some while it was read
+                            loaded.append(chunks)
                     if turn % 9 == 0:
                         self.service.forget(keys[2:])
                     self.service.end(f"r{number}")

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import leading_run
-from kv_core.service import CacheService, LoadFailed, LoadReady, ReadLease, WriteLease
+from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
 
 from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, refuses
@@ -165,15 +165,13 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(keys=keys, holder=holders)
     def load(self, keys: list[ChunkKey], holder: str) -> None:
         self.model.expire(self.clock.now_s())
-        ticket = self.service.begin_load(keys, holder)
-        (done,) = self.service.poll(holder)
-        assert done.ticket == ticket
+        answer = self.service.load(keys, holder)
         missing = tuple(key for key in keys if key not in self.model.held)
-        match done:
+        match answer:
             case LoadFailed():
                 assert missing
-                assert done.missing == missing
-            case LoadReady(lease=lease):
+                assert answer.missing == missing
+            case ReadLease() as lease:
                 assert not missing
                 assert lease.keys == tuple(keys)
                 chunks = [self.model.held[key] for key in keys]

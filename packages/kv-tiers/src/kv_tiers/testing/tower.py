@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 
 from kv_tiers import chunk_header
@@ -88,7 +88,7 @@ class Tower:
         return len(lease.keys)
 
     def ask(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
-        return self.cache.lookup(keys, holder, patient=True)
+        return self.cache.lookup(keys, holder, wait_for_promotion=True)
 
     def fetch(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
         """Ask until the answer is final."""
@@ -104,13 +104,12 @@ class Tower:
 
     def read(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
         """Load these, which are promised, and see that they are what was stored."""
-        self.cache.begin_load(keys, "l")
-        (done,) = self.cache.poll("l")
-        assert isinstance(done, LoadReady)
-        for key, extent in zip(done.lease.keys, done.lease.extents, strict=True):
+        lease = self.cache.load(keys, "l")
+        assert isinstance(lease, ReadLease)
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
             with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                 assert bytes(chunk) == content(ChunkKey(data + key), extent.nbytes)
-        assert self.cache.release(done.lease)
+        assert self.cache.release(lease)
 
     def crowd_out(self) -> None:
         """Fill the pool with other chunks, and let them go down too."""

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.keys import tenant_tag
-from kv_core.service import LoadReady
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers.config import HttpConfig
 from kv_tiers.server.http import jobs as jobs_module
@@ -215,10 +215,9 @@ def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
     assert there.get("/prefixes").json()["files"] == ["system.kv"]
     job = done(there, there.post("/prefixes/import", {"file": "system.kv"}))
     assert (job["state"], job["chunks"], job["reason"]) == ("done", 4, "")
-    yours.begin_load(keys[:4], "l")
-    (ready,) = yours.poll("l")
-    assert isinstance(ready, LoadReady)
-    for key, extent in zip(keys, ready.lease.extents, strict=False):
+    lease = yours.load(keys[:4], "l")
+    assert isinstance(lease, ReadLease)
+    for key, extent in zip(keys, lease.extents, strict=False):
         assert yours.pool.view[extent.offset : extent.offset + extent.nbytes] == content(key, extent.nbytes)
     (tmp_path / "cut.kv").write_bytes((tmp_path / "system.kv").read_bytes()[:-1])
     job = done(there, there.post("/prefixes/import", {"file": "cut.kv"}))

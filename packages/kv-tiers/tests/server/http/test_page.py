@@ -163,9 +163,9 @@ def hits(cache: RemoteCache, chunks: int, branch: str) -> int:
 def comes_up(cache: RemoteCache, chunks: int, branch: str) -> bool:
     """Ask as an engine does, which waits for what is on its way up, but not for ever."""
     keys = key_chain(chunks, branch=branch)
-    found = cache.lookup(keys, "r", patient=True)
+    found = cache.lookup(keys, "r", wait_for_promotion=True)
     while found.ended is Ended.PENDING:
-        found = cache.lookup(keys, "r", patient=True)
+        found = cache.lookup(keys, "r", wait_for_promotion=True)
     cache.end("r")
     return found.chunks == chunks
 
