@@ -2,9 +2,13 @@
 
 Speculation is left out of the first, as its drafts need kernels that a CPU lacks: what it compares then is what the
 second run of the server loads from our storage. The tier is written back, so all of it is stored as the first run ends.
+The server starts with exactly the flags that `python -m kv_sglang flags` prints, `--hicache-size` among them.
 """
 
+import json
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +17,6 @@ from typing import Any
 import pytest
 import requests
 from engines import PAGE, PROMPTS, SHARED
-from kv_sglang.cli import arguments_for
 from sglang.test.hicache_spec_storage_common import HiCacheSpecStorageMixin
 from sglang.test.kl_multiturn_utils import test_input_output_logprobs_match_prefill_cache_hit_helper as match_logprobs
 from sglang.test.test_utils import CustomTestCase
@@ -37,8 +40,7 @@ class Server(HiCacheSpecStorageMixin, CustomTestCase):  # type: ignore[misc]
     """SGLang's flow: ask, stop the server, start it again, ask again, and see where the second answer came from."""
 
     __test__ = False
-    cache: dict[str, Any]
-    page_size = PAGE
+    flags: list[str]
     storage_backend = "dynamic"
     expected_storage_backend = "KVStorage"
     min_expected_accept_length = 1.0
@@ -48,8 +50,7 @@ class Server(HiCacheSpecStorageMixin, CustomTestCase):  # type: ignore[misc]
 
     @classmethod
     def _get_spec_server_args(cls) -> list[str]:
-        ours = arguments_for({"prefetch_threshold": cls.page_size, **cls.cache}, page_size=cls.page_size)
-        return [*ours, *ON_A_CPU]
+        return [*cls.flags, *ON_A_CPU]
 
     @classmethod
     def _get_spec_server_env(cls) -> dict[str, str]:
@@ -80,9 +81,14 @@ class Server(HiCacheSpecStorageMixin, CustomTestCase):  # type: ignore[misc]
 @pytest.fixture(scope="module")
 def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Server.model = tiny_llama
-    path = str(tmp_path_factory.mktemp("tier") / "kv")
-    disk = {"type": "disk", "directory": path, "capacity_bytes": "64MiB", "write": "back"}
-    Server.cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    directory = tmp_path_factory.mktemp("tier")
+    disk = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB", "write": "back"}
+    settings = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    (directory / "kv.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "kv_sglang", "flags", "--config-file", str(directory / "kv.json")]
+    command += ["--page-size", str(PAGE), "--hicache-size", "1"]
+    Server.flags = shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "--hicache-size=1" in Server.flags
     Server._launch_spec_server()
     yield Server()
     Server._stop_spec_server()
