@@ -26,7 +26,10 @@ T = TypeVar("T")
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside SGLang: scripts/setup.sh vllm")
 
 
-def ask_vllm(model: str, numbers: list[int], cache: dict[str, Any] | None) -> tuple[list[tuple[int, ...]], list[int]]:
+def run_vllm(
+    model: str, numbers: list[int], cache: dict[str, Any] | None
+) -> tuple[list[tuple[int, ...]], list[int], str]:
+    """The tokens of each answer, the hits of each prompt, and what vLLM logged."""
     asked = {"model": model, "prompts": [PROMPTS[number] for number in numbers], "new_tokens": NEW_TOKENS}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     # Without SGLang's stand-ins.
@@ -42,7 +45,8 @@ def ask_vllm(model: str, numbers: list[int], cache: dict[str, Any] | None) -> tu
     found = [line for line in ran.stdout.splitlines() if MARK in line]
     assert ran.returncode == 0 and found, ran.stdout[-4000:] + ran.stderr[-4000:]
     answers = json.loads(found[0].split(MARK, 1)[1])
-    return [tuple(answer["tokens"]) for answer in answers], [answer["hits"] for answer in answers]
+    log = ran.stdout + ran.stderr
+    return [tuple(answer["tokens"]) for answer in answers], [answer["hits"] for answer in answers], log
 
 
 def of(given: list[T], numbers: list[int]) -> list[T]:
@@ -52,15 +56,26 @@ def of(given: list[T], numbers: list[int]) -> list[T]:
 @pytest.fixture(scope="module")
 def of_vllm(tiny_llama: str) -> list[tuple[int, ...]]:
     """What vLLM without us answers. Before SGLang starts, whose idle scheduler keeps a core busy."""
-    tokens, _ = ask_vllm(tiny_llama, FIRST + SECOND, None)
+    tokens, _, _ = run_vllm(tiny_llama, FIRST + SECOND, None)
     return tokens
 
 
 def assert_vllm_finds_it(model: str, cache: dict[str, Any], expected: list[tuple[int, ...]]) -> None:
     """Two prompts whose whole chunks SGLang computed, one that shares 512 tokens with them, and a new one."""
-    tokens, hits = ask_vllm(model, FIRST + SECOND, cache | {"chunk_tokens": PAGE})
+    tokens, hits, log = run_vllm(model, FIRST + SECOND, cache | {"chunk_tokens": PAGE})
     assert tokens == expected
     assert hits == [512, 1023, 512, 0]
+    assert "another format" not in log
+
+
+def assert_vllm_with_opaque_blocks_is_warned(
+    model: str, cache: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
+    """It finds nothing of what SGLang computed, and the reason is in its log."""
+    tokens, hits, log = run_vllm(model, FIRST, cache | {"chunk_tokens": PAGE, "format": "blocks"})
+    assert tokens == of(expected, [0, 1])
+    assert hits[0] == 0
+    assert "sglang uses the server at" in log and "vllm keeps opaque blocks" in log
 
 
 def assert_sglang_finds_it(sglang: Engine, reference: list[Answer]) -> None:
@@ -84,6 +99,7 @@ def test_each_finds_at_a_server_what_the_other_computed(
             assert sglang.hits == [0, 512]
             assert_vllm_finds_it(tiny_llama, cache, of_vllm)
             assert_sglang_finds_it(sglang, reference)
+            assert_vllm_with_opaque_blocks_is_warned(tiny_llama, cache, of_vllm)
     finally:
         server.stop()
 
