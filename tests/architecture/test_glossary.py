@@ -35,7 +35,12 @@ def test_no_word_is_explained_twice() -> None:
 def test_the_files_that_the_docs_name_are_there() -> None:
     """A path in backticks of a doc is one of ours: as written, or below a package's source."""
     missing = []
-    for doc in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/extend/*.md")]:
+    for doc in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/extend/*.md"),
+        *ROOT.glob("packages/*/README.md"),
+    ]:
         for path in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md|toml))`", doc.read_text()):
             places = [ROOT / path, doc.parent / path, *(root / path for root in ROOT.glob("packages/*/src"))]
             places += [root / path for root in ROOT.glob("packages/*/src/*")]
