@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as scratch:
     print(f"{plan.chunks} of 4 chunks, from {', '.join(plan.tiers)}")
     cache.end("request")  # whatever it holds is given back
 
-    cache.below.drain(10)
+    cache.lower.drain(10)
     store(cache, keys_of(list(range(1000, 1032))))  # another prompt fills the pool
     plan = look_up(cache, keys_of(list(range(16))))
     print(f"{plan.chunks} of 4 chunks, from {', '.join(plan.tiers)}")

@@ -182,7 +182,7 @@ def crowd_out(cache: LocalCache, branch: str) -> None:
     lease = cache.begin_store(key_chain(4, branch=branch), "other")
     assert not lease.refused
     cache.commit(lease)
-    cache.below.drain(10)
+    cache.lower.drain(10)
 
 
 def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, cache: LocalCache) -> None:
@@ -195,11 +195,11 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
     hands.store(plan).wait()
     cache.commit(lease)
     hands.detach(cache.pool.name)
-    cache.below.drain(10)
+    cache.lower.drain(10)
     crowd_out(cache, "crowd")
     assert cache.lookup(KEYS, "engine").chunks == 0
     bench.forget_blocks()
-    disk = cache.below.files()["disk"]
+    disk = cache.lower.files()["disk"]
     lent = disk.lend(KEYS)
     carried = bench.copier.load(lent.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     disk.end(lent)
@@ -209,7 +209,7 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
 
 
 def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cache: LocalCache) -> None:
-    disk = cache.below.files()["disk"]
+    disk = cache.lower.files()["disk"]
     room = disk.reserve(KEYS, None)
     assert disk.commit(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
     while (plan := cache.lookup(KEYS, "engine", wait_for_promotion=True)).ended is Ended.PENDING:
@@ -219,6 +219,6 @@ def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cac
 
 
 def test_a_tier_that_is_to_be_left_alone_lends_nothing(cache: LocalCache) -> None:
-    assert list(cache.below.files()) == ["disk"]
-    cache.below.freeze("disk", True)
-    assert cache.below.files() == {}
+    assert list(cache.lower.files()) == ["disk"]
+    cache.lower.freeze("disk", True)
+    assert cache.lower.files() == {}

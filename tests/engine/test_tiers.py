@@ -26,10 +26,10 @@ def empty_the_pool() -> None:
     """Evict everything, as other requests would."""
     (engine,) = build.engines().values()
     assert engine.cache is not None
-    host = engine.cache._host
+    host, index = engine.cache._host, engine.cache._index
     with host.lock:
         for slot in range(host.pool.slots):
-            if host.residency.key_at(slot) is not None and not host.residency.is_leased(slot):
+            if index.key_at(slot) is not None and not index.is_leased(slot):
                 host.evict(slot)
                 host.free([slot])
 

@@ -43,9 +43,9 @@ class Address:
     close: Callable[[], None]
 
     def let_lanes_rest(self) -> None:
-        self.behind.below.drain(10)
+        self.behind.lower.drain(10)
         end = time.monotonic() + 10
-        while any(state.lane.queued or state.spill.under_way for state in self.behind.below.states()):
+        while any(state.lane.queued or state.spill.under_way for state in self.behind.lower.states()):
             assert time.monotonic() < end
 
 

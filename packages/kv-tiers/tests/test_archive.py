@@ -20,14 +20,14 @@ KEYS = key_chain(6)
 def test_pinned_chunks_stay_while_others_come_and_go() -> None:
     tower = Tower(slots=16)
     tower.store(KEYS)
-    assert tower.cache.pin(KEYS, "system prompt") == 6
+    assert tower.cache.admin.pin(KEYS, "system prompt") == 6
     for number in range(6):
         tower.store(key_chain(9, branch=str(number)))
         tower.run()
     assert tower.cache.lookup(KEYS, "r").chunks == 6
-    assert tower.cache.pins() == {"system prompt": 6}
-    assert tower.cache.unpin("system prompt")
-    assert not tower.cache.unpin("system prompt")
+    assert tower.cache.admin.pins() == {"system prompt": 6}
+    assert tower.cache.admin.unpin("system prompt")
+    assert not tower.cache.admin.unpin("system prompt")
     tower.cache.end("r")
     tower.crowd_out()
     tower.store(key_chain(16, branch="more"))
@@ -38,14 +38,14 @@ def test_pinned_chunks_stay_while_others_come_and_go() -> None:
 def test_pins_never_take_more_than_half_the_pool() -> None:
     tower = Tower(slots=8)
     tower.store(KEYS)
-    assert tower.cache.pin(KEYS, "a") == 4
+    assert tower.cache.admin.pin(KEYS, "a") == 4
     other = key_chain(3, branch="other")
     tower.store(other)
-    assert tower.cache.pin(other, "b") == 0
-    assert tower.cache.pin(KEYS[:2], "a") == 2  # replaced
-    assert tower.cache.pin(other, "b") == 2
+    assert tower.cache.admin.pin(other, "b") == 0
+    assert tower.cache.admin.pin(KEYS[:2], "a") == 2  # replaced
+    assert tower.cache.admin.pin(other, "b") == 2
     for name in ("a", "b"):
-        tower.cache.unpin(name)
+        tower.cache.admin.unpin(name)
     tower.close()
 
 
@@ -56,18 +56,18 @@ def test_a_prefix_is_warmed_up_from_below_and_kept() -> None:
     for number in range(3):
         tower.store(key_chain(16, branch=f"crowd {number}"))
     assert tower.cache.lookup(KEYS, "r").chunks == 0
-    assert tower.cache.warm_up(KEYS, "warm", timeout_s=10) == 6
+    assert tower.cache.admin.warm_up(KEYS, "warm", timeout_s=10) == 6
     tower.store(key_chain(10, branch="after"))
     plan = tower.cache.lookup(KEYS, "r")
     assert (plan.chunks, plan.ended) == (6, Ended.ALL_HELD)
     tower.cache.end("r")
-    tower.cache.unpin("warm")
+    tower.cache.admin.unpin("warm")
     tower.close()
 
 
 def test_warming_up_what_nobody_has_ends() -> None:
     tower = Tower("through", threads=1)
-    assert tower.cache.warm_up(KEYS, "warm", timeout_s=10) == 0
+    assert tower.cache.admin.warm_up(KEYS, "warm", timeout_s=10) == 0
     tower.close()
 
 

@@ -144,7 +144,7 @@ def test_a_gap_gives_up_what_lies_behind_it(fault: str) -> None:
     tower.run()
     plan = tower.ask(KEYS)
     assert (plan.chunks, plan.ended) == (2, Ended.ABSENT)
-    counts = tower.cache.below.promote_counts()
+    counts = tower.cache.lower.promote_counts()
     assert (counts.asked, counts.arrived, counts.given_up) == (6, 2, 4)
     tower.read(KEYS[:2])
     tower.close()
@@ -234,7 +234,7 @@ def test_written_back_when_it_is_coldest_and_not_before() -> None:
     assert tower.cache.lookup(KEYS, "s").chunks == 2
     assert tower.fetch(KEYS).chunks == 6
     tower.read(KEYS)
-    assert tower.cache.below.states()[0].spill.lost == 0
+    assert tower.cache.lower.states()[0].spill.lost == 0
     tower.close()
 
 
@@ -275,7 +275,7 @@ def test_sequences_that_overfill_the_pool_back_to_back_are_kept() -> None:
         assert tower.store(keys) == 6
         assert tower.cache.lookup(keys, "s").chunks == 6
         tower.cache.end("s")
-    (state,) = tower.cache.below.states()
+    (state,) = tower.cache.lower.states()
     assert state.spill.lost > 0  # the price, paid below and not by the engine
     tower.close()
 
@@ -338,7 +338,7 @@ def test_a_tier_that_is_down_is_a_miss_and_gets_what_it_missed_when_it_is_back(f
     tower.tiers[0].fault = ""
     tower.clock.advance(0.1)
     tower.run()
-    assert tower.cache.below.states()[0].health is Health.UP
+    assert tower.cache.lower.states()[0].health is Health.UP
     assert tower.fetch(KEYS, "s").chunks == 2
     missed = key_chain(8, branch="crowd")
     tower.store(key_chain(1, branch="nudge"))

@@ -148,7 +148,7 @@ class Hierarchy(RuleBasedStateMachine):
 
     @rule(tier=tiers, frozen=st.booleans())
     def freeze(self, tier: int, frozen: bool) -> None:
-        self.cache.below.freeze(f"tier{tier}", frozen)
+        self.cache.lower.freeze(f"tier{tier}", frozen)
 
     @rule(tier=tiers, steps=st.integers(1, 4))
     def work(self, tier: int, steps: int) -> None:
@@ -178,9 +178,9 @@ class Hierarchy(RuleBasedStateMachine):
         counts = self.cache.counts()
         assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
         assert counts.slots_used == counts.chunks_resident
-        assert not any(self.cache._host.residency._leases)
-        assert not self.cache.below.promotions._arriving
-        states = self.cache.below.states()
+        assert not any(self.cache._index._leases)
+        assert not self.cache.lower.promotions._arriving
+        states = self.cache.lower.states()
         assert all(state.spill.under_way == state.lane.queued == 0 for state in states)
         for chain in CHAINS:
             self.everything_is_found(chain)
@@ -202,9 +202,9 @@ class Hierarchy(RuleBasedStateMachine):
             self.read(chain[: plan.chunks])
         self.cache.end("last")
         below = sum(1 for tier in self.tiers if tier.holds(chain[:1]) == [True])
-        lost = sum(state.spill.lost + state.spill.refused for state in self.cache.below.states())
+        lost = sum(state.spill.lost + state.spill.refused for state in self.cache.lower.states())
         if self.unbroken and self.ample and not lost and below:
-            held = [self.cache._host.residency.find(key) is not None for key in chain]
+            held = [self.cache._index.find(key) is not None for key in chain]
             anywhere = [
                 here or any(tier.holds([key])[0] for tier in self.tiers) for key, here in zip(chain, held, strict=True)
             ]

@@ -149,6 +149,6 @@ def test_tiers_are_made_in_their_order_and_under_their_names(tmp_path: Path) -> 
         {"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"},
     ]
     cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f", tiers=tiers)
-    assert [state.name for state in cache.below.states()] == ["dram", "nvme"]
+    assert [state.name for state in cache.lower.states()] == ["dram", "nvme"]
     cache.close()
     assert not (tmp_path / "kv").stat().st_mode & 0o077

@@ -73,13 +73,13 @@ def store(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 
 def disk_of(cache: LocalCache) -> DiskTier:
-    tier = cache.below._lanes[0].tier
+    tier = cache.lower._lanes[0].tier
     assert isinstance(tier, DiskTier)
     return tier
 
 
 def has_failed(cache: LocalCache) -> bool:
-    return cache.below.states()[0].lane.downs > 0
+    return cache.lower.states()[0].lane.downs > 0
 
 
 def fetch(cache: LocalCache, keys: list[ChunkKey]) -> None:
@@ -109,7 +109,7 @@ def test_after_a_store_below_failed_the_pool_is_unmapped_and_free(name: str, tmp
     cache = opened(name, disk_at(directory))
     before, after = key_chain(2, branch="before"), key_chain(3, branch="after")
     store(cache, before)
-    until(lambda: cache.below.states()[0].usage.chunks == 2)
+    until(lambda: cache.lower.states()[0].usage.chunks == 2)
     with break_medium(fault, cache, directory):
         store(cache, after)
         until(lambda: has_failed(cache))
@@ -122,7 +122,7 @@ def test_after_a_load_from_below_failed_the_pool_is_unmapped_and_free(name: str,
     cache = opened(name, disk_at(directory))
     keys, others = key_chain(3), key_chain(SLOTS, branch="others")
     store(cache, keys)
-    until(lambda: cache.below.states()[0].usage.chunks == 3)
+    until(lambda: cache.lower.states()[0].usage.chunks == 3)
     store(cache, others)
     with break_medium("EIO", cache, directory):
         fetch(cache, keys)
@@ -136,7 +136,7 @@ def test_what_waits_behind_a_tier_that_fails_is_let_go(name: str, tmp_path: Path
     directory = tmp_path / "tier"
     cache = opened(name, disk_at(directory))
     store(cache, key_chain(1, branch="before"))
-    until(lambda: cache.below.states()[0].usage.chunks == 1)
+    until(lambda: cache.lower.states()[0].usage.chunks == 1)
     chunks = [key_chain(1, branch=str(branch)) for branch in range(6)]
     with break_medium("EIO", cache, directory):
         for keys in chunks:
@@ -193,11 +193,11 @@ def test_a_tier_that_cannot_be_closed_keeps_neither_the_pool_nor_its_directory(n
     cache = opened(name, disk_at(directory))
     keys = key_chain(3)
     store(cache, keys)
-    until(lambda: cache.below.states()[0].usage.chunks == 3)
+    until(lambda: cache.lower.states()[0].usage.chunks == 3)
     (slab,) = slabs_of(disk_of(cache))
     os.close(slab.fd)  # so that closing it is an error, as it is on NFS when the server has gone
     cache.close()
     assert_free(name, keys)
     again = opened(name, disk_at(directory))
-    assert again.below.states()[0].usage.chunks == 3
+    assert again.lower.states()[0].usage.chunks == 3
     again.close()

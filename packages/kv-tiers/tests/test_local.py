@@ -114,5 +114,5 @@ def test_resident_keys_are_those_that_can_be_found() -> None:
     keys = key_chain(3)
     cache.commit(cache.begin_store(keys[:2], "w"))
     cache.begin_store(keys, "w")
-    assert cache.resident_keys() == keys[:2]
+    assert cache.admin.resident_keys() == keys[:2]
     cache.close()

@@ -24,13 +24,13 @@ class LocalMachine(ServiceMachine):
         return self.cache, self.cache.pool.view
 
     def resident(self) -> list[ChunkKey]:
-        residency = self.cache._host.residency
+        residency = self.cache._index
         assert min(residency._leases) >= 0
-        return self.cache.resident_keys()
+        return self.cache.admin.resident_keys()
 
     def close(self) -> None:
-        assert not self.cache._holdings
-        assert not any(self.cache._host.residency._leases)
+        assert not self.cache._leases.holders()
+        assert not any(self.cache._index._leases)
         self.cache.close()
 
 
@@ -51,7 +51,7 @@ class NamedMachine(LocalMachine):
         super().close()
         try:
             again = LocalCache(HostPool.named(self.name, CHUNK_BYTES, self.model.slots), clock=self.clock)
-            assert set(again.resident_keys()) == set(self.model.held)
+            assert set(again.admin.resident_keys()) == set(self.model.held)
             for key, chunk in self.model.held.items():
                 lease = again.load([key], "r")
                 (extent,) = lease.extents

@@ -172,7 +172,7 @@ def test_what_others_forget_while_it_is_copied_fails_the_load(engine: Engine) ->
     """Another engine on the same cache, or somebody over HTTP."""
     engine.store(TOKENS)
     copy = engine.begin_load(TOKENS)
-    engine.behind.forget(engine.behind.resident_keys()[-1:])
+    engine.behind.forget(engine.behind.admin.resident_keys()[-1:])
     copy.complete()
     assert engine.worker.poll().failed == {"second"}
 
@@ -198,12 +198,12 @@ def test_a_promise_of_cleared_chunks_is_not_renewed(engine: Engine) -> None:
 
 def test_a_pin_ends_for_what_is_cleared(engine: Engine) -> None:
     engine.store(TOKENS)
-    keys = engine.behind.resident_keys()
-    assert engine.behind.pin(keys, "system") == 2
+    keys = engine.behind.admin.resident_keys()
+    assert engine.behind.admin.pin(keys, "system") == 2
     engine.behind.forget(keys[1:])
-    assert engine.behind.pins() == {"system": 1}
+    assert engine.behind.admin.pins() == {"system": 1}
     engine.behind.clear()
-    assert engine.behind.pins() == {}
+    assert engine.behind.admin.pins() == {}
     assert engine.behind.counts().slots_used == 0  # nobody reads it, so its room is free
 
 
@@ -217,20 +217,20 @@ def test_what_was_asked_for_below_before_it_was_forgotten_does_not_come_up_after
     tower = Tower("through", slots=8, remote=[far])
     tower.store_below(KEYS)
     forget = tower.cache.clear if all_of_it else (lambda: tower.cache.forget(KEYS))
-    real = tower.cache.below.promotions._start
+    real = tower.cache.lower.promotions._start
 
     def start(promotion: object, runs: object) -> bool:
         forget()  # between the answer and the load
         return real(promotion, runs)  # type: ignore[arg-type]
 
-    tower.cache.below.promotions._start = start  # type: ignore[method-assign]
+    tower.cache.lower.promotions._start = start  # type: ignore[method-assign]
     plans = []
     for _ in range(4):
         plans.append(tower.ask(KEYS))
         tower.run()
-    tower.cache.below.promotions._start = real  # type: ignore[method-assign]
+    tower.cache.lower.promotions._start = real  # type: ignore[method-assign]
     assert plans[-1].chunks == 0 and plans[-1].ended is not Ended.PENDING
-    assert not set(KEYS) & set(tower.cache.resident_keys())
+    assert not set(KEYS) & set(tower.cache.admin.resident_keys())
     tower.close()
 
 

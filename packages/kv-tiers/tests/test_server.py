@@ -103,11 +103,11 @@ class RemoteMachine(ServiceMachine):
         return self.cache, self.cache.pool.view
 
     def resident(self) -> list[ChunkKey]:
-        return self.behind.resident_keys()
+        return self.behind.admin.resident_keys()
 
     def close(self) -> None:
-        assert not self.behind._holdings
-        assert not any(self.behind._host.residency._leases)
+        assert not self.behind._leases.holders()
+        assert not any(self.behind._index._leases)
         self.cache.close()
         self.served.close()
 
@@ -331,7 +331,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: Served) ->
         assert stays.counts().read_leases == 7
     until(lambda: stays.counts().read_leases == 0)
     (behind,) = served.server.caches.values()
-    assert not behind._holdings
+    assert not behind._leases.holders()
     stays.close()
 
 
@@ -456,7 +456,7 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
         assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
         assert counts.slots_used == counts.chunks_resident
         (behind,) = served.server.caches.values()
-        assert not behind._holdings
+        assert not behind._leases.holders()
         judge.close()
         served.close()
 

@@ -112,7 +112,7 @@ def test_a_cache_has_the_quotas_that_the_settings_say() -> None:
     tenants = read({"name": "a", "salt": "a", "quota_bytes": 3 * 4096 + 17}, {"name": "b", "salt": "b"})
     config = HostConfig(capacity_bytes=8 * 4096)
     cache = build_local_cache(config, chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants)
-    assert [(use.tenant, use.quota_bytes) for use in cache.tenants()] == [(tenant_tag("a"), 3 * 4096)]
+    assert [(use.tenant, use.quota_bytes) for use in cache.admin.tenants()] == [(tenant_tag("a"), 3 * 4096)]
     assert len(cache.begin_store(key_chain(8, salt="a"), "w").keys) == 3
     assert len(cache.begin_store(key_chain(8, salt="b"), "w").keys) == 5
     cache.close()
@@ -185,7 +185,7 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
             HostConfig(capacity_bytes=8192), chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants
         )
         cache.commit(cache.begin_store(key_chain(2, salt=SECRET), "w"))
-        cache.clear_tenant(tenant_tag(SECRET))
+        cache.admin.clear_tenant(tenant_tag(SECRET))
         cache.close()
     assert SECRET not in caplog.text
 

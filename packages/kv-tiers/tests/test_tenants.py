@@ -58,7 +58,7 @@ def held(cache: LocalCache, keys: Sequence[ChunkKey], holder: str = "asker") -> 
 
 
 def used(cache: LocalCache) -> dict[bytes, int]:
-    uses = cache.tenants()
+    uses = cache.admin.tenants()
     assert sum(use.chunks for use in uses) == cache.counts().slots_used
     assert all(use.used_bytes == use.chunks * SLOT for use in uses)
     assert_adds_up(cache.counts())
@@ -169,7 +169,7 @@ def test_a_quota_is_lowered_at_once_as_far_as_leases_allow_and_the_rest_as_they_
     store(cache, keys)
     store(cache, other)
     cache.lookup(keys[:4], "r")
-    cache.set_quota(ANN, 2 * SLOT)
+    cache.admin.set_quota(ANN, 2 * SLOT)
     assert used(cache) == {ANN: 4, NO_TENANT: 2}  # four are promised
     assert store(cache, key_chain(1, branch="more", salt="ann")) == 0
     assert store(cache, key_chain(4, branch="more")) == 4  # all there is yet: six less the two that must still go
@@ -184,13 +184,13 @@ def test_a_quota_is_lowered_at_once_as_far_as_leases_allow_and_the_rest_as_they_
 def test_what_is_being_written_beyond_a_lowered_quota_goes_when_it_is_committed() -> None:
     cache = cache_of(8, {ANN: 6})
     lease = cache.begin_store(key_chain(5, salt="ann"), "w")
-    cache.set_quota(ANN, 3 * SLOT)
+    cache.admin.set_quota(ANN, 3 * SLOT)
     assert used(cache)[ANN] == 5
     cache.commit(lease)
     assert used(cache)[ANN] == 3
     assert held(cache, key_chain(5, salt="ann")) == 3
     lease = cache.begin_store(key_chain(5, branch="b", salt="ann"), "w")
-    cache.set_quota(ANN, 0)
+    cache.admin.set_quota(ANN, 0)
     cache.release(lease)
     assert used(cache) == {ANN: 0}
     cache.close()
@@ -205,7 +205,7 @@ def test_a_first_quota_takes_what_is_there_along_and_the_last_one_gives_it_back(
     cache.lookup(mine[:2], "r")  # leased, and perhaps excluded by what follows
     store(cache, key_chain(1, branch="x", salt="ben"))
     before = used(cache)
-    cache.set_quota(ANN, 3 * SLOT)
+    cache.admin.set_quota(ANN, 3 * SLOT)
     assert used(cache)[ANN] == 3
     if policy != "mru":  # which takes what came last for the youngest, here as when a named pool is adopted
         assert held(cache, mine, "other") == 3  # heads stay
@@ -213,7 +213,7 @@ def test_a_first_quota_takes_what_is_there_along_and_the_last_one_gives_it_back(
     cache.end("r")
     store(cache, key_chain(9, branch="y", salt="ben"))
     assert used(cache) == {ANN: 3, BEN: 9}
-    cache.set_quota(ANN, None)
+    cache.admin.set_quota(ANN, None)
     store(cache, key_chain(12, branch="z", salt="ben"))
     assert used(cache) == {BEN: 12}
     cache.close()
@@ -224,7 +224,7 @@ def test_a_first_quota_finds_chunks_that_are_leased_and_out_of_order() -> None:
     store(cache, key_chain(4, salt="ann"))
     cache.lookup(key_chain(4, salt="ann"), "r")
     assert store(cache, key_chain(1)) == 0  # it was offered all of them, and they are excluded
-    cache.set_quota(ANN, 4 * SLOT)
+    cache.admin.set_quota(ANN, 4 * SLOT)
     cache.end("r")
     assert store(cache, key_chain(4, branch="more", salt="ann")) == 4
     assert used(cache) == {ANN: 4}
@@ -262,20 +262,20 @@ class ReadOutsideTheLock(list[Any]):
 
 def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the tenant has, and however large the pool is."""
-    monkeypatch.setattr("kv_tiers.cache.local.AT_ONCE", 2)
+    monkeypatch.setattr("kv_tiers.cache.admin.AT_ONCE", 2)
     cache = cache_of(40)
     store(cache, key_chain(20, salt="ann"))
     seen: list[tuple[int, int]] = []
 
     def turn() -> None:
-        shares = cache._host.shares
+        shares = cache._host._shares
         moved = shares.common.slots_used if shares._own == {} else shares._own[ANN].slots_used
         seen.append((moved, cache.counts().slots_used))
 
-    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
+    cache._host._shares._account_at = scanned = ReadOutsideTheLock(cache._host._shares._account_at)
     scanned.lock = turnstile = Turnstile(cache, turn)
     for quota in (7 * SLOT, None):
-        cache.set_quota(ANN, quota)
+        cache.admin.set_quota(ANN, quota)
         steps = list(pairwise(seen))
         assert all(abs(after - before) <= 2 for one, other in steps for before, after in zip(one, other, strict=True))
         assert seen[-1] == (7, 7)
@@ -288,7 +288,7 @@ def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.M
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk of a tenant may have to move. In between the accounts are exact, and nobody else loses a chunk."""
-    monkeypatch.setattr("kv_tiers.cache.local.AT_ONCE", 1)
+    monkeypatch.setattr("kv_tiers.cache.admin.AT_ONCE", 1)
     monkeypatch.setattr("kv_tiers.cache.host.AT_ONCE", 1)
     chance = random.Random(seed)
     cache = cache_of(96, policy=policy)  # room for all, and for what is forgotten while it is used
@@ -318,12 +318,12 @@ def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypa
             cache.end(holder)
         assert used(cache)[BEN] == 4
 
-    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
+    cache._host._shares._account_at = scanned = ReadOutsideTheLock(cache._host._shares._account_at)
     scanned.lock = turnstile = Turnstile(cache, turn)
     for quota in (chance.randrange(8, 21), chance.randrange(0, 8), None, chance.randrange(21), None):
-        cache.set_quota(ANN, None if quota is None else quota * SLOT)
+        cache.admin.set_quota(ANN, None if quota is None else quota * SLOT)
         assert quotas_of(cache) == ({} if quota is None else {ANN: quota})
-        shares = cache._host.shares
+        shares = cache._host._shares
         assert (shares.common.slots, shares._moving) == (96 - (quota or 0), None)
     turnstile.is_turn = True  # nobody else's any more
     for holder in "ab":
@@ -338,7 +338,7 @@ def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypa
 
 def quotas_of(cache: LocalCache) -> dict[bytes, int]:
     """In slots."""
-    return {use.tenant: use.quota_bytes // SLOT for use in cache.tenants() if use.quota_bytes is not None}
+    return {use.tenant: use.quota_bytes // SLOT for use in cache.admin.tenants() if use.quota_bytes is not None}
 
 
 def test_quotas_beyond_the_pool_are_refused_and_change_nothing() -> None:
@@ -350,13 +350,13 @@ def test_quotas_beyond_the_pool_are_refused_and_change_nothing() -> None:
     store(cache, key_chain(2, branch="more", salt="cyd"))
     for tenant, nbytes in ((ANN, 7 * SLOT), (CYD, 3 * SLOT), (ANN, SLOT - 1), (ANN, -SLOT)):
         with pytest.raises(ConfigError):
-            cache.set_quota(tenant, nbytes)
-    assert [(use.tenant, use.quota_bytes) for use in cache.tenants()] == sorted(
+            cache.admin.set_quota(tenant, nbytes)
+    assert [(use.tenant, use.quota_bytes) for use in cache.admin.tenants()] == sorted(
         [(ANN, 4 * SLOT), (BEN, 2 * SLOT), (CYD, None)]
     )
     cache.end("r")
     assert store(cache, key_chain(2, branch="more", salt="cyd")) == 2  # what was excluded is in order again
-    cache.set_quota(ANN, 6 * SLOT)
+    cache.admin.set_quota(ANN, 6 * SLOT)
     assert used(cache) == {ANN: 0, BEN: 0}
     cache.close()
 
@@ -373,9 +373,9 @@ def test_a_thousand_tenants() -> None:
     assert all(uses[tenant] == 2 for tenant in quotas)
     assert sum(uses.values()) == 2500
     assert all(held(cache, key_chain(3, branch="1", salt=str(number))) == 2 for number in range(1000))
-    cache.clear_tenant(tenant_tag("7"))
+    cache.admin.clear_tenant(tenant_tag("7"))
     for number in range(1000):
-        cache.set_quota(tenant_tag(str(number)), SLOT)
+        cache.admin.set_quota(tenant_tag(str(number)), SLOT)
     uses = used(cache)
     assert (uses.pop(tenant_tag("7")), {uses[tenant] for tenant in quotas if tenant in uses}) == (0, {1})
     cache.close()
@@ -388,7 +388,7 @@ def test_a_tenant_is_cleared_and_nobody_else() -> None:
     store(cache, other)
     lease = cache.load(mine, "l")
     writing = cache.begin_store(key_chain(2, branch="open", salt="ann"), "w")
-    assert cache.clear_tenant(ANN) == 4
+    assert cache.admin.clear_tenant(ANN) == 4
     assert (held(cache, mine), held(cache, other)) == (0, 4)
     assert used(cache) == {ANN: 6, BEN: 4}  # read and written still, and found by nobody
     cache.commit(writing)
@@ -405,7 +405,7 @@ def test_a_tenant_is_cleared_on_every_tier() -> None:
     tower.store(mine)
     tower.store(other)
     tower.run()
-    assert tower.cache.clear_tenant(ANN) == 4
+    assert tower.cache.admin.clear_tenant(ANN) == 4
     tower.crowd_out()
     assert (tower.fetch(mine).chunks, tower.fetch(other, "s").chunks) == (0, 4)
     tower.close()
@@ -421,7 +421,7 @@ def test_from_the_moment_a_tenant_is_cleared_nobody_finds_its_chunks_below() -> 
     tower.store(key_chain(8, branch="crowd"))
     answers: list[int] = []
     assert tower.lanes[0].ask(mine, answers.append)
-    assert tower.cache.clear_tenant(ANN) == 0
+    assert tower.cache.admin.clear_tenant(ANN) == 0
     assert (tower.lanes[0].leading(mine), tower.lanes[0].leading(other)) == (0, 4)
     assert tower.lanes[0].holds(mine + other) == [False] * 4 + [True] * 4
     assert tower.lanes[0].step()
@@ -453,7 +453,7 @@ def test_a_tier_that_cannot_tell_tenants_apart_is_cleared_whole() -> None:
     for salt in ("ann", "ben"):
         tower.store(key_chain(4, salt=salt))
     tower.run()
-    tower.cache.clear_tenant(ANN)
+    tower.cache.admin.clear_tenant(ANN)
     tower.run()
     assert tower.tiers[0].calls[-1] == "clear"
     assert tower.tiers[0].usage().chunks == 0
@@ -486,9 +486,9 @@ def test_pins_have_half_of_a_tenants_share_at_most() -> None:
     mine, other = key_chain(8, salt="ann"), key_chain(10)
     store(cache, mine)
     store(cache, other)
-    assert cache.pin(mine[:3], "one") == 3
-    assert cache.pin(mine, "two") == 1
-    assert cache.pin(other, "three") == 6
+    assert cache.admin.pin(mine[:3], "one") == 3
+    assert cache.admin.pin(mine, "two") == 1
+    assert cache.admin.pin(other, "three") == 6
     assert store(cache, key_chain(8, branch="more", salt="ann")) == 5  # the second pin is on the first one's head
     assert (held(cache, mine), held(cache, other)) == (3, 10)
     cache.close()
@@ -640,7 +640,7 @@ def work_of(tower: Tower, keys: list[ChunkKey], seen: Counter[str], index: Count
     index.asked = 0
     before = tower.cache.counts()
     plan = tower.fetch(keys, "r")
-    promotions = tower.cache.below.promotions
+    promotions = tower.cache.lower.promotions
     waits = len(promotions._waits)
     tower.cache.end("r")
     after = tower.cache.counts()
@@ -673,7 +673,7 @@ def test_another_tenants_prompt_is_looked_up_exactly_like_one_that_nobody_has(
         tower.run()
         assert tower.cache.lookup(key_chain(6, branch="theirs", salt="ben"), "s").chunks == 0
     seen: Counter[str] = Counter()
-    residency = tower.cache._host.residency
+    residency = tower.cache._index
     residency._policy = spy(residency._policy, seen)
     residency._slot_of = index = CountingDict(residency._slot_of)
     cached_by_another = work_of(tower, key_chain(6, branch="theirs", salt="ann"), seen, index)
@@ -708,7 +708,7 @@ class TenantsMachine(RuleBasedStateMachine):
 
     def resident(self) -> dict[bytes, set[ChunkKey]]:
         found: dict[bytes, set[ChunkKey]] = {}
-        for key in self.cache.resident_keys():
+        for key in self.cache.admin.resident_keys():
             found.setdefault(key.tenant, set()).add(key)
         return found
 
@@ -764,11 +764,11 @@ class TenantsMachine(RuleBasedStateMachine):
 
     @rule(keys=prompts, name=st.sampled_from("pq"))
     def pin(self, keys: list[ChunkKey], name: str) -> None:
-        self.undisturbed(lambda: assert_prefix(self.cache.pin(keys, name), keys), *self.over())
+        self.undisturbed(lambda: assert_prefix(self.cache.admin.pin(keys, name), keys), *self.over())
 
     @rule(name=st.sampled_from("pq"))
     def unpin(self, name: str) -> None:
-        self.undisturbed(lambda: assert_bool(self.cache.unpin(name)), *self.over())
+        self.undisturbed(lambda: assert_bool(self.cache.admin.unpin(name)), *self.over())
 
     @rule(keys=prompts)
     def forget(self, keys: list[ChunkKey]) -> None:
@@ -780,7 +780,7 @@ class TenantsMachine(RuleBasedStateMachine):
         tenant = tenant_tag(who)
         self.void |= {lease.id for lease in self.reads if any(key.tenant == tenant for key in lease.keys)}
         held = len(self.resident().get(tenant, set()))
-        self.undisturbed(lambda: assert_true(self.cache.clear_tenant(tenant) == held), tenant)
+        self.undisturbed(lambda: assert_true(self.cache.admin.clear_tenant(tenant) == held), tenant)
         assert tenant not in self.resident()
 
     @rule(who=people, chunks=st.none() | st.integers(0, POOL))
@@ -788,23 +788,23 @@ class TenantsMachine(RuleBasedStateMachine):
         tenant = tenant_tag(who)
         others = sum(quota for one, quota in self.quotas.items() if one != tenant)
         nbytes = None if chunks is None else chunks * SLOT
-        before = self.cache.tenants(), self.resident()
+        before = self.cache.admin.tenants(), self.resident()
         if chunks is not None and others + chunks > POOL:
             with pytest.raises(ConfigError):
-                self.cache.set_quota(tenant, nbytes)
-            assert (self.cache.tenants(), self.resident()) == before
+                self.cache.admin.set_quota(tenant, nbytes)
+            assert (self.cache.admin.tenants(), self.resident()) == before
             return
-        self.undisturbed(lambda: self.cache.set_quota(tenant, nbytes), tenant)
+        self.undisturbed(lambda: self.cache.admin.set_quota(tenant, nbytes), tenant)
         self.quotas.pop(tenant, None)
         if chunks is not None:
             self.quotas[tenant] = chunks
 
     def over(self) -> list[bytes]:
-        return [use.tenant for use in self.cache.tenants() if use.chunks > self.quotas.get(use.tenant, POOL)]
+        return [use.tenant for use in self.cache.admin.tenants() if use.chunks > self.quotas.get(use.tenant, POOL)]
 
     @invariant()
     def accounts_add_up(self) -> None:
-        uses = {use.tenant: use for use in self.cache.tenants()}
+        uses = {use.tenant: use for use in self.cache.admin.tenants()}
         assert_adds_up(self.cache.counts())
         assert sum(use.chunks for use in uses.values()) == self.cache.counts().slots_used
         resident = self.resident()
@@ -815,16 +815,16 @@ class TenantsMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_has_more_than_its_quota_but_what_is_in_use(self) -> None:
-        uses = {use.tenant: use.chunks for use in self.cache.tenants()}
-        host = self.cache._host
+        uses = {use.tenant: use.chunks for use in self.cache.admin.tenants()}
+        index = self.cache._index
         limits = {(tenant,): quota for tenant, quota in self.quotas.items()}
         common = tuple(tenant for tenant in uses if tenant not in self.quotas)
         limits[common] = POOL - sum(self.quotas.values())
         for tenants, limit in limits.items():
             if sum(uses[tenant] for tenant in tenants) > limit:
-                for key in self.cache.resident_keys():
-                    slot = host.residency.find(key)
-                    assert key.tenant not in tenants or (slot is not None and host.residency.is_leased(slot))
+                for key in self.cache.admin.resident_keys():
+                    slot = index.find(key)
+                    assert key.tenant not in tenants or (slot is not None and index.is_leased(slot))
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -832,12 +832,12 @@ class TenantsMachine(RuleBasedStateMachine):
         for name in (*"abc", "l", "open", "w"):
             self.cache.end(name)
         for name in "pq":
-            self.cache.unpin(name)
+            self.cache.admin.unpin(name)
         self.nobody_has_more_than_its_quota_but_what_is_in_use()
         assert not self.over()
-        assert not any(self.cache._host.residency._leases)
+        assert not any(self.cache._index._leases)
         for tenant in list(self.quotas):
-            self.cache.set_quota(tenant, None)
+            self.cache.admin.set_quota(tenant, None)
         assert store(self.cache, key_chain(POOL, branch="all")) == POOL  # no slot was lost
         assert used(self.cache) == {NO_TENANT: POOL}
         self.cache.close()

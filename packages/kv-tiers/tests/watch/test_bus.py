@@ -432,7 +432,7 @@ def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> 
     tower.crowd_out()
     tower.tiers[0].fault = "flip"
     tower.fetch(keys)
-    tower.cache.set_quota(tenant_tag("a tenant"), tower.cache.pool.slot_bytes)
+    tower.cache.admin.set_quota(tenant_tag("a tenant"), tower.cache.pool.slot_bytes)
     assert bus.flush()
     exposed = {}
     for family in text_string_to_metric_families(metrics.exposition()[0].decode()):

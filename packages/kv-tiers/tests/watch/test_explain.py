@@ -149,7 +149,7 @@ def test_a_tier_that_must_be_asked_over_a_network_is_not_asked() -> None:
     tower.store_below(keys)
     calls = list(tower.tiers[0].calls)
     assert each(explain(tower.cache, None, [keys], 0.0)) == [ChunkState(0, 1, ""), ChunkState(1, 1, "")]
-    assert tower.tiers[0].calls == calls and tower.cache.below.remote_tiers_skipped() == ["tier0"]
+    assert tower.tiers[0].calls == calls and tower.cache.lower.remote_tiers_skipped() == ["tier0"]
     tower.close()
 
 

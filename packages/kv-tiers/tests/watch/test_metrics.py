@@ -157,13 +157,13 @@ def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkey
     for number, tag in enumerate(tags):
         keys = [space.key(bytes([number, at] * 16), tenant=tag) for at in range(number)]
         cache.commit(cache.begin_store(keys, "w"))
-    cache.set_quota(tags[1], 2 * slot)
+    cache.admin.set_quota(tags[1], 2 * slot)
     assert scraped.value("kv_tenant_bytes", tenant=tags[3].hex()) == 3 * slot
     assert scraped.value("kv_tenant_quota_bytes", tenant=tags[1].hex()) == 2 * slot
     monkeypatch.setattr(metrics_module, "MAX_TENANTS", 2)
     told = {sample.labels["tenant"]: sample.value for sample in scraped.families()["kv_tenant_bytes"].samples}
     assert told == {tags[1].hex(): slot, tags[3].hex(): 3 * slot, "others": 2 * slot}
-    cache.set_quota(tags[1], None)
+    cache.admin.set_quota(tags[1], None)
 
 
 def test_dropped_events_are_told() -> None:

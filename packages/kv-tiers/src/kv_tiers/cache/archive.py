@@ -45,8 +45,8 @@ class Imported:
 def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fingerprint: str) -> int:
     """Write the leading run of `keys` that the pool holds to `path`; how many chunks that was.
 
-    What lies below the pool is brought up first by `LocalCache.warm_up`. The file is complete or not there, which it is
-    not where that would be none; mode 0600.
+    What lies below the pool is brought up first by `Administration.warm_up`. The file is complete or not there, which
+    it is not where that would be none; mode 0600.
 
     fingerprint: of the cache's chunk format.
     """

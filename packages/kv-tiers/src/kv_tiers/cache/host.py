@@ -6,7 +6,7 @@ called under it unless it says otherwise, and nothing under it waits or reads a 
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
@@ -20,7 +20,7 @@ from kv_core.service import Holder
 
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
-from kv_tiers.eviction.policy import EvictionPolicy, policy_name
+from kv_tiers.eviction.policy import policy_name
 from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.index.residency import Residency
 from kv_tiers.pool.directory import MAX_KEY_BYTES, NO_PARENT, least_worth_first
@@ -34,9 +34,12 @@ AT_ONCE: Final = 256
 
 
 @dataclass(slots=True)
-class HostTotals:
-    """What only grows; each is described by its namesake in `CacheCounts`."""
+class CacheTotals:
+    """What a cache counts and only grows; each is described by its namesake in `CacheCounts`."""
 
+    lookups: int = 0
+    chunks_asked: int = 0
+    chunks_hit: int = 0
     chunks_reserved_ever: int = 0
     chunks_committed: int = 0
     chunks_aborted: int = 0
@@ -45,37 +48,44 @@ class HostTotals:
     chunks_adopted: int = 0
     chunks_refused: int = 0
     chunks_damaged: int = 0
+    leases_expired: int = 0
 
 
 class HostTier:
-    """Owns the pool and closes it."""
+    """Owns the pool and closes it. `lock`, `pool` and `events` are the whole cache's."""
 
     def __init__(
-        self,
-        pool: HostPool,
-        policy: EvictionPolicy,
-        make_policy: Callable[[int], EvictionPolicy],
-        quotas: Mapping[bytes, int],
-        events: Source = UNWATCHED,
+        self, pool: HostPool, index: Residency, shares: Shares, totals: CacheTotals, events: Source = UNWATCHED
     ) -> None:
-        """policy: of all tenants without a quota. make_policy: of one with. quotas: slots, by tenant.
-
-        Raises:
-            ConfigError: the quotas are more than the pool.
-        """
+        """index, shares: of the pool's slots; whoever has them too changes nothing in them but leases and orders.
+        totals: where what happens here is counted."""
         self.pool = pool
         self.events = events
         self.lock = threading.Lock()
-        self.shares = Shares(pool.slots, policy, make_policy)
-        for tenant, slots in quotas.items():
-            self.shares.set_quota(tenant, slots)
-            self.shares.end_move()
-        self.residency = Residency(pool.slots, self.shares)
-        self.totals = HostTotals()
-        self._policy_name = policy_name(policy)
+        self._index = index
+        self._shares = shares
+        self._totals = totals
+        self._policy_name = policy_name(shares.common.policy)
         self._evicted: list[ChunkKey] = []  # not told yet
         self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
+        self._closed = False
         self._adopt()
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            MisuseError: the cache is closed.
+        """
+        if self._closed:
+            raise MisuseError("the cache is closed")
+
+    def stop(self) -> None:
+        """From here `check_open` raises."""
+        self._closed = True
+
+    def share_of(self, tenant: bytes) -> Share:
+        """Where this tenant's chunks belong."""
+        return self._shares.of(tenant)
 
     def check_keys(self, keys: Sequence[ChunkKey]) -> None:
         """Without the lock.
@@ -88,12 +98,12 @@ class HostTier:
 
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
         """Tell the policy that more of this chain is stored, and what of it is resident; the slots of that."""
-        slots = self.residency.leading(chain)
+        slots = self._index.leading(chain)
         keys = chain
         if len(slots) < len(chain):
-            keys, slots = self.residency.resident(chain)
+            keys, slots = self._index.resident(chain)
         if slots:
-            self.residency.extend(keys, slots)
+            self._index.extend(keys, slots)
         return slots
 
     def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
@@ -108,34 +118,34 @@ class HostTier:
         for tenant, its_keys in groupby(keys, key=itemgetter(TENANT_AT)):
             wanted = sum(1 for _ in its_keys)
             found = self._slots_for(tenant, wanted, protected, skipped)
-            self.shares.took(found, tenant)
+            self._shares.took(found, tenant)
             slots += found
             if len(found) < wanted:
                 break
-        self.residency.reserve(keys[: len(slots)], slots)
-        self.totals.chunks_reserved_ever += len(slots)
+        self._index.reserve(keys[: len(slots)], slots)
+        self._totals.chunks_reserved_ever += len(slots)
         return slots
 
     def to_move(self) -> list[int]:
         """The slots of the tenant whose share has changed (`Shares.set_quota`), in the order in which to `move` them.
         Without the lock: it looks at every slot."""
-        return self.residency.tails_first(self.shares.to_move())
+        return self._index.tails_first(self._shares.to_move())
 
     def move(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            if self.shares.move(slot, self.residency.key_at(slot)):
-                self.residency.has_moved(slot)
+            if self._shares.move(slot, self._index.key_at(slot)):
+                self._index.has_moved(slot)
 
     def trim(self, at_most: int) -> bool:
         """Evict what shares have beyond their size, as far as nobody leases it, but no more than that of each. False:
         there was nothing to evict."""
         has_evicted = False
-        for share in list(self.shares.over):
+        for share in list(self._shares.over):
             evicted = self._make_room(share, min(at_most, share.slots_used - share.slots), (), set())
             self.free(evicted)
             has_evicted = has_evicted or bool(evicted)
             if share.slots_used <= share.slots:
-                self.shares.over.remove(share)
+                self._shares.over.remove(share)
             self.tell_evicted("quota")
         return has_evicted
 
@@ -150,10 +160,10 @@ class HostTier:
 
         chain: the prompt up to there. checksums: of each chunk, for a named pool; else none.
         """
-        freed = self.residency.commit(keys, slots)
+        freed = self._index.commit(keys, slots)
         self.free(freed)
-        self.totals.chunks_aborted += len(freed)
-        self.totals.chunks_committed += len(slots) - len(freed)
+        self._totals.chunks_aborted += len(freed)
+        self._totals.chunks_committed += len(slots) - len(freed)
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
         self.trim(len(slots))
@@ -164,13 +174,13 @@ class HostTier:
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Give reserved places back."""
-        self.residency.abort(keys, slots)
+        self._index.abort(keys, slots)
         self.free(slots)
-        self.totals.chunks_aborted += len(slots)
+        self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
         """Empty a slot that nobody leases, and keep it taken for whoever asked. `tell_evicted` once a call's are."""
-        self._have_evicted({slot: self.residency.empty(slot)})
+        self._have_evicted({slot: self._index.empty(slot)})
 
     def tell_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
         """Why room was needed, and for whom, of all that was evicted since the last call."""
@@ -178,23 +188,19 @@ class HostTier:
             keys, self._evicted = self._evicted, []
             self.events.publish(events.Evicted(TIER, keys, cause, holder, self._policy_name))
 
-    def forget(self, key: ChunkKey) -> bool:
-        """True if a resident chunk was forgotten."""
-        slot = self.residency.forget(key)
-        if slot is None:
-            return False
-        self._disown([slot])
-        if self.residency.is_free(slot):
-            self.free([slot])
-        return True
+    def forget(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of them that were resident. What is being written is forgotten too."""
+        forgotten = [key for key in keys if self._forget(key)]
+        self._totals.chunks_forgotten += len(forgotten)
+        return forgotten
 
     def unlease(self, slots: Sequence[int]) -> None:
-        self.free(self.residency.unlease(slots))
+        self.free(self._index.unlease(slots))
         self.trim(len(slots))
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self.shares.left(slot)
+            self._shares.left(slot)
             self.pool.free(slot)
 
     def lease_doubtful(self, slots: Sequence[int]) -> dict[int, bytes]:
@@ -202,7 +208,7 @@ class HostTier:
         if not self._doubtful:
             return {}
         doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
-        self.residency.lease(list(doubtful))
+        self._index.lease(list(doubtful))
         return doubtful
 
     def verify(self, doubtful: Mapping[int, bytes]) -> None:
@@ -211,20 +217,30 @@ class HostTier:
         with self.lock:
             damaged_keys = []
             for slot in doubtful:
-                key = self.residency.key_at(slot)
+                key = self._index.key_at(slot)
                 if slot in wrong and key is not None and slot in self._doubtful:
                     level = logging.DEBUG if self.events.is_logged else logging.WARNING
                     _log.log(level, "the checksum of %r in pool %s is wrong; it is discarded", key, self.pool.name)
-                    self.forget(key)
-                    self.totals.chunks_damaged += 1
+                    self._forget(key)
+                    self._totals.chunks_damaged += 1
                     damaged_keys.append(key)
                 self._doubtful.pop(slot, None)
             self.unlease(list(doubtful))
             if damaged_keys and self.events.on:
                 self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 
+    def _forget(self, key: ChunkKey) -> bool:
+        """True if a resident chunk was forgotten."""
+        slot = self._index.forget(key)
+        if slot is None:
+            return False
+        self._disown([slot])
+        if self._index.is_free(slot):
+            self.free([slot])
+        return True
+
     def _slots_for(self, tenant: bytes, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
-        share = self.shares.of(tenant)
+        share = self._shares.of(tenant)
         if share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
             self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), protected, skipped))
         room = max(0, share.slots - share.slots_used)
@@ -235,7 +251,7 @@ class HostTier:
 
     def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
         """Empty so many slots of this share, if there are, and keep them taken. Then `tell_evicted`."""
-        evicted = self.residency.evict(wanted, protected, skipped, share.policy)
+        evicted = self._index.evict(wanted, protected, skipped, share.policy)
         self._have_evicted(evicted)
         return list(evicted)
 
@@ -243,7 +259,7 @@ class HostTier:
         """chunks: by the slots where they were."""
         if self.events.on:
             self._evicted += chunks.values()
-        self.totals.chunks_evicted += len(chunks)
+        self._totals.chunks_evicted += len(chunks)
         self._disown(chunks)
 
     def _disown(self, slots: Iterable[int]) -> None:
@@ -267,7 +283,7 @@ class HostTier:
         parent = NO_PARENT
         for key in chain:
             parents[key] = parent
-            slot = self.residency.find(key)
+            slot = self._index.find(key)
             parent = NO_PARENT if slot is None else slot
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             if slot not in gone:
@@ -285,12 +301,12 @@ class HostTier:
                 directory.wipe(record.slot)
                 continue
             adopted[record.key] = record.slot
-            self.shares.took([record.slot], record.key.tenant)
-            self.residency.adopt(record.key, record.slot)
+            self._shares.took([record.slot], record.key.tenant)
+            self._index.adopt(record.key, record.slot)
             self._doubtful[record.slot] = record.digest
         self.pool.take(adopted.values())
-        self.totals.chunks_adopted = len(adopted)
-        self.shares.note_over()
+        self._totals.chunks_adopted = len(adopted)
+        self._shares.note_over()
         self.trim(len(adopted))
         if adopted:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))

@@ -11,6 +11,7 @@ from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import PromoteCounts, Promotions
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.config import ColdConfig
+from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane, LaneCounts
 from kv_tiers.tier import KeepsFiles, TierUsage
@@ -30,12 +31,13 @@ class TierState:
     spill: SpillCounts
 
 
-class Below:
+class LowerTiers:
     """Owns the lanes and closes them. Methods take the host's lock themselves, but where it says otherwise."""
 
     def __init__(
         self,
         host: HostTier,
+        index: Residency,
         lanes: Sequence[tuple[Lane, WriteMode]],
         config: ColdConfig,
         *,
@@ -47,9 +49,10 @@ class Below:
         self._lanes = [lane for lane, _ in lanes]
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
-        self.spills = Spills(host, lanes, part=config.spill_share, batch_chunks=batch_chunks)
+        self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
         self.promotions = Promotions(
             host,
+            index,
             self._lanes,
             self.spills,
             wait_s=config.wait_s,

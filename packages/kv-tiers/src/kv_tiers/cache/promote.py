@@ -26,6 +26,7 @@ from kv_tiers import chunk_header
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.spill import Spills
 from kv_tiers.events import events
+from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
@@ -112,6 +113,7 @@ class Promotions:
     def __init__(
         self,
         host: HostTier,
+        index: Residency,
         lanes: Sequence[Lane],
         spills: Spills,
         *,
@@ -124,6 +126,7 @@ class Promotions:
         """wait_s, keep_s: how long a holder may wait, and what came up stays put for one that does not ask again.
         max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
         self._host = host
+        self._index = index
         self._lanes = list(lanes)
         self._spills = spills
         self._wait_s, self._keep_s = wait_s, keep_s
@@ -152,9 +155,9 @@ class Promotions:
                     self._disappoint(tier)
             if wait.over:
                 return False
-            if asked[have] in self._arriving or self._host.residency.find(asked[have]) is not None:
+            if asked[have] in self._arriving or self._index.find(asked[have]) is not None:
                 return True  # the latter arrived since the lookup
-            if self._host.residency.is_held(asked[have]):
+            if self._index.is_held(asked[have]):
                 return False  # an engine is storing it: it will be there for the next request
         runs = self._where(wait, asked, have, now_s)
         if runs is None:
@@ -195,7 +198,7 @@ class Promotions:
         """The tier that each slot's chunk came from, if it was not used since; else the host tier. Under the lock."""
         if not self._source:
             return [TIER] * len(slots)
-        key_at = self._host.residency.key_at
+        key_at = self._index.key_at
         known = (self._source.get(slot, (None, TIER)) for slot in slots)
         return [name if key == key_at(slot) else TIER for slot, (key, name) in zip(slots, known, strict=True)]
 
@@ -272,7 +275,7 @@ class Promotions:
                 for start in range(run.start, run.stop, self._batch_chunks):
                     job = _Job(run.tier, start, [], [], began_s)
                     for key in chain[start : min(start + self._batch_chunks, run.stop)]:
-                        if room <= 0 or self._host.residency.is_held(key):
+                        if room <= 0 or self._index.is_held(key):
                             break
                         slots = self._host.reserve([key], (), skipped)
                         if not slots:
@@ -311,7 +314,6 @@ class Promotions:
 
     def _arrived(self, promotion: _Promotion, job: _Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: none if the job was refused."""
-        residency = self._host.residency
         with self._host.lock:
             whole = 0
             while (
@@ -339,8 +341,8 @@ class Promotions:
                 if wait is not None:
                     if not wait.over:
                         self._patience_s[job.tier] = min(2 * self._patience_s[job.tier], self._wait_s)
-                    here = [slot for key, slot in zip(keys, slots, strict=True) if residency.key_at(slot) == key]
-                    residency.lease(here)
+                    here = [slot for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
+                    self._index.lease(here)
                     wait.slots += here
                 self._spills.committed(keys, slots, chain, above=job.tier)
             if arrivals and self._host.events.on:

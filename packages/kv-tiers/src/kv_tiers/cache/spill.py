@@ -20,6 +20,7 @@ from kv_core.outcome import Stored, StoreOutcome
 from kv_tiers.cache.host import HostTier
 from kv_tiers.events import events
 from kv_tiers.eviction.shares import Share
+from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
 
@@ -94,11 +95,18 @@ class Spills:
     """All tiers' below one host tier. Called under the host's lock unless it says otherwise."""
 
     def __init__(
-        self, host: HostTier, lanes: Sequence[tuple[Lane, WriteMode]], *, part: float, batch_chunks: int
+        self,
+        host: HostTier,
+        index: Residency,
+        lanes: Sequence[tuple[Lane, WriteMode]],
+        *,
+        part: float,
+        batch_chunks: int,
     ) -> None:
         """part: of each share, how much may be leased for spilling at a time; where chunks are written back, also how
         much is kept free for what comes next."""
         self._host = host
+        self._index = index
         self._below = [_Below(lane, mode) for lane, mode in lanes]
         self._part = part
         self._batch_chunks = batch_chunks
@@ -113,13 +121,13 @@ class Spills:
         """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
         if not keys or not self._below:
             return
-        share = self._host.shares.of(keys[0].tenant)
+        share = self._host.share_of(keys[0].tenant)
         parents = dict(zip(chain, (None, *chain), strict=False))
         for below in self._below[:above]:
             if below.mode == "never":
                 continue
             for key, slot in zip(keys, slots, strict=True):
-                if self._host.residency.key_at(slot) == key:  # else it was forgotten while it was written
+                if self._index.key_at(slot) == key:  # else it was forgotten while it was written
                     if below.remove(slot):
                         below.counts.lost += 1  # another chunk's, evicted since
                     below.add(slot, _Waiting(key, parents.get(key)), share)
@@ -137,12 +145,11 @@ class Spills:
 
     def _make_room(self, share: Share) -> None:
         """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
-        residency = self._host.residency
         while share.slots - share.slots_used + self._emptying[share] < self._part_of(share):
-            slot = residency.victim((), set(), share.policy)
+            slot = self._index.victim((), set(), share.policy)
             if slot is None:
                 return
-            key = residency.key_at(slot)
+            key = self._index.key_at(slot)
             lacking = [
                 (below, waiting)
                 for below in self._below
@@ -176,7 +183,7 @@ class Spills:
     def stop(self) -> int:
         """Hand nothing over any more. How many chunks the tiers did not have by then, taken together."""
         self._stopped = True
-        key_at = self._host.residency.key_at
+        key_at = self._index.key_at
         left = 0
         for below in self._below:
             left += below.counts.under_way
@@ -220,7 +227,7 @@ class Spills:
             if batch.chunks and waiting.parent != batch.chunks[-1].key:
                 break
             below.remove(slot)
-            if self._host.residency.key_at(slot) == waiting.key:
+            if self._index.key_at(slot) == waiting.key:
                 batch.slots.append(slot)
                 batch.chunks.append(waiting)
             else:
@@ -238,7 +245,7 @@ class Spills:
             Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.chunk_bytes)
             for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
         ]
-        self._host.residency.lease(batch.slots)
+        self._index.lease(batch.slots)
         self._leased[batch.share] += len(batch.slots)
         self._emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
         batch.below.counts.under_way += len(batch.slots)
@@ -293,12 +300,12 @@ class Spills:
     def _requeue(self, batch: _Batch) -> None:
         """It waits again, where it was."""
         for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
-            if self._host.residency.key_at(slot) == chunk.key and not self._stopped:
+            if self._index.key_at(slot) == chunk.key and not self._stopped:
                 batch.below.add(slot, chunk, batch.share)
                 batch.below.queues[batch.share].move_to_end(slot, last=False)
 
     def _evict(self, batch: _Batch) -> None:
         for slot, chunk in zip(batch.slots, batch.chunks, strict=True):
-            if self._host.residency.key_at(slot) == chunk.key and not self._host.residency.is_leased(slot):
+            if self._index.key_at(slot) == chunk.key and not self._index.is_leased(slot):
                 self._host.evict(slot)
                 self._host.free([slot])

@@ -41,7 +41,12 @@ class Residency:
         return len(self._writing) + self._orphans
 
     def keys(self) -> list[ChunkKey]:
+        """What can be found."""
         return list(self._slot_of)
+
+    def held(self) -> list[ChunkKey]:
+        """What can be found, and what is being written."""
+        return [*self._slot_of, *self._writing]
 
     def leading(self, keys: Sequence[ChunkKey]) -> list[int]:
         """The slots of the leading run of resident keys. The list is shared: do not change it."""
@@ -240,9 +245,6 @@ class Residency:
 
     def is_free(self, slot: int) -> bool:
         return self._life[slot] is Life.ABSENT
-
-    def writing(self) -> list[ChunkKey]:
-        return list(self._writing)
 
     def tails_first(self, slots: Iterable[int]) -> list[int]:
         """These in another order, as far as runs tell. It may be called without the lock."""

@@ -35,7 +35,7 @@ def explain_prompt(
         memory = None if history is None else history.of(cache.events.name)
         is_whole = is_whole and memory is not None and memory.is_whole
         engines = {one.engine for one in sessions if (one.chunk_bytes, one.fingerprint) == (nbytes, fingerprint)}
-        remote_tiers_skipped = cache.below.remote_tiers_skipped()
+        remote_tiers_skipped = cache.lower.remote_tiers_skipped()
         for known, was_asked in _key_spaces(key_prefixes, memory):
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break

@@ -21,7 +21,8 @@ from typing import TypeVar
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
 
-from kv_tiers.cache.local import LocalCache, TenantUse
+from kv_tiers.cache.admin import TenantUse
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.server import wire
 from kv_tiers.server.accepting import Acceptor
@@ -338,7 +339,7 @@ class CacheServer:
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:
     """Those that a report lists, and how many there are in all."""
-    uses = {use.tenant: use for use in cache.tenants()}
+    uses = {use.tenant: use for use in cache.admin.tenants()}
     for tag in names:
         uses.setdefault(tag, TenantUse(tag, 0, 0, None))
     known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
@@ -368,5 +369,5 @@ def _tiers(cache: LocalCache) -> list[TierReport]:
             lost=state.spill.lost,
             downs=state.lane.downs,
         )
-        for state in cache.below.states()
+        for state in cache.lower.states()
     ]

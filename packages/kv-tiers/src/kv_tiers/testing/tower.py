@@ -137,6 +137,6 @@ class Tower:
         assert_adds_up(counts)
         assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
         assert counts.slots_used == counts.chunks_resident
-        assert not any(self.cache._host.residency._leases)
-        assert all(state.spill.under_way == 0 for state in self.cache.below.states())
+        assert not any(self.cache._index._leases)
+        assert all(state.spill.under_way == 0 for state in self.cache.lower.states())
         self.cache.close()

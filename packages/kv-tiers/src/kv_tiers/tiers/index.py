@@ -196,7 +196,7 @@ class SlotIndex:
     def all_keys(self) -> list[ChunkKey]:
         """Of every chunk that is here or arriving."""
         with self._lock:
-            return self._residency.keys() + self._residency.writing()
+            return self._residency.held()
 
     # Under the lock.
 

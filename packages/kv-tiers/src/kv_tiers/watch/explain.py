@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from kv_core.keys import ChunkKey
 
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.watch.history import Fate, Memory
-
-BEING_WRITTEN = "being written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def is_held(state: ChunkState) -> bool:
 
 
 def _look(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) -> list[_Looked]:
-    places = cache.where(keys)
+    places = cache.admin.where(keys)
     if memory is None:
         return [(place, None, False) for place in places]
     looked: list[_Looked] = []

@@ -18,8 +18,9 @@ from typing import Final
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.service import CacheCounts
 
+from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import TIER
-from kv_tiers.cache.local import LocalCache, TenantUse
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.lower_tiers import TierState
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import Committed, Damaged, Evicted, LoadEnded, LookedUp, Promoted, Spilled
@@ -129,8 +130,8 @@ class Metrics(Subscriber):
         tenants: list[tuple[str, list[TenantUse]]] = []
         for cache in self._caches():
             try:
-                known.append((cache.events.name, cache, cache.counts(), cache.below.states()))
-                tenants.append((cache.events.name, cache.tenants()))
+                known.append((cache.events.name, cache, cache.counts(), cache.lower.states()))
+                tenants.append((cache.events.name, cache.admin.tenants()))
             except MisuseError:  # it was closed just now
                 continue
         yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in known])

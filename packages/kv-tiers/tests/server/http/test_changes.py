@@ -234,7 +234,7 @@ def test_a_prefix_is_warmed_up_from_below(tmp_path: Path) -> None:
     cache = served.join()
     store(cache, 4)
     (behind,) = served.server.caches.values()
-    behind.below.drain(10)
+    behind.lower.drain(10)
     for number in range(4):
         store(cache, 16, branch=str(number))
     assert cache.lookup(key_chain(4), "r").chunks == 0

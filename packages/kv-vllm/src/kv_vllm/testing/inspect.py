@@ -40,7 +40,7 @@ class Inspect:
         """Let what is on its way to and from the tiers below arrive."""
         engine = _only_engine()
         if isinstance(engine.cache, LocalCache):
-            engine.cache.below.drain(10)
+            engine.cache.lower.drain(10)
 
     def kv_know_weights(self) -> bool:
         """Wait until it is known which weights and adapters the engine has; whether it is."""
@@ -72,7 +72,7 @@ class Inspect:
         """Forget every second chunk that was stored, as eviction at the worst places would."""
         engine = _only_engine()
         assert isinstance(engine.cache, LocalCache)
-        engine.cache.forget(engine.cache.resident_keys()[::2])
+        engine.cache.forget(engine.cache.admin.resident_keys()[::2])
 
 
 def _tiers(cache: LocalCache | RemoteCache) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _tiers(cache: LocalCache | RemoteCache) -> dict[str, Any]:
             "lane": asdict(state.lane),
             "spill": asdict(state.spill),
         }
-        for state in cache.below.states()
+        for state in cache.lower.states()
     }
 
 

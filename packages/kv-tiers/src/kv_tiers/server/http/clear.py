@@ -51,7 +51,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
 
 def _clear(cache: LocalCache, tag: bytes | None) -> int:
     if tag is not None:
-        return cache.clear_tenant(tag)
+        return cache.admin.clear_tenant(tag)
     chunks = cache.counts().chunks_resident
     cache.clear()
     return chunks

@@ -91,17 +91,17 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
     async def prefixes() -> Prefixes:
         pins = []
         for (nbytes, fingerprint), cache in (await relay.caches()).items():
-            held = await relay.call(cache.pins)
+            held = await relay.call(cache.admin.pins)
             pins += [Pin(nbytes, fingerprint, name, chunks) for name, chunks in held.items()]
         return Prefixes(pins, await relay.call(partial(_files, archive_directory)), jobs.all())
 
     async def pin(body: Prefix) -> Pinned:
         _, cache = await select_cache(relay, body)
-        return Pinned(await relay.call(partial(cache.pin, _keys(body.keys), _plain(body.name))))
+        return Pinned(await relay.call(partial(cache.admin.pin, _keys(body.keys), _plain(body.name))))
 
     async def unpin(body: Named) -> Unpinned:
         caches = (await select_caches(relay, body)).values()
-        unpinned = [await relay.call(partial(cache.unpin, _plain(body.name))) for cache in caches]
+        unpinned = [await relay.call(partial(cache.admin.unpin, _plain(body.name))) for cache in caches]
         if not any(unpinned):
             raise Problem(404, f"nothing is pinned as {body.name!r}; GET /prefixes lists what is")
         return Unpinned(sum(unpinned))
@@ -198,7 +198,7 @@ def _files(archive_directory: str) -> list[str]:
 
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float) -> Outcome:
-    chunks = cache.warm_up(keys, name, timeout_s=timeout_s)
+    chunks = cache.admin.warm_up(keys, name, timeout_s=timeout_s)
     if not chunks:
         raise _nothing(
             "nothing was warmed up or pinned: no tier holds", len(keys), "see what pins keep (GET /prefixes)"

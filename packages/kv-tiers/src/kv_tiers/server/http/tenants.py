@@ -113,7 +113,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
 
 
 def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
-    for use in cache.tenants():
+    for use in cache.admin.tenants():
         if use.tenant == tag:
             return Use(*format_, use.chunks, use.used_bytes, use.quota_bytes)
     return Use(*format_, 0, 0, None)
@@ -129,9 +129,9 @@ def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int |
     try:
         for format_, cache in caches.items():
             before = _use(format_, cache, tag).quota_bytes
-            cache.set_quota(tag, quota_bytes)
+            cache.admin.set_quota(tag, quota_bytes)
             done.append((cache, before))
     except ConfigError as error:
         for cache, before in done:
-            cache.set_quota(tag, before)
+            cache.admin.set_quota(tag, before)
         raise Problem(409, str(error)) from None

@@ -1,0 +1,230 @@
+"""What an operator does with a cache while it serves: pins, quotas, tenants, warming up, and where chunks are.
+
+Nothing here is for an engine's thread: what changes much lets others have the lock in between, and `warm_up` waits.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import CacheService
+
+from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
+from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.events import events
+from kv_tiers.eviction.shares import Shares
+from kv_tiers.index.life import BEING_WRITTEN
+from kv_tiers.index.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What a tenant has of the pool, in whole slots: chunks that are held, being written, or read after their end.
+
+    tenant: its tag.
+    chunks: as slots are.
+    used_bytes: of those.
+    quota_bytes: None for one that shares what the quotas leave with all others.
+    """
+
+    tenant: bytes
+    chunks: int
+    used_bytes: int
+    quota_bytes: int | None
+
+
+class Administration:
+    """Of one cache. Methods are for any thread and take the lock themselves, but where it says otherwise."""
+
+    def __init__(
+        self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers
+    ) -> None:
+        """cache: whose the others are, for what an engine could do as well."""
+        self._cache = cache
+        self._host = host
+        self._index = index
+        self._shares = shares
+        self._lower = lower
+        self._pins: dict[str, list[int]] = {}
+        self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
+
+    def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
+        """Keep the leading run of `keys` that the pool holds until `unpin`; how many chunks that is.
+
+        The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most, or
+        half of a tenant's quota: what is beyond that is not pinned.
+        """
+        with self._host.lock:
+            self._host.check_open()
+            before = self._pins.pop(name, [])
+            slots = list(self._index.leading(keys))
+            if slots:
+                share_at = self._shares.at
+                share = share_at(slots[0])
+                pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
+                slots = slots[: max(0, share.slots // 2 - pinned)]
+            self._index.lease(slots)
+            self._host.unlease(before)
+            if slots:
+                self._pins[name] = slots
+            return len(slots)
+
+    def unpin(self, name: str) -> bool:
+        """Let the pinned chunks leave like any others. False: there is no pin of this name."""
+        with self._host.lock:
+            slots = self._pins.pop(name, None)
+            if slots is not None:
+                self._host.unlease(slots)
+            return slots is not None
+
+    def pins(self) -> dict[str, int]:
+        """How many chunks each name keeps."""
+        with self._host.lock:
+            return {name: len(slots) for name, slots in self._pins.items()}
+
+    def unpin_forgotten(self) -> None:
+        """What nobody can find any more is kept for nobody. Under the lock."""
+        was_forgotten = self._index.was_forgotten
+        for name, slots in list(self._pins.items()):
+            gone = [slot for slot in slots if was_forgotten(slot)]
+            if gone:
+                kept = [slot for slot in slots if not was_forgotten(slot)]
+                if kept:
+                    self._pins[name] = kept
+                else:
+                    del self._pins[name]
+                self._host.unlease(gone)
+
+    def unpin_all(self) -> None:
+        """The cache is being closed: the slots are given back with all others. Under the lock."""
+        self._pins.clear()
+
+    def warm_up(self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0) -> int:
+        """Bring a prefix up from the lower tiers, pin it, and say how many chunks of it are pinned.
+
+        It waits, so it is for whoever prepares a cache and not for an engine's thread.
+        """
+        holder = f"warm-up/{name}"
+        until = time.monotonic() + timeout_s
+        try:
+            best = -1
+            while time.monotonic() < until:
+                plan = self._cache.lookup(keys, holder, wait_for_promotion=True)
+                if plan.ended is Ended.PENDING:
+                    time.sleep(0.002)
+                elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
+                    best = plan.chunks
+                    self._lower.promotions.forget_wait(holder)
+                else:
+                    break
+            return self.pin(keys, name)
+        finally:
+            self._cache.end(holder)
+
+    def resident_keys(self) -> list[ChunkKey]:
+        """What a lookup could find now. It copies the index."""
+        with self._host.lock:
+            self._host.check_open()
+            return self._index.keys()
+
+    def where(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """The fastest tier that holds each key, `BEING_WRITTEN`, or "" for nowhere. Leases and touches nothing.
+
+        A tier that must be asked over a network is not.
+        """
+        with self._host.lock:
+            self._host.check_open()
+            index = self._index
+            places = [
+                TIER if index.find(key) is not None else BEING_WRITTEN if index.is_held(key) else "" for key in keys
+            ]
+        lacking = [at for at, place in enumerate(places) if not place]
+        for name, held in self._lower.holding([keys[at] for at in lacking]).items():
+            for at, is_here in zip(lacking, held, strict=True):
+                if is_here and not places[at]:
+                    places[at] = name
+        return places
+
+    def clear_tenant(self, tenant: bytes) -> int:
+        """Forget every chunk with this tag, on all tiers; how many the pool held. What is being written too.
+
+        A tier that cannot tell tenants apart is cleared whole.
+        """
+        with self._host.lock:
+            self._host.check_open()
+            forgotten = self._host.forget([key for key in self._index.held() if key.tenant == tenant])
+            self.unpin_forgotten()
+            self._lower.clear_tenant(tenant)
+            if self._host.events.on:
+                self._host.events.publish(events.Forgotten(forgotten))
+            return len(forgotten)
+
+    def tenants(self) -> list[TenantUse]:
+        """Of every tenant that has chunks or a quota, by tag. Their chunks add up to the slots used."""
+        slot_bytes = self._host.pool.slot_bytes
+        with self._host.lock:
+            self._host.check_open()
+            uses = self._shares.uses()
+        return [
+            TenantUse(
+                use.tenant,
+                use.slots_used,
+                use.slots_used * slot_bytes,
+                None if use.slots_quota is None else use.slots_quota * slot_bytes,
+            )
+            for use in uses
+        ]
+
+    def set_quota(self, tenant: bytes, quota_bytes: int | None) -> None:
+        """Set so much of the pool apart for the tenant with this tag: nobody else's chunks get there, and the tenant's
+        get nowhere else. Whole chunks count. None: it shares what the quotas leave with all others.
+
+        What does not fit any more is evicted at once, but for what is being read or written: that goes when it is not.
+        For a tenant of many chunks this takes seconds; others' calls come in between, a few chunks at a time.
+
+        Raises:
+            ConfigError: a negative number, less than one chunk (0 is none at all), or more than the other quotas leave.
+        """
+        slots = None if quota_bytes is None else quota_slots(quota_bytes, self._host.pool.slot_bytes)
+        with self._quota_lock:
+            with self._host.lock:
+                self._host.check_open()
+                self._shares.set_quota(tenant, slots)
+            to_move = self._host.to_move()
+            for at in range(0, len(to_move), AT_ONCE):
+                with self._host.lock:
+                    self._host.check_open()
+                    self._host.move(to_move[at : at + AT_ONCE])
+                _let_others_in()
+            with self._host.lock:
+                self._shares.end_move()
+            is_too_much = True
+            while is_too_much:
+                with self._host.lock:
+                    self._host.check_open()
+                    is_too_much = self._host.trim(AT_ONCE)
+                _let_others_in()
+
+
+def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
+    """How many slots a quota is.
+
+    Raises:
+        ConfigError: no quota for chunks of this size.
+    """
+    slots, rest = divmod(quota_bytes, slot_bytes)
+    if slots < 0 or (rest and not slots):
+        raise ConfigError(
+            f"a quota of {quota_bytes} bytes holds no chunk of this model, which takes {slot_bytes}; "
+            "write at least that, or 0 for a tenant that keeps nothing"
+        )
+    return slots
+
+
+def _let_others_in() -> None:
+    """To the lock that was just released: who waits for it would not wake before we have it again."""
+    time.sleep(0.0001)

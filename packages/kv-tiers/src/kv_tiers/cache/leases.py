@@ -1,0 +1,191 @@
+"""Who may read or write which slots, and until when: promises, reads and writes, by number, holder and deadline.
+
+The books and nothing else: there is no lock, no clock and no pool here. Whoever keeps them holds a lock around every
+call, says what time it is, counts the leases on the slots themselves, and gives slots back for all that ends.
+
+Every promise and read lives equally long from when it was given or renewed, so the order of giving is the order of
+expiring, and looking for what has expired costs nothing while there is none. Writes do not expire.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kv_core.keys import ChunkKey
+from kv_core.service import Holder
+
+
+@dataclass(slots=True)
+class Read:
+    """A promise or a read lease.
+
+    number: no other lease's, read or write.
+    holder: whose it is.
+    slots: what may be read, each leased once for it.
+    kind: a promise is replaced by the holder's next; a load stands beside it.
+    deadline_s: when it expires.
+    """
+
+    number: int
+    holder: Holder
+    slots: list[int]
+    kind: Literal["promise", "load"]
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Write:
+    """Slots in which chunks are being written.
+
+    number: no other lease's, read or write.
+    holder: whose it is.
+    keys: the chunks.
+    slots: where each of them goes.
+    chain: all keys of the prompt up to there.
+    began_s: since when.
+    """
+
+    number: int
+    holder: Holder
+    keys: list[ChunkKey]
+    slots: list[int]
+    chain: list[ChunkKey]
+    began_s: float
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The numbers of all that one holder has."""
+
+    promise: int | None = None
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+
+class Leases:
+    """The books of one cache. What a method returns is struck off, and its slots are the caller's to give back."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._reads: OrderedDict[int, Read] = OrderedDict()  # by deadline
+        self._writes: dict[int, Write] = {}
+        self._holdings: dict[Holder, _Holding] = {}
+        self._last_number = 0
+
+    @property
+    def reads_open(self) -> int:
+        """Promises and loads."""
+        return len(self._reads)
+
+    @property
+    def writes_open(self) -> int:
+        return len(self._writes)
+
+    def holders(self) -> set[Holder]:
+        """Those that have anything."""
+        return set(self._holdings)
+
+    def promise(self, holder: Holder, slots: list[int], now_s: float) -> Read | None:
+        """Promise these slots instead of what was promised before, which is returned. No slots: no promise."""
+        holding = self._holdings.get(holder)
+        before = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
+        if slots:
+            self._holding(holder).promise = self._open(holder, slots, "promise", now_s).number
+        elif holding is not None and before is not None:
+            holding.promise = None
+            self._drop_if_empty(holder, holding)
+        return before
+
+    def promise_of(self, holder: Holder) -> Read | None:
+        holding = self._holdings.get(holder)
+        return None if holding is None or holding.promise is None else self._reads[holding.promise]
+
+    def renew(self, promise: Read, now_s: float) -> None:
+        """Start its time anew."""
+        promise.deadline_s = now_s + self.lease_s
+        self._reads.move_to_end(promise.number)
+
+    def open_read(self, holder: Holder, slots: list[int], now_s: float) -> Read:
+        read = self._open(holder, slots, "load", now_s)
+        self._holding(holder).reads.add(read.number)
+        return read
+
+    def open_write(
+        self, holder: Holder, keys: list[ChunkKey], slots: list[int], chain: list[ChunkKey], now_s: float
+    ) -> Write:
+        write = Write(self._next_number(), holder, keys, slots, chain, now_s)
+        self._writes[write.number] = write
+        self._holding(holder).writes.add(write.number)
+        return write
+
+    def is_writing(self, write: Write) -> bool:
+        """It is open still."""
+        return write.number in self._writes
+
+    def close_read(self, number: int) -> Read | None:
+        """None: it is not open (any more)."""
+        read = self._reads.pop(number, None)
+        if read is not None:
+            holding = self._holdings[read.holder]
+            if holding.promise == number:
+                holding.promise = None
+            holding.reads.discard(number)
+            self._drop_if_empty(read.holder, holding)
+        return read
+
+    def close_write(self, number: int) -> Write | None:
+        """None: it is not open (any more)."""
+        write = self._writes.pop(number, None)
+        if write is not None:
+            holding = self._holdings[write.holder]
+            holding.writes.discard(number)
+            self._drop_if_empty(write.holder, holding)
+        return write
+
+    def end(self, holder: Holder) -> tuple[list[Read], list[Write]]:
+        """All that the holder has."""
+        holding = self._holdings.pop(holder, None)
+        if holding is None:
+            return [], []
+        promised = () if holding.promise is None else (holding.promise,)
+        reads = [self._reads.pop(number) for number in (*promised, *sorted(holding.reads))]
+        return reads, [self._writes.pop(number) for number in sorted(holding.writes)]
+
+    def expire(self, now_s: float) -> Sequence[Read]:
+        """What has expired by now, the oldest first."""
+        expired: list[Read] = []
+        while self._reads:
+            oldest = next(iter(self._reads.values()))
+            if oldest.deadline_s > now_s:
+                break
+            self.close_read(oldest.number)
+            expired.append(oldest)
+        return expired
+
+    def clear(self) -> list[Write]:
+        """Everything ends; the writes among it."""
+        writes = list(self._writes.values())
+        self._reads.clear()
+        self._writes.clear()
+        self._holdings.clear()
+        return writes
+
+    def _open(self, holder: Holder, slots: list[int], kind: Literal["promise", "load"], now_s: float) -> Read:
+        read = Read(self._next_number(), holder, slots, kind, now_s + self.lease_s)
+        self._reads[read.number] = read
+        return read
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _holding(self, holder: Holder) -> _Holding:
+        holding = self._holdings.get(holder)
+        if holding is None:
+            holding = self._holdings[holder] = _Holding()
+        return holding
+
+    def _drop_if_empty(self, holder: Holder, holding: _Holding) -> None:
+        if holding.promise is None and not holding.reads and not holding.writes:
+            del self._holdings[holder]
