@@ -29,8 +29,8 @@ os.environ |= _engines.ENVIRON | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 from _report import Row, parser, report
 from kv_core.format import ChunkFormat
+from kv_cuda import bind
 from kv_cuda.tiny import TinyLlama
-from kv_vllm import build
 from kv_vllm.testing.witness import Errors, Witness
 
 PROMPTS = 16
@@ -70,7 +70,7 @@ def _rows(model: str, dtype: str) -> Iterator[Row]:
 def _measure(model: str, kind: str, dtype: str) -> tuple[ChunkFormat, Errors, int]:
     """The format, the errors, and how many prompts were answered with the same tokens as before."""
     witness = Witness()
-    build.make_copier = witness.make_copier  # type: ignore[assignment]
+    bind.make_copier = witness.make_copier  # type: ignore[assignment]
     engine = _engines.vllm(model, {"format": kind, "host": {"capacity_bytes": "512MiB"}}, dtype=dtype)
     chosen = random.Random(5)
     prompts = [[chosen.randrange(3, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]

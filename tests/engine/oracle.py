@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kv_vllm import build
+from kv_tiers.attach.engine import Engine as Attached
+from kv_tiers.attach.engine import engines
 from kv_vllm.connector import KVTiersConnector
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -120,8 +121,8 @@ class Oracle:
         self._pending: deque[tuple[Any, list[Work]]] = deque()
 
     @property
-    def engine(self) -> build.Engine:
-        return build.engines()[str(self.vllm_config.kv_transfer_config.engine_id)]
+    def engine(self) -> Attached:
+        return engines()[str(self.vllm_config.kv_transfer_config.engine_id)]
 
     def submit(self, request_id: str, prompt: list[int], new_tokens: int = 4, **options: Any) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)

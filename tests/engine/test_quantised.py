@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
-from kv_vllm import build
+from kv_cuda import bind
 from kv_vllm.testing.witness import Witness
 
 
@@ -29,7 +29,7 @@ def test_hits_are_whole_chunks_and_what_comes_back_is_within_the_bound(
 ) -> None:
     """The second engine finds the first one's chunks on its disk, as large and of another meaning, and takes none."""
     witness = Witness()
-    monkeypatch.setattr(build, "make_copier", witness.make_copier)
+    monkeypatch.setattr(bind, "make_copier", witness.make_copier)
     tier = {"type": "disk", "directory": str(disk), "capacity_bytes": "64MiB"}
     cache = {"format": kind, "host": {"capacity_bytes": "64MiB"}, "tiers": [tier]}
     with started(tiny_llama, cache=cache, dtype=dtype) as engine:

@@ -10,11 +10,12 @@ from engines import Engine, started
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.tiny import TinyLlama
+from kv_tiers.attach.engine import engines
+from kv_tiers.attach.ranks import share_of
 from kv_tiers.settings import load
-from kv_vllm import build
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import check_parallelism, share_of
+from kv_vllm.parallel import check_parallelism
 from kv_vllm.translate import request_tokens
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
@@ -246,6 +247,6 @@ def test_a_sliding_window_model_runs_without_us_and_the_log_says_so(
     with started(model, cache={"host": {"capacity_bytes": "64MiB"}}) as ours:
         assert ours.ask_in_turn(prompts) == expected
         assert ours.hits == [0, 0]
-        (inner,) = build.engines().values()
+        (inner,) = engines().values()
         assert "SlidingWindowSpec" in inner.off
         assert inner.faults == []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_cuda.tiny import TinyLlama
-from kv_vllm import build
+from kv_tiers.attach.engine import engines
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 
@@ -72,7 +72,7 @@ def test_a_producer_never_loads_and_a_consumer_never_stores(
 def test_sliding_windows_are_cached_with_the_switch_that_the_log_names(tiny_gemma: str) -> None:
     with started(tiny_gemma, cache=CACHE) as hybrid:
         expected = hybrid.ask_in_turn(PROMPTS)
-        (inner,) = build.engines().values()
+        (inner,) = engines().values()
         assert "--disable-hybrid-kv-cache-manager" in inner.off
     with started(tiny_gemma, cache=CACHE, disable_hybrid_kv_cache_manager=True) as engine:
         assert engine.ask_in_turn(PROMPTS) == expected

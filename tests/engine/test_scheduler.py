@@ -221,7 +221,7 @@ def test_opaque_blocks(make: Make) -> None:
     ask(oracle, "b", [*SHARED[:200], 4])
     assert loaded(oracle) == 192
     ask(oracle, "c", SHARED[:192])
-    assert oracle.engine.formats[0].kind == "blocks"
+    assert oracle.engine.facts is not None and oracle.engine.facts.formats == ("blocks",)
 
 
 @pytest.mark.parametrize("seed", range(6))

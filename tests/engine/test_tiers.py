@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
+from kv_tiers.attach.engine import engines
 from kv_tiers.testing.servers import Proxy, ValkeyServer
 from kv_tiers.testing.wait import until
-from kv_vllm import build
 
 POOL = {"capacity_bytes": "2MiB"}
 PATIENT = {"wait_s": 20.0}
@@ -24,7 +24,7 @@ def disk(path: Path, **options: Any) -> dict[str, Any]:
 
 def empty_the_pool() -> None:
     """Evict everything, as other requests would."""
-    (engine,) = build.engines().values()
+    (engine,) = engines().values()
     assert engine.cache is not None
     host, index = engine.cache._host, engine.cache._index
     with host.lock:

@@ -10,7 +10,8 @@ import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_core.errors import CopyFailed
 from kv_core.service import LoadFailed
-from kv_vllm import build
+from kv_tiers.attach.engine import Engine as Attached
+from kv_tiers.attach.engine import engines
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -33,8 +34,8 @@ def _at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
         running.llm.reset_prefix_cache(reset_connector=True)
 
 
-def _inner() -> build.Engine:
-    (inner,) = build.engines().values()
+def _inner() -> Attached:
+    (inner,) = engines().values()
     return inner
 
 

@@ -41,7 +41,7 @@ def test_every_phase_can_be_reached_and_left_and_only_gone_is_the_end() -> None:
 
 
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="write chunk_tokens=256"):
+    with pytest.raises(ConfigError, match="write chunk_tokens: 256"):
         ConnectShape(ChainScheme(chunk_tokens=250), SPACE, (128,))
 
 

@@ -11,8 +11,9 @@ have a key space of their own: the names are the same hashes, so a page of one p
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Final
 
 import msgspec
@@ -21,7 +22,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
 from kv_tiers import LocalCache
-from kv_tiers.attach.connect import Format, open_here, open_there
+from kv_tiers.attach.connect import Format, check_replicas, open_in_process, open_remote
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
 from kv_tiers.events.bus import EventBus
@@ -103,6 +104,14 @@ def check_hashes() -> None:
         )
 
 
+def other_sglang(what: str, differences: Sequence[str], otherwise: str = "") -> ConfigError:
+    """For an SGLang that calls its storage or linker otherwise than is implemented here."""
+    return ConfigError(
+        f"SGLang {version('sglang')} has another {what} interface than {TESTED}, with which kv-sglang is tested: "
+        f"{'; '.join(differences)}; install sglang=={TESTED}" + (f", or {otherwise}" if otherwise else "")
+    )
+
+
 def served_model(rank: Rank) -> ServedModel:
     """Which model SGLang was told to serve, and how."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -148,12 +157,8 @@ def attach(
     Raises:
         ConfigError: the settings cannot be honoured on this machine, or by this engine.
     """
-    kept = settings.tiers or settings.host.name
-    if rank.replicas > 1 and kept and not settings.server.socket:
-        raise ConfigError(
-            f"the engine has {rank.replicas} replicas, which cannot each own the same tiers: start kv-server with them "
-            "and give its server.socket"
-        )
+    if rank.replicas > 1:
+        check_replicas(settings)
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
@@ -175,11 +180,11 @@ def attach(
             names = [name for name, its in formats.items() if its == chunks]
             if alone:
                 part = _part_of(settings, names[0], len(names) * chunks.chunk_bytes / page_bytes)
-                made.caches[chunks], bus = open_here(part, chunks)
+                made.caches[chunks], bus = open_in_process(part, chunks)
                 made.buses.append(bus)
             else:
                 first = rank.number == rank.stage == len(made.caches) == 0
-                made.caches[chunks], server = open_there(
+                made.caches[chunks], server = open_remote(
                     settings,
                     chunks,
                     engine_id=engine,

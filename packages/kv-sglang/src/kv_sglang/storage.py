@@ -5,18 +5,17 @@ ours turns the cache off with a traceback in the log, and the engine goes on. Be
 right is an error that says what to do.
 """
 
-import functools
-import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 import torch
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_tiers.attach.guard import OffSwitch, always, guarded
+from kv_tiers.attach.interface import call_differences
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -27,8 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kv_sglang import TESTED
-from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, served_model
+from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, other_sglang, served_model
 from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, Wanted, describe, first_slots
@@ -51,43 +49,16 @@ _CALLS: Final = {
 _MAX_PREFIXES: Final = 16
 """So many restorable prefixes of a hybrid model are named, longest first; ranks agree on one that all of them have."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Hook = Callable[Concatenate["KVStorage", _P], _R]
 
-
-def _guarded(fallback: Callable[..., _R]) -> Callable[[_Hook[_P, _R]], _Hook[_P, _R]]:
-    """Answer `fallback` of the arguments while the cache is off, and turn it off when the hook raises."""
-
-    def decorate(hook: _Hook[_P, _R]) -> _Hook[_P, _R]:
-        @functools.wraps(hook)
-        def guarded(self: "KVStorage", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if self.off:
-                return fallback(*args, **kwargs)
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and SGLang's threads would die of it
-                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
-                return fallback(*args, **kwargs)
-
-        return cast(_Hook[_P, _R], guarded)
-
-    return decorate
-
-
-def _none_of(keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
+def _none_of(_self: Any, keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
     return [False] * len(keys)
 
 
-def _none_of_any(transfers: Sequence[PoolTransfer], *_rest: Any, **_named: Any) -> dict[str, list[bool]]:
+def _none_of_any(_self: Any, transfers: Sequence[PoolTransfer], *_rest: Any, **_named: Any) -> dict[str, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
 
 
-def _no_page(*_args: Any, **_named: Any) -> torch.Tensor | None:
-    return None
-
-
-class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes are untyped here
+class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine's classes are untyped here
     """The backend of HiCache: `--hicache-storage-backend dynamic` with this class's name in the extra config.
 
     off: why nothing is read or written; empty while it works.
@@ -99,7 +70,6 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
             ConfigError: settings that cannot be honoured, or an SGLang whose interface is another.
         """
         check_interface()
-        self.off = ""
         self._config = storage_config
         self._pools: dict[str, Any] = {}
         self._pages: dict[str, PoolPages] = {}
@@ -155,17 +125,17 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
 
     # Zero copy.
 
-    @_guarded(lambda *_args, **_named: 0)
+    @guarded(always(0))
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         return self._kv.held(keys)
 
-    @_guarded(_none_of)
+    @guarded(_none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         return self._read(KV, keys, host_indices)
 
-    @_guarded(_none_of)
+    @guarded(_none_of)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
@@ -173,7 +143,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
 
     # The same for several pools.
 
-    @_guarded(lambda *_args, **_named: PoolTransferResult.empty())
+    @guarded(lambda *_args, **_named: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -199,13 +169,13 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
             restorable &= covered
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
-    @_guarded(_none_of_any)
+    @guarded(_none_of_any)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         return {each.name: self._read(str(each.name), each.keys or [], each.host_indices) for each in transfers}
 
-    @_guarded(_none_of_any)
+    @guarded(_none_of_any)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
@@ -213,7 +183,7 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
 
     # One page at a time, as the tensor that SGLang flattens it to. For whoever leaves out interface_v1.
 
-    @_guarded(_no_page)
+    @guarded(always(None))
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         flat, copier = self._one_page()
         if self._kv.read([key], [0], copier) != [True]:
@@ -223,38 +193,38 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
         target_location.view(-1).copy_(flat)
         return target_location  # type: ignore[no-any-return]
 
-    @_guarded(lambda keys, *_args, **_named: [None] * len(keys))
+    @guarded(lambda _self, keys, *_args, **_named: [None] * len(keys))
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         targets = target_locations if target_locations is not None else [None] * len(keys)
         return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
 
-    @_guarded(lambda *_args, **_named: False)
+    @guarded(always(False))
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         flat, copier = self._one_page()
         flat.copy_(value.reshape(-1))
         return self._kv.write([key], [0], copier=copier) == [True]
 
-    @_guarded(lambda *_args, **_named: False)
+    @guarded(always(False))
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         return all(self.set(key, value) for key, value in zip(keys, values, strict=True))
 
-    @_guarded(lambda *_args, **_named: False)
+    @guarded(always(False))
     def exists(self, key: str) -> bool:
         return self._kv.held([key]) == 1
 
     # The rest.
 
-    @_guarded(lambda: None)
+    @guarded(always(None))
     def clear(self) -> None:
         """Forget every page, below too. SGLang's `flush_cache` does not call this; clearing the storage does."""
         for store in self._attached.stores.values():
             store.cache.clear()
 
-    @_guarded(lambda: None)
+    @guarded(always(None))
     def get_stats(self) -> Any:
         """What was read and written since this was asked last, as SGLang's metrics want it."""
         return self._stats.take() if self._config.enable_storage_metrics else None
@@ -263,11 +233,6 @@ class KVStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's classes a
         """Give everything back. SGLang's threads have stopped by then."""
         self.off = self.off or "it is closed"
         self._attached.close()
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Read and write nothing from now on."""
-        self.off = why
-        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
 
     @property
     def _kv(self) -> PageStore:
@@ -336,14 +301,8 @@ def check_interface() -> None:
     Raises:
         ConfigError: it does not; the text says what differs and what to install.
     """
-    for name, wanted in _CALLS.items():
-        call = getattr(HiCacheStorage, name, None)
-        found = ["nothing"] if call is None else list(inspect.signature(call).parameters)[1:]
-        if found[: len(wanted)] != wanted or call is None:
-            raise ConfigError(
-                f"SGLang {version('sglang')} has another storage interface than {TESTED}, with which kv-sglang is "
-                f"tested: {name} takes {found}, not {wanted}; install sglang=={TESTED}"
-            )
+    if differences := [*call_differences(HiCacheStorage, _CALLS)]:
+        raise other_sglang("storage", differences)
     check_hashes()
 
 

@@ -7,19 +7,19 @@ finished inside `wait_for_save`, so no block is read after vLLM may have given i
 No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on.
 """
 
-import functools
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers import settings
+from kv_tiers.attach.engine import engine_of, release
+from kv_tiers.attach.guard import always, guarded
+from kv_tiers.settings import load
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,9 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_vllm import build
-from kv_vllm.parallel import check_parallelism
-from kv_vllm.translate import request_tokens
+from kv_vllm.bind import bind_worker
+from kv_vllm.interface import check_interface
+from kv_vllm.parallel import check_parallelism, rank_share
+from kv_vllm.translate import request_tokens, served_model
+from kv_vllm.weights import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +44,6 @@ _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
 """Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -59,48 +58,13 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
         self.waiting = waiting
 
 
-def _guarded(
-    fallback: Callable[["KVTiersConnector"], _R],
-) -> Callable[[Callable[Concatenate["KVTiersConnector", _P], _R]], Callable[Concatenate["KVTiersConnector", _P], _R]]:
-    """Answer `fallback(self)` while the cache is off, and turn it off when the hook raises."""
-
-    def decorate(
-        hook: Callable[Concatenate["KVTiersConnector", _P], _R],
-    ) -> Callable[Concatenate["KVTiersConnector", _P], _R]:
-        @functools.wraps(hook)
-        def guarded(self: "KVTiersConnector", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if self.off:
-                return fallback(self)
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and it must not reach the engine
-                self._engine.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
-                return fallback(self)
-
-        return cast(Callable[Concatenate["KVTiersConnector", _P], _R], guarded)
-
-    return decorate
-
-
-def _nothing(self: "KVTiersConnector") -> None:
-    return None
-
-
-def _nothing_matched(self: "KVTiersConnector") -> tuple[int | None, bool]:
-    return 0, False
-
-
-def _free_at_once(self: "KVTiersConnector") -> tuple[bool, dict[str, Any] | None]:
-    return False, None
-
-
-def _all_failed(self: "KVTiersConnector") -> KVConnectorTransferResults:
+def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
     """Whoever waits for a load hears that there is none."""
     failed, self._unanswered = self._unanswered, set()
     return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 
 
-def _refuse_unplanned(self: "KVTiersConnector") -> KVConnectorMetadata:
+def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorMetadata:
     """Requests that were promised a load wait for it, so one that is not planned is refused aloud."""
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     return KVTiersMetadata(StepPlan(refused=refused).to_plain(), refused)
@@ -115,9 +79,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings, _ = settings.load(transfer.kv_connector_extra_config, os.environ)
+        self._settings, _ = load(transfer.kv_connector_extra_config, os.environ)
         check_parallelism(vllm_config, self._settings)
-        self._engine = build.engine(str(transfer.engine_id))
+        self._engine = engine_of(str(transfer.engine_id))
+        if not self.off and (why := check_interface()):
+            self._engine.refuse(why)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
@@ -137,6 +103,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def off(self) -> str:
         """Why the cache is off; empty while it is on. One answer for both halves of the engine."""
         return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)
 
     # Worker half.
 
@@ -160,13 +129,13 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return  # saved whole, in wait_for_save
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.start_stores(self._step)
             self._worker.finish_stores()
 
-    @_guarded(_all_failed)
+    @guarded(_all_failed)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
@@ -179,7 +148,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
 
-    @_guarded(_nothing_matched)
+    @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights()
         tokens = self._known(request)
@@ -193,7 +162,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._unplanned.add(request.request_id)
         self._allocated(request, blocks, num_external_tokens)
 
-    @_guarded(_refuse_unplanned)
+    @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
         planned = {load.request_id for load in plan.loads}.union(plan.refused)
@@ -203,18 +172,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned.clear()
         return metadata
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
             if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
-                self._engine.turn_off(f"the last {failed} loads have failed, one after another")
+                self.turn_off(f"the last {failed} loads have failed, one after another")
 
-    @_guarded(_free_at_once)
+    @guarded(always((False, None)))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finished(request)
 
-    @_guarded(_free_at_once)
+    @guarded(always((False, None)))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -226,7 +195,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         try:
-            build.release(self._engine.id, self._role.name)
+            release(self._engine.id, self._role.name)
         except Exception:  # noqa: BLE001  # whatever it is, it must not keep the engine from ending
             _log.exception("shutting the cache down failed; the engine goes on shutting down")
 
@@ -242,24 +211,31 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             if not self.off and self._engine.cache is None:
                 # The workers are in other processes, and have registered at the engine's server.
-                build.bind_scheduler(self._engine, self._vllm_config, self._settings)
+                transfer, ranks = self._vllm_config.kv_transfer_config, rank_share(self._vllm_config).ranks
+                role = {"loads": transfer.is_kv_consumer, "stores": transfer.is_kv_producer}
+                self._engine.bind_scheduler(self._settings, ranks, **role)
             if not self.off:  # else the reason has been logged
-                self._scheduler = self._engine.start_scheduler()
+                self._scheduler = self._engine.start_scheduler(
+                    lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
+                    lambda space: Weights(space, self._vllm_config),
+                )
         except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
-            self._engine.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
+            self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
     def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        if self.off:
+            return
         try:
-            build.bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+            bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
             if not self.off:
                 self._worker = self._engine.start_worker()
         except ConfigError:
             self.shutdown()
             raise  # the user can mend it, and should before the engine serves
         except Exception as error:  # noqa: BLE001  # what we did not foresee must cost the cache only
-            self._engine.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
+            self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
@@ -269,7 +245,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         known = self._requests.get(request.request_id)
         if known is None:
             weights = self._engine.weights
-            adapter = weights.adapter if weights is not None else None
+            adapter = weights.adapter if isinstance(weights, Weights) else None
             tokens = request_tokens(request, save_decode=self._settings.save_decode, adapter_identity=adapter)
             if tokens is None:
                 return None
@@ -297,12 +273,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 scheduled.append(Scheduled(tokens, computed_tokens, tables))
         return self._scheduler.build_step(scheduled)
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def _start_loads(self) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step)
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:
         self._step = StepPlan.from_plain(metadata.plain)
 
@@ -316,7 +292,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._summary_at_s = time.monotonic() + _SUMMARY_EVERY_S
         return False, None
 
-    @_guarded(_nothing)
+    @guarded(always(None))
     def _reset(self) -> None:
         if self._scheduler is not None and self._engine.weights is not None:
             manager = self._kv_cache_manager

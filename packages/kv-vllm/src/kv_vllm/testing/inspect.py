@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 from kv_tiers import LocalCache
+from kv_tiers.attach.engine import Engine, engines
 from kv_tiers.server.remote_cache import RemoteCache
-
-from kv_vllm import build
 
 
 class Inspect:
@@ -20,13 +19,13 @@ class Inspect:
     def kv_snapshot(self) -> dict[str, Any]:
         """Counts of the cache and of both halves, as plain data."""
         engine = _only_engine()
-        assert engine.cache is not None and engine.worker is not None
+        assert engine.cache is not None and engine.worker is not None and engine.facts is not None
         scheduler = engine.scheduler  # where it is in another process, there is no way to it from here
         return {
             "off": engine.off,
             "faults": list(engine.faults),
-            "formats": [chunk_format.kind for chunk_format in engine.formats],
-            "layouts": [layout.name for layout in engine.layouts],
+            "formats": list(engine.facts.formats),
+            "layouts": list(engine.facts.layouts),
             "cache": asdict(engine.cache.counts()),
             "tiers": _tiers(engine.cache),
             "worker": asdict(engine.worker.counts),
@@ -90,6 +89,6 @@ def _tiers(cache: LocalCache | RemoteCache) -> dict[str, Any]:
     }
 
 
-def _only_engine() -> build.Engine:
-    (engine,) = build.engines().values()
+def _only_engine() -> Engine:
+    (engine,) = engines().values()
     return engine

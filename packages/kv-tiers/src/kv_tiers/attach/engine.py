@@ -1,0 +1,327 @@
+"""One engine's cache in one process, and both halves around it. For engines whose connector has halves as vLLM's has.
+
+The workers come first: only they see the engine's memory, and only once its layout is proved is it known how a chunk's
+bytes lie and hence what the keys are. The scheduler comes after that. Where both are in one process they share one
+`LocalCache`, found by the engine's id; where they are apart each worker registers at the engine's server, and the
+scheduler reads there what it must know.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_core.connect.device import DeviceCopier
+from kv_core.connect.scheduler import ConnectShape, SchedulerHalf
+from kv_core.connect.worker import WorkerHalf
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+
+from kv_tiers.attach.connect import Format, open_in_process, open_remote, workers_of
+from kv_tiers.attach.guard import OffSwitch
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
+from kv_tiers.attach.ranks import ALONE, RankShare
+from kv_tiers.attach.weights import EngineWeights
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.pool.machine import spelled
+from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.settings import Settings
+
+_log = limited_logger(__name__)
+
+_SEPARATOR = "; "
+"""Between the names of layouts, which hold spaces and commas."""
+
+
+class EngineCopier(DeviceCopier, Protocol):
+    """A copier that can also let a pool go."""
+
+    def detach(self, pool: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What all processes of an engine must know of its chunks; workers register it at the engine's server.
+
+    chunk_tokens: tokens a chunk.
+    block_tokens: tokens a block, for each group of layers.
+    shards: how many different shares of every chunk there are.
+    kv_dtype: what the numbers are, as the key space has it.
+    kv_scales: a digest of the scales of a quantised cache, "" for none.
+    formats: the kind of format of each group.
+    layouts: the name of the layout that was proved of each group.
+    """
+
+    chunk_tokens: int
+    block_tokens: tuple[int, ...]
+    shards: int
+    kv_dtype: str
+    kv_scales: str
+    formats: tuple[str, ...]
+    layouts: tuple[str, ...]
+
+    def to_text(self) -> dict[str, str]:
+        return {
+            "chunk_tokens": str(self.chunk_tokens),
+            "block_tokens": " ".join(map(str, self.block_tokens)),
+            "shards": str(self.shards),
+            "kv_dtype": self.kv_dtype,
+            "kv_scales": self.kv_scales,
+            "formats": _SEPARATOR.join(self.formats),
+            "layouts": _SEPARATOR.join(self.layouts),
+        }
+
+    @classmethod
+    def from_text(cls, text: Mapping[str, str]) -> "EngineFacts":
+        return cls(
+            chunk_tokens=int(text["chunk_tokens"]),
+            block_tokens=tuple(map(int, text["block_tokens"].split())),
+            shards=int(text["shards"]),
+            kv_dtype=text["kv_dtype"],
+            kv_scales=text["kv_scales"],
+            formats=tuple(text["formats"].split(_SEPARATOR)),
+            layouts=tuple(text["layouts"].split(_SEPARATOR)),
+        )
+
+    @property
+    def described(self) -> str:
+        """For a line of the log."""
+        pairs = zip(self.layouts, self.formats, strict=True)
+        return "; ".join(
+            "whole blocks, format blocks" if kind == "blocks" else f"layout {layout}, format {kind}"
+            for layout, kind in pairs
+        )
+
+
+class Engine(OffSwitch):
+    """What this process has of one engine: its cache, and the half or halves on it.
+
+    off: why nothing is loaded or stored; empty while it works. Both halves look at it before they do anything.
+    faults: every reason for which it was ever turned off.
+    cache: None until a half has been bound; facts: likewise.
+    server: the private one, in the process that started it.
+    share: what of every chunk this process's rank has.
+    """
+
+    def __init__(self, engine_id: str) -> None:
+        self.id = engine_id
+        self.faults: list[str] = []
+        self.cache: LocalCache | RemoteCache | None = None
+        self.server: ServerProcess | None = None
+        self.share = ALONE
+        self.copiers: Sequence[EngineCopier] = ()
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        self.weights: EngineWeights | None = None
+        self._bus: EventBus | None = None
+        self._shape: ConnectShape | None = None
+        self.facts: EngineFacts | None = None
+        self._fingerprint = ""
+        self._described = ""
+        self._roles: set[str] = set()
+        self._summary: tuple[int, ...] = (0, 0, 0, 0)
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
+        super().turn_off(why, error)
+        self.faults.append(why)
+        if self.scheduler is not None:
+            self.scheduler.close()
+        if self.worker is not None:
+            self.worker.close()
+
+    def refuse(self, why: str) -> None:
+        """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""
+        self.off = why
+        _log.error("the KV cache is off, nothing is loaded or stored: %s", why)
+
+    def bind_worker(
+        self,
+        settings: Settings,
+        facts: EngineFacts,
+        chunks: Format,
+        kept: KeptFormat,
+        copiers: Sequence[EngineCopier],
+        *,
+        share: RankShare,
+        in_process: bool,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        """Open the cache of a worker whose engine's memory is proved. `off` says why not, if a server is not found.
+
+        in_process: whether everything of this engine that uses the cache is in this process.
+        loads, stores: what the engine's role lets us do.
+
+        Raises:
+            ConfigError: the settings do not fit this engine or this machine.
+        """
+        self.share = share
+        if share.rank == 0:
+            warn_of_other_formats(settings, kept)
+        if in_process and not settings.server.socket:
+            self.cache, self._bus = open_in_process(settings, chunks)
+        else:
+            try:
+                self.cache, self.server = open_remote(
+                    settings,
+                    chunks,
+                    engine_id=self.id,
+                    rank=share.rank,
+                    facts={"rank": str(share.rank), **facts.to_text(), **kept.facts()},
+                    on_new_pool=self._exchange_pool,
+                )
+            except ConfigError as error:
+                if share.rank == 0:
+                    raise  # the user can mend it
+                return self.refuse(f"rank {share.rank} finds no cache server: {error}")
+        self._describe(settings, facts, chunks, loads=loads, stores=stores)
+        self.copiers = copiers
+        self._attach(self.cache.pool)
+        return None
+
+    def bind_scheduler(self, settings: Settings, ranks: int, *, loads: bool = True, stores: bool = True) -> None:
+        """Meet the workers, which are in other processes, at the engine's server. `off` says why not, if none is there.
+
+        Raises:
+            ConfigError: the server is another user's, or refuses us.
+        """
+        workers = workers_of(settings, self.id)
+        if len(workers) < ranks:
+            return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
+        formats = {Format(worker.chunk_bytes, worker.fingerprint) for worker in workers}
+        if len(formats) > 1:
+            return self.refuse("the ranks' chunks are of different formats")
+        (chunks,) = formats
+        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, rank=None, facts={})
+        self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
+        return None
+
+    def start_worker(self) -> WorkerHalf:
+        """After `bind_worker`."""
+        assert self.cache is not None and self._shape is not None
+        share = self.share
+        self.worker = WorkerHalf(
+            self.cache,
+            self._shape,
+            self.copiers,
+            shard=share.shard,
+            name=self.id,
+            rank=share.rank,
+            stores=share.stores,
+        )
+        self._roles.add("WORKER")
+        return self.worker
+
+    def start_scheduler(
+        self, served: Callable[[str], ServedModel], watch: Callable[[LiveKeySpace], EngineWeights] = EngineWeights
+    ) -> SchedulerHalf:
+        """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
+
+        served: given `EngineFacts.kv_scales`, which model the engine serves. watch: sees when its weights change.
+        """
+        assert self.cache is not None and self._shape is not None and self.facts is not None
+        space = LiveKeySpace(
+            LiveWeights(served(self.facts.kv_scales)),
+            kv_dtype=self.facts.kv_dtype,
+            format_fingerprint=self._fingerprint,
+            world=self.facts.shards,
+            chain=self._shape.scheme.name,
+        )
+        self.weights = watch(space)
+        self.scheduler = SchedulerHalf(self.cache, self._shape, name=self.id)
+        self._roles.add("SCHEDULER")
+        _log.info("the KV cache is on: %s", self._described)
+        return self.scheduler
+
+    def log_summary(self) -> None:
+        """What has come of a cache in this process so far, in one line. A private server says so itself at its end."""
+        if not isinstance(self.cache, LocalCache):
+            return
+        counts = self.cache.counts()
+        said = (counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed)
+        if said != self._summary:
+            self._summary = said
+            _log.info("the KV cache: %d lookups found %d of %d chunks, and %d chunks entered the pool", *said)
+
+    def release(self, role: str) -> bool:
+        """One half, WORKER or SCHEDULER, has shut down; with the last one the pool goes too. Whether it was that."""
+        self._roles.discard(role)
+        if role == "WORKER" and self.worker is not None:
+            self.worker.close()
+        if role == "SCHEDULER":
+            self.log_summary()
+            if self.weights is not None:
+                self.weights.close()
+        if self._roles:
+            return False
+        if self.cache is not None:
+            for copier in self.copiers:
+                copier.detach(self.cache.pool.name)
+            try:
+                self.cache.close()
+            except BufferError as error:  # who still looks at the pool keeps it mapped; the engine is going anyway
+                _log.warning("the host pool stays mapped: %s", error)
+        if self._bus is not None:
+            self._bus.close()
+        if self.server is not None:
+            self.server.stop()
+        return True
+
+    def _describe(self, settings: Settings, facts: EngineFacts, chunks: Format, *, loads: bool, stores: bool) -> None:
+        assert self.cache is not None
+        self.facts, self._fingerprint = facts, chunks.fingerprint
+        self._shape = ConnectShape(
+            scheme=settings.scheme(),
+            space=None,
+            block_tokens=facts.block_tokens,
+            shards=facts.shards,
+            loads=loads,
+            stores=stores,
+        )
+        if settings.server.socket:
+            place = f"the server at {settings.server.socket}"
+        else:
+            tiers = ", ".join(str(tier.get("type")) for tier in settings.tiers)
+            capacity = f"{spelled(settings.host.capacity_bytes)} ({self.cache.pool.slots} chunks)"
+            place = f"a pool of {capacity}" + (f" above {tiers}" if tiers else "")
+        limits = [] if loads else ["nothing is loaded, as the engine's role says"]
+        limits += [] if stores else ["nothing is stored, as the engine's role says"]
+        self._described = "; ".join(
+            [f"chunks of {settings.chunk_tokens} tokens in {place}", facts.described, *limits],
+        )
+
+    def _attach(self, pool: HostPool | MappedPool) -> None:
+        for copier in self.copiers:
+            copier.attach(pool.name, pool.view)
+
+    def _exchange_pool(self, pool: MappedPool) -> None:
+        """The server was started anew. Copies on the CPU are over before anything else is asked of it."""
+        assert self.cache is not None
+        for copier in self.copiers:
+            copier.detach(self.cache.pool.name)
+        self._attach(pool)
+
+
+_ENGINES: dict[str, Engine] = {}
+"""The engines of this process by their ids. A process has one, or a few in tests."""
+
+
+def engines() -> Mapping[str, Engine]:
+    return _ENGINES
+
+
+def engine_of(engine_id: str) -> Engine:
+    """The engine's entry, made when it is first asked for."""
+    return _ENGINES.setdefault(engine_id, Engine(engine_id))
+
+
+def release(engine_id: str, role: str) -> None:
+    """One half of the engine has shut down, `Engine.release`."""
+    engine = _ENGINES.get(engine_id)
+    if engine is not None and engine.release(role):
+        del _ENGINES[engine_id]

@@ -1,0 +1,61 @@
+"""Between an engine's hooks and our bugs: no exception of ours reaches an engine that serves.
+
+A hook that raises turns the cache off, with a traceback in the log; it and every hook from then on answer what an
+engine without a cache would hear, and the engine goes on.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+class Guardable(Protocol):
+    """What has hooks of an engine. off: why nothing is loaded or stored; empty while it works."""
+
+    @property
+    def off(self) -> str: ...
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Load and store nothing from now on."""
+
+
+class OffSwitch:
+    """The plain `Guardable`. `turn_off` may be called from any thread."""
+
+    off: str = ""
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        """Load and store nothing from now on."""
+        self.off = self.off or why
+        _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
+
+
+def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
+    """For a method of a `Guardable`: it answers `fallback(self, *arguments)` while the cache is off, and turns the cache
+    off when it raises."""
+
+    def decorate(hook: _Hook) -> _Hook:
+        @functools.wraps(hook)
+        def answer(self: Guardable, *args: Any, **kwargs: Any) -> Any:
+            if self.off:
+                return fallback(self, *args, **kwargs)
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and the engine would die of it
+                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                return fallback(self, *args, **kwargs)
+
+        return cast(_Hook, answer)
+
+    return decorate
+
+
+def always(value: object) -> Callable[..., Any]:
+    """For `guarded`: the same answer, whatever was asked."""
+    return lambda *_arguments, **_named: value

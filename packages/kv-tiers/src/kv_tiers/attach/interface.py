@@ -1,0 +1,39 @@
+"""Whether an engine's classes are those that an adapter was written for: engines change them without a word.
+
+What differs is found before the engine serves, by the names of methods, of their parameters and of fields; what they
+mean is for the tests of each version.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+
+def call_differences(owner: type, calls: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A text for each method of `owner` that is not there or begins with other parameters.
+
+    calls: by the method's name the parameters as they are implemented, without `self`. More behind them is no matter.
+    """
+    for name, wanted in calls.items():
+        call = getattr(owner, name, None)
+        if call is None:
+            yield f"{owner.__name__} has no {name}"
+            continue
+        parameters = list(inspect.signature(call).parameters)
+        found = parameters[1:] if parameters[:1] == ["self"] else parameters
+        if found[: len(wanted)] != list(wanted):
+            yield f"{name} takes {found}, not {list(wanted)}"
+
+
+def field_differences(owner: Any, fields: Iterable[str]) -> Iterator[str]:
+    """A text for each field or property that `owner`, a class, declares nowhere."""
+    declared = {name for base in owner.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", {}))}
+    for name in fields:
+        if name not in declared:
+            yield f"{owner.__name__} has no {name}"
+
+
+def unknown_calls(owner: type, implemented: Iterable[str]) -> Iterator[str]:
+    """A text for what `owner` wants of every implementation and we have not."""
+    for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - set(implemented)):
+        yield f"{owner.__name__} also wants {name}"

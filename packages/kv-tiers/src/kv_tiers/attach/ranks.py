@@ -1,0 +1,42 @@
+"""Which share of every chunk each of an engine's ranks has."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank has of every chunk.
+
+    rank: its number among the tensor-parallel ranks.
+    ranks: how many there are.
+    shards: how many different shares there are.
+    shard: which one this rank has.
+    stores: whether it is this rank of those with the same share that stores it.
+    """
+
+    rank: int
+    ranks: int
+    shards: int
+    shard: int
+    stores: bool
+
+
+ALONE: Final = RankShare(rank=0, ranks=1, shards=1, shard=0, stores=True)
+
+
+def share_of(rank: int, ranks: int, distinct_heads: int) -> RankShare:
+    """
+    distinct_heads: KV heads of the whole model, 1 in MLA. Where there are fewer than ranks, neighbouring ranks have the
+        same head.
+
+    Raises:
+        ConfigError: neither number divides the other.
+    """
+    shards = min(ranks, distinct_heads)
+    if ranks % shards or distinct_heads % shards:
+        raise ConfigError(f"{ranks} tensor-parallel ranks cannot have equal parts of {distinct_heads} KV heads")
+    copies = ranks // shards
+    return RankShare(rank, ranks, shards, rank // copies, stores=rank % copies == 0)

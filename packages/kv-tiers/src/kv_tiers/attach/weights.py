@@ -1,0 +1,33 @@
+"""Keeps a scheduler half in the key space of the weights that its engine has, whatever becomes of them."""
+
+from kv_core.connect.scheduler import SchedulerHalf
+
+from kv_tiers.attach.adapters import Adapters
+from kv_tiers.attach.identity import LiveKeySpace
+
+
+class EngineWeights:
+    """The weights of an engine, and of its adapters, in the process of its scheduler half.
+
+    Who sees that the engine's weights were updated in place calls `identity.changed`.
+    """
+
+    def __init__(self, space: LiveKeySpace) -> None:
+        self.space = space
+        self.identity = space.weights
+        self.adapters = Adapters()
+        self._changes = 0
+
+    def follow(self, scheduler: SchedulerHalf) -> None:
+        """Tell the scheduler half what became known or changed. Before every use of it; costs two comparisons."""
+        changes, now = self.identity.changes, self.space.now
+        if changes != self._changes:
+            self._changes = changes
+            scheduler.weights_changed(now)
+        elif now is not scheduler.space and now is not None:
+            scheduler.name_weights(now)
+
+    def close(self) -> None:
+        """Stop reading files."""
+        self.identity.close()
+        self.adapters.close()

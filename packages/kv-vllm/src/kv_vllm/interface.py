@@ -1,0 +1,80 @@
+"""The interface of vLLM that this package was written for: what vLLM calls, and what is read of its objects.
+
+vLLM changes both between releases. What differs is found when a connector is made, before the engine serves: the cache
+is off then, and the engine goes on without it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from kv_core.log import limited_logger
+from kv_tiers.attach.interface import call_differences, field_differences, unknown_calls
+
+_log = limited_logger(__name__)
+
+TESTED: Final = "0.32"
+"""The vLLM that this was written against and is tested with."""
+
+CALLS: Final[Mapping[str, Sequence[str]]] = {
+    "register_kv_caches": ["kv_caches"],
+    "bind_connector_metadata": ["connector_metadata"],
+    "start_load_kv": ["forward_context"],
+    "wait_for_layer_load": ["layer_name"],
+    "save_kv_layer": ["layer_name", "kv_layer", "attn_metadata"],
+    "wait_for_save": [],
+    "get_transfer_results": ["finished_req_ids"],
+    "bind_kv_cache_manager": ["kv_cache_manager"],
+    "get_num_new_matched_tokens": ["request", "num_computed_tokens"],
+    "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
+    "build_connector_meta": ["scheduler_output"],
+    "update_connector_output": ["connector_output"],
+    "request_finished": ["request", "block_ids"],
+    "reset_cache": [],
+    "shutdown": [],
+}
+"""vLLM's calls of a connector as `KVTiersConnector` implements them."""
+
+
+def interface_differences() -> Iterator[str]:
+    """A text for everything in which this vLLM is another than the one that this was written for."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    connector = base.KVConnectorBase_V1
+    yield from call_differences(connector, CALLS)
+    yield from call_differences(base.SupportsHMA, {"request_finished_all_groups": ["request", "block_ids"]})
+    yield from call_differences(Executor, {"collective_rpc": ["method"]})
+    yield from unknown_calls(connector, CALLS)
+    yield from field_differences(base.KVConnectorTransferResults, ["finished_recving", "failed_recving"])
+    yield from field_differences(KVConnectorOutput, ["finished_recving", "failed_recving"])
+    yield from field_differences(
+        SchedulerOutput,
+        ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state"],
+    )
+    yield from call_differences(
+        Request,
+        {"__init__": ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]},
+    )
+
+
+def check_interface() -> str:
+    """Why this vLLM cannot be served; "" if it can. A version that is not tested is said in the log."""
+    from vllm.version import __version__ as version
+
+    differences = list(interface_differences())
+    if differences:
+        return (
+            f"vLLM {version} has another connector interface than {TESTED}, with which kv-vllm is tested: "
+            f"{'; '.join(differences)}; install vllm=={TESTED}.*, or a kv-vllm for this one"
+        )
+    if not version.startswith(f"{TESTED}."):
+        _log.warning(
+            "kv-vllm is tested with vLLM %s, and this is %s: its connector interface is the same, what it means is not "
+            "known. Compare some outputs with those of an engine without --kv-transfer-config",
+            TESTED,
+            version,
+        )
+    return ""
