@@ -37,8 +37,8 @@ class OffSwitch:
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
-    """For a method of a `Guardable`: it answers `fallback(self, *arguments)` while the cache is off, and turns the cache
-    off when it raises."""
+    """For a method of a `Guardable`: answer `fallback(self, *arguments)` while the cache is off, and turn the cache
+    off when the method raises."""
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
