@@ -202,11 +202,6 @@ def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool =
     }
 
 
-def arguments_for(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> list[str]:
-    """The same as SGLang's command line has them."""
-    return _as_flags(engine_arguments(settings, page_size=page_size, linker=linker))
-
-
 def _as_flags(named: Mapping[str, Any]) -> list[str]:
     flags = {f"--{name.replace('_', '-')}": value for name, value in named.items()}
     plain = {flag: json.dumps(value) if isinstance(value, dict) else value for flag, value in flags.items()}

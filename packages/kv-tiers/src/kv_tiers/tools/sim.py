@@ -1,4 +1,4 @@
-"""What tiers of given capacities would have served of a trace. The index and the policies are the cache's own.
+"""Simulate tiers of given capacities on a trace, with the index and the policies of the real cache.
 
 Each request asks for its prompt: the leading chunks that any tier holds are hits, each of the fastest tier that has it.
 Then the prompt is stored in the first tier: what was hit below comes up and stays below too, what was missed is
@@ -34,7 +34,10 @@ class TierPlan:
 
 @dataclass(slots=True)
 class TierCounts:
-    """hit: asked for and served from here. stored: written here, be they computed, promoted or spilled."""
+    """What one tier did.
+
+    chunks_hit: served from here. chunks_stored: written here, whether computed, promoted or spilled.
+    """
 
     name: str
     chunks_hit: int = 0
@@ -44,7 +47,7 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Served:
-    """Of the requests that count."""
+    """What all tiers served, of the requests after the warm-up."""
 
     tiers: list[TierCounts]
     requests: int = 0

@@ -158,7 +158,7 @@ def _sim(asked: argparse.Namespace) -> int:
 
 
 def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:
-    """Tokens and bytes a chunk: what the options say, else the trace, else Mooncake's."""
+    """Tokens and bytes of a chunk: from the options, else from the trace, else Mooncake's."""
     if trace.is_recorded_without_sizes and (tokens_option is None or bytes_option is None):
         raise InputError(
             f"{trace.name} was recorded by a release that wrote down neither how many tokens nor how many bytes a "
@@ -242,7 +242,7 @@ class _Cost:
 
 
 class _Clock:
-    """Says on standard error how far a long run is; silent while there is little to wait for."""
+    """Reports the progress of a long run on standard error, and nothing for a short one."""
 
     def __init__(self, total: int) -> None:
         self._total = total

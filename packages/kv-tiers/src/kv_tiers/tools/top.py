@@ -1,4 +1,4 @@
-"""What `kv top` shows of a server: what it reports, and what that became since it was asked before."""
+"""What `kv top` shows of a server: its report, and the change since the report before."""
 
 from dataclasses import dataclass
 
@@ -42,14 +42,14 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A report with what can only be seen from two."""
+    """A report, with the rates since the one before."""
 
     report: Report
     caches: list[CacheRow]
 
 
 class Watch:
-    """Remembers the report before. Rates are by the server's clock, so an answer that comes late spoils none."""
+    """Remembers the report before. Rates use the server's clock, so a late answer does not distort them."""
 
     def __init__(self) -> None:
         self._before: Report | None = None

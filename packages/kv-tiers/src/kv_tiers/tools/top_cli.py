@@ -1,4 +1,4 @@
-"""`kv top`: a server in a terminal, asked every second over its socket."""
+"""`kv top`: a server in a terminal, queried every second over its socket."""
 
 import argparse
 import sys
@@ -79,7 +79,7 @@ def _ask(path: Path) -> "Report":
 
 
 def _print_json(path: Path, every_s: float, *, once: bool) -> int:
-    """A server that is away is a line on standard error, once for each reason in a row, and asked again."""
+    """Poll the server. While it is away, one line on standard error for each new reason."""
     said = ""
     while True:
         try:

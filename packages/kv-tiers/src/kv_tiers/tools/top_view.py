@@ -1,4 +1,4 @@
-"""A picture of a server, drawn for a terminal. Words and signs say what colours do, so it reads without them."""
+"""A server drawn in a terminal. It reads without colours too."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ except ImportError:
 _BAR_CHARS: Final = 12
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _MAX_ROWS: Final = 12
-"""Of sessions and of tenants; a terminal is only so high."""
+"""Rows of sessions, and of tenants, so that a terminal has room for them."""
 
 
 def plain_console() -> Console:
-    """For a picture that is read once, or by a program: no colours, and wide enough where no terminal says how wide."""
+    """A console for output that is read once or by a program: no colours, and wide enough without a terminal."""
     console = Console(no_color=True, highlight=False)
     return console if console.is_terminal else Console(no_color=True, highlight=False, width=140)
 
 
 @contextmanager
 def on_screen() -> Iterator[Callable[[RenderableType], None]]:
-    """The whole terminal, given back at the end. What it is given is shown until the next."""
+    """Take the whole terminal, and give it back at the end. Each picture is shown until the next."""
     with Live(screen=True, auto_refresh=False, transient=True) as live:
         yield lambda picture: live.update(picture, refresh=True)
 
@@ -132,7 +132,7 @@ def _say_rest(table: Table, rows: int, columns: int) -> None:
 
 
 def _plain(text: str) -> Text:
-    """What others wrote is no markup, and moves no cursor."""
+    """Text from outside: no markup, and nothing that moves the cursor."""
     return Text("".join(char if char.isprintable() else "�" for char in text))
 
 

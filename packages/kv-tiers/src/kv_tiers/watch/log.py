@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 REFUSED_FOR_S: Final = 10.0
-"""A store that finds no room is nothing; that all do for so long is worth a line."""
+"""Seconds for which all stores must find no room before that is logged; a single one is nothing."""
 
 Say = Callable[[int, str, dict[str, Any]], None]
 """Level, text, and the same as fields."""
@@ -34,7 +34,7 @@ class _Limit:
 
 
 class LogLines(Subscriber):
-    """Says them. `say_text` and `say_json` are the two ways to."""
+    """Writes the lines, by `say_text` or `say_json`."""
 
     wants_requests = False
     writes_log = True

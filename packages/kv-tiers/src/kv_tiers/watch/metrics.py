@@ -1,10 +1,10 @@
-"""What Prometheus may ask of a process's caches. `docs/observability.md` lists every name.
+"""The caches of a process as Prometheus metrics. `docs/observability.md` lists every name.
 
-What a cache can say of itself when it is asked (its counts, its tiers' states) is asked at the scrape, so that nothing
-of it is ever missed. What only events tell (from which tier, why, how long) is added up as they come; events that were
-dropped are missing there, and `kv_events_dropped_total` says how many.
+What a cache counts itself (its counts, the states of its tiers) is read at the scrape, so that nothing is missed. What
+only events carry (from which tier, why, how long) is added up as they arrive; dropped events are missing there, and
+`kv_events_dropped_total` counts them.
 
-Labels are few: a cache for each format that is served, a tier for each that is configured, and words of a fixed list.
+Labels have few values: one cache for each format, one tier for each configured, and words of a fixed list.
 """
 
 import platform
@@ -44,7 +44,7 @@ BUCKETS_S: Final = (
 )  # fmt: skip
 
 MAX_TENANTS: Final = 64
-"""Of a cache's tenants those with a quota and then the largest have a label of their own; the rest are `others`."""
+"""Tenants with a label of their own in each cache: those with a quota, then the largest. The rest are `others`."""
 
 _Labels = tuple[str, ...]
 
@@ -69,10 +69,10 @@ class _Histogram:
 
 
 class Metrics(Subscriber):
-    """Counts from when it is made on. `exposition` is for any thread."""
+    """Counts from its construction on. `exposition` may be called from any thread."""
 
     def __init__(self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> None:
-        """bus: of these caches; it becomes a subscriber there. caches: those there are now."""
+        """bus: of these caches; this subscribes to it. caches: returns those that exist now."""
         self._bus = bus
         self._caches = caches
         self._lock = threading.Lock()  # of what follows
@@ -89,7 +89,7 @@ class Metrics(Subscriber):
         bus.subscribe(self)
 
     def exposition(self) -> tuple[bytes, str]:
-        """All of them in Prometheus's text format, and the content type to send it with."""
+        """All metrics in Prometheus's text format, and the content type of that."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def take(self, occurred: Occurred) -> None:
@@ -168,7 +168,7 @@ class Metrics(Subscriber):
 
 
 class _Collector:
-    """What the registry asks at a scrape."""
+    """What the registry calls at a scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self._families = families

@@ -34,7 +34,7 @@ _log = limited_logger(__name__)
 _MAX_HOLDERS: Final = 1 << 16
 _FORMAT_STARTS: Final = b'{"kv_trace"'
 _ID_BITS: Final = 52
-"""What every reader of JSON holds exactly."""
+"""Integers that every reader of JSON represents exactly."""
 
 
 class Recorder(Subscriber):
@@ -117,7 +117,7 @@ class _TraceFile:
         self._bytes = found.st_size
 
     def say_format(self, chunks: dict[str, object]) -> None:
-        """What the chunks of the requests from here on are."""
+        """Describe the chunks of the requests from here on."""
         if chunks != self._format and not self._is_full:
             self._format = chunks
             line = _line(chunks)

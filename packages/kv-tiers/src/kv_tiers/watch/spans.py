@@ -1,10 +1,11 @@
-"""Events as OpenTelemetry spans: a holder's from its first lookup to its end, in it its loads, stores and promotions.
+"""Events as OpenTelemetry spans: one for a holder from its first lookup to its end, with its loads, stores and
+promotions as children.
 
-Where spans go, what their service is called and how many are kept is said by the standard OTEL_… environment variables,
-which the SDK reads. They are made on the bus's thread with the events' own times, so no request waits for them.
+The standard OTEL_… environment variables, which the SDK reads, say where spans go, the name of the service and the
+sampling. Spans are made on the bus's thread with the times of the events, so no request waits for them.
 
-A load or store whose holder asked nothing, as an engine's worker that acts for many requests, has a trace of its own.
-So has a spill, which is nobody's.
+A load or store of a holder without lookups, such as an engine's worker that acts for many requests, has a trace of its
+own, and so has a spill, which has no holder.
 """
 
 import os
@@ -43,7 +44,7 @@ except ImportError:
     raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
 
 MAX_OPEN: Final = 4096
-"""Spans that have not ended. Beyond it the oldest ends where it is."""
+"""Spans that have not ended. Beyond this number the oldest is ended."""
 
 _Value = str | int | float | Sequence[str] | Sequence[int]
 _Place = TypeVar("_Place")
