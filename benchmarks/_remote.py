@@ -15,6 +15,7 @@ from unittest import mock
 import redis
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
+from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.servers import ValkeyServer
 from kv_tiers.tier import Read, TierContext, Write
@@ -54,8 +55,12 @@ def _redis_rates(url: str, chunk_mib: int) -> list[Row]:
     for pages in lent:
         pages[:] = os.urandom(4096) * (nbytes // 4096)
     keys = key_chain(batch)
-    writes = [Write(key, None, bytes(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
-    reads = [Read(key, bytearray(256), pages, nbytes) for key, pages in zip(keys, lent, strict=True)]
+    writes = [
+        Write(key, None, bytes(chunk_header.HEADER_BYTES), pages, nbytes) for key, pages in zip(keys, lent, strict=True)
+    ]
+    reads = [
+        Read(key, bytearray(chunk_header.HEADER_BYTES), pages, nbytes) for key, pages in zip(keys, lent, strict=True)
+    ]
     if url.startswith("unix://"):
         bare = socket.socket(socket.AF_UNIX)
         bare.connect(url.removeprefix("unix://"))

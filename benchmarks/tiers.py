@@ -113,7 +113,7 @@ class Traffic:
 
     def make_headers(self, writes: list[Write]) -> None:
         for write in writes:
-            chunk_header.pack_header(write.key, write.parent, write.chunk, FORMAT)
+            chunk_header.pack_header(write.key, write.parent, write.payload, FORMAT)
 
     def load(self, tier: Tier, keys: list[ChunkKey]) -> list[Read]:
         reads = [
@@ -125,7 +125,7 @@ class Traffic:
 
     def check(self, reads: list[Read]) -> None:
         for read in reads:
-            assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
+            assert chunk_header.check(read.header, read.room, key=read.key, format_id=FORMAT) is None
 
     def digest(self) -> None:
         for pages in self.pages:

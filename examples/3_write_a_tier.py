@@ -58,15 +58,15 @@ class SqliteTier:
         if not found:
             return Absent()
         header, body = found[0]
-        if len(body) != read.nbytes or len(header) != len(read.header):
+        if len(body) > read.wanted_bytes or len(header) != len(read.header):
             self.discard([read.key])
-            return Damaged(f"{len(body)} bytes instead of {read.nbytes}")
-        read.header[:], read.chunk[:] = header, body
-        return Loaded(read.nbytes)
+            return Damaged(f"{len(body)} bytes where a chunk has {read.wanted_bytes}")
+        read.header[:], read.pages[: len(body)] = header, body
+        return Loaded(len(body))  # a payload may be smaller than a chunk: a codec's
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         for write in writes:
-            self._ask("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", write.key, write.header, write.chunk)
+            self._ask("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", write.key, write.header, write.payload)
         return [Stored() for _ in writes]
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:

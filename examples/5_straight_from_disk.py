@@ -32,15 +32,15 @@ with tempfile.TemporaryDirectory() as scratch:
     copier = make_direct_copier(layout, list(blocks), chunk)
     print("direct" if copier.has_direct_road else "staged")
 
-    room = disk.reserve(keys, None)  # nobody finds anything there
+    room = disk.reserve_extents(keys, None)  # nobody finds anything there
     checksums = copier.store(room.extents, table, block_tokens=16)
-    print(disk.commit(room, checksums))  # from here they can be found, also after a restart
+    print(disk.commit_extents(room, checksums))  # from here they can be found, also after a restart
 
     computed = blocks.clone()
     blocks.zero_()
-    lease = disk.lend(keys)  # their slots stay theirs until the lease ends
+    lease = disk.lease_extents(keys)  # their slots stay theirs until the lease ends
     carried = copier.load(lease.extents, table, block_tokens=16, first_token=0, last_token=96)
-    disk.end(lease)
+    disk.end_lease(lease)
     carried.event.wait()
     print(carried.outcomes)
     assert torch.equal(blocks[:, table], computed[:, table])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
@@ -58,7 +59,7 @@ def writes_of(chain: list[ChunkKey], first: int, last: int) -> list[Write]:
 
 def carry(tier: DiskTier, writes: list[Write]) -> None:
     """Store as one does who moves the bytes himself, through a file that he opened himself."""
-    room = tier.reserve([write.key for write in writes], writes[0].parent)
+    room = tier.reserve_extents([write.key for write in writes], writes[0].parent)
     for write, extent in zip(writes, room.extents, strict=True):
         if extent is not None:
             path = Path(extent.path)
@@ -67,12 +68,9 @@ def carry(tier: DiskTier, writes: list[Write]) -> None:
             file.write([write.pages], extent.offset)
             file.close()
             os.close(directory)
-    tier.commit(
+    tier.commit_extents(
         room,
-        [
-            chunk_header.checksum_in(write.header) if extent else None
-            for write, extent in zip(writes, room.extents, strict=True)
-        ],
+        [checksum_of(write.payload) if extent else None for write, extent in zip(writes, room.extents, strict=True)],
     )
 
 
@@ -107,9 +105,14 @@ class Known:
         # A store under way may have made room for itself, and one ahead of the next.
         assert len(lost) <= (len(self.storing) + 1 if self.storing else 0), "acknowledged chunks are lost"
         for number in found:
-            read = Read(KEYS[number], bytearray(256), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_bytes)
+            read = Read(
+                KEYS[number],
+                bytearray(chunk_header.HEADER_BYTES),
+                aligned_pages(CONTEXT.slot_bytes),
+                CONTEXT.chunk_bytes,
+            )
             assert tier.load([read]) == [Loaded(CONTEXT.chunk_bytes)]
-            assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=FORMAT) is None
+            assert chunk_header.check(read.header, read.room, key=read.key, format_id=FORMAT) is None
         self.held, self.storing, self.discarding = found, set(), set()
         return len(found)
 
@@ -134,7 +137,12 @@ def live(tier: DiskTier, rng: random.Random, say: Callable[[str], object]) -> No
             tier.discard([KEYS[number] for number in numbers])
         else:
             pages = aligned_pages(CONTEXT.slot_bytes)
-            tier.load([Read(KEYS[number], bytearray(256), pages, CONTEXT.chunk_bytes) for number in numbers])
+            tier.load(
+                [
+                    Read(KEYS[number], bytearray(chunk_header.HEADER_BYTES), pages, CONTEXT.chunk_bytes)
+                    for number in numbers
+                ]
+            )
         held = [str(number) for number, is_held in enumerate(tier.holds(KEYS)) if is_held]
         say(f"held {' '.join(held)}\n")
 

@@ -59,18 +59,18 @@ class Bench:
         self.tier = self.open()
 
     def store(self, keys: list[ChunkKey]) -> list[object]:
-        room = self.tier.reserve(keys, None)
-        return list(self.tier.commit(room, self.copier.store(room.extents, TABLE, block_tokens=TOKENS)))
+        room = self.tier.reserve_extents(keys, None)
+        return list(self.tier.commit_extents(room, self.copier.store(room.extents, TABLE, block_tokens=TOKENS)))
 
     def load(self, keys: list[ChunkKey]) -> list[LoadOutcome]:
-        lease = self.tier.lend(keys)
+        lease = self.tier.lease_extents(keys)
         carried = self.copier.load(
             lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=len(keys) * CHUNK
         )
         damaged = [key for key, one in zip(keys, carried.outcomes, strict=True) if isinstance(one, Damaged)]
         if damaged:
             self.tier.discard(damaged)
-        self.tier.end(lease)
+        self.tier.end_lease(lease)
         carried.event.wait()
         return carried.outcomes
 
@@ -98,7 +98,7 @@ def by_the_pool(tier: DiskTier, key: ChunkKey) -> tuple[Read, LoadOutcome]:
     read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), FORMAT.nbytes)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        outcome = chunk_header.check(read.header, read.chunk, key=key, format_id=FORM) or outcome
+        outcome = chunk_header.check(read.header, read.room, key=key, format_id=FORM) or outcome
     return read, outcome
 
 
@@ -121,7 +121,7 @@ def test_what_went_down_through_the_pool_comes_straight_from_the_disk(bench: Ben
     reads = [by_the_pool(bench.tier, key)[0] for key in KEYS]
     bench.tier.clear()
     writes = [
-        Write(key, above, chunk_header.pack_header(key, above, read.chunk, FORM), read.pages, FORMAT.nbytes)
+        Write(key, above, chunk_header.pack_header(key, above, read.room, FORM), read.pages, FORMAT.nbytes)
         for key, above, read in zip(KEYS, [None, *KEYS], reads, strict=False)
     ]
     assert bench.tier.store(writes) == [Stored()] * 3
@@ -133,9 +133,9 @@ def test_what_went_down_through_the_pool_comes_straight_from_the_disk(bench: Ben
 def test_damage_on_the_disk_is_a_miss_from_then_on(bench: Bench) -> None:
     bench.store(KEYS)
     (path,) = (bench.root / CONTEXT.namespace).glob("slab-*")
-    lease = bench.tier.lend(KEYS[1:2])
+    lease = bench.tier.lease_extents(KEYS[1:2])
     (extent,) = lease.extents
-    bench.tier.end(lease)
+    bench.tier.end_lease(lease)
     assert extent is not None
     data = bytearray(path.read_bytes())
     data[extent.offset + 100] ^= 64
@@ -150,14 +150,14 @@ def test_damage_on_the_disk_is_a_miss_from_then_on(bench: Bench) -> None:
 
 def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Bench) -> None:
     bench.store(KEYS)
-    lease = bench.tier.lend(KEYS)
+    lease = bench.tier.lease_extents(KEYS)
     others = key_chain(3, branch="other")
     assert bench.store(others).count(Stored()) == 1, "the fourth slot is all there is"
     bench.forget_blocks()
     carried = bench.copier.load(lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     carried.event.wait()
     assert bench.is_back(TABLE)
-    bench.tier.end(lease)
+    bench.tier.end_lease(lease)
     assert bench.store(others[1:]) == [Stored()] * 2
     assert bench.tier.holds(KEYS).count(True) < 3
 
@@ -200,9 +200,9 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
     assert cache.lookup(KEYS, "engine").chunks == 0
     bench.forget_blocks()
     disk = cache.lower.files()["disk"]
-    lent = disk.lend(KEYS)
+    lent = disk.lease_extents(KEYS)
     carried = bench.copier.load(lent.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
-    disk.end(lent)
+    disk.end_lease(lent)
     carried.event.wait()
     assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert bench.is_back(TABLE)
@@ -210,8 +210,8 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
 
 def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cache: LocalCache) -> None:
     disk = cache.lower.files()["disk"]
-    room = disk.reserve(KEYS, None)
-    assert disk.commit(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
+    room = disk.reserve_extents(KEYS, None)
+    assert disk.commit_extents(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
     while (plan := cache.lookup(KEYS, "engine", wait_for_promotion=True)).ended is Ended.PENDING:
         pass
     assert (plan.chunks, plan.tiers) == (3, ("disk",) * 3)

@@ -55,7 +55,10 @@ class Bench:
     def load(self, keys: list[ChunkKey]) -> list[type]:
         """What became of each; those that were loaded are the bytes that were stored."""
         pages = [aligned_pages(CONTEXT.slot_bytes) for _ in keys]
-        reads = [Read(key, bytearray(256), page, CONTEXT.chunk_bytes) for key, page in zip(keys, pages, strict=True)]
+        reads = [
+            Read(key, bytearray(chunk_header.HEADER_BYTES), page, CONTEXT.chunk_bytes)
+            for key, page in zip(keys, pages, strict=True)
+        ]
         arrived: list[Arrival] = []
         assert self.lane.load(reads, arrived.extend)
         self.run()

@@ -7,7 +7,7 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_tiers import plugins
 from kv_tiers.options import byte_count, nearest, read_options
-from kv_tiers.registry import GROUP, tier_factory
+from kv_tiers.registry import TIERS, tier_factory
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,7 +77,7 @@ def test_the_nearest_name_or_all() -> None:
 
 def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = EntryPoints(
-        EntryPoint(name, value, GROUP)
+        EntryPoint(name, value, TIERS)
         for name, value in [
             ("twice", "one:make"),
             ("twice", "another:make"),

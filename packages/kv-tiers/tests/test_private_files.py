@@ -18,10 +18,11 @@ from kv_tiers.server.http.token import read_token
 from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
 from kv_tiers.tier import TierContext
-from kv_tiers.tiers.disk_files import DiskDirectory
+from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.objects import make_objects_tier
 from kv_tiers.tiers.redis import make_redis_tier
 from kv_tiers.tiers.shared_fs import make_shared_fs_tier
+from kv_tiers.tiers.space import Geometry
 
 CONTEXT = TierContext(4096, 4096, "private files")
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -159,7 +160,7 @@ MAKERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "socket": lambda directory, _: Address(directory / "s").close(),
     "pool": _pool,
     "disk": lambda directory, _: DiskDirectory(
-        str(directory.parent), directory.name, slots=1, slot_bytes=4096, direct="never"
+        str(directory.parent), directory.name, slots=1, geometry=Geometry.of(8192), direct="never"
     ).close(),
 }
 

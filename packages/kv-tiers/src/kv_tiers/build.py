@@ -13,6 +13,7 @@ from kv_core.errors import ConfigError
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
+from kv_tiers.codec import Codec
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.events.bus import Source
 from kv_tiers.eviction.registry import make_policy
@@ -20,9 +21,9 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
 from kv_tiers.pool.machine import spelled
-from kv_tiers.registry import tier_factory
+from kv_tiers.registry import codec_factory, tier_factory
 from kv_tiers.tenants import Tenant, quotas_of
-from kv_tiers.tier import CheckedFactory, TierContext, TierFactory
+from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, TierContext, TierFactory
 
 _NUMBERS = itertools.count()
 
@@ -107,6 +108,7 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
     for number, options in enumerate(tiers):
         where = f"tiers[{number}]"
         factory, lane_config, rest = _read_tier(options, where)
+        _codec(lane_config, ANY_CHUNKS, where)
         if isinstance(factory, CheckedFactory):
             factory.check(rest)
         names.append(lane_config.name)
@@ -120,9 +122,28 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         ConfigError: the options cannot be honoured.
     """
     factory, lane_config, rest = _read_tier(options, where)
+    codec = _codec(lane_config, context, where)
     tier = factory(rest, context)
     tier.name = lane_config.name
-    return Lane(tier, chunk_header.format_id(context.fingerprint), threads=lane_config.threads), lane_config.write
+    lane = Lane(
+        tier,
+        chunk_header.format_id(context.fingerprint),
+        codec=codec,
+        find_codec=lambda name: codec_factory(name)({}, context),
+        threads=lane_config.threads,
+    )
+    return lane, lane_config.write
+
+
+def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None:
+    """What encodes the tier's chunks, if anything does."""
+    options = {"type": config.codec} if isinstance(config.codec, str) else dict(config.codec)
+    name = options.pop("type", None)
+    if name == "":
+        return None
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: codec: say which, such as codec: zstd, or codec: {{type: zstd, level: 3}}")
+    return codec_factory(name)(options, context)
 
 
 def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, LaneConfig, dict[str, object]]:

@@ -1,8 +1,11 @@
 """The header that goes with a chunk wherever it leaves the host pool for, and the check of what comes back.
 
 The bytes are described in docs/formats/chunk.md with a worked example. All of a chunk's identity is in its header
-(which key, whose bytes, how many, their checksum), so that a file, a reply or a disk slot vouches for itself and
-nothing else has to be believed.
+(which key, which format, how many bytes, how they are encoded, their checksums), so that a file, a reply or a disk slot
+vouches for itself and nothing else has to be believed.
+
+What lies behind a header is the *payload*: the chunk's bytes, or what a codec made of them. It is never larger than the
+chunk. Its checksum is taken piece by piece, so that the first pieces can be checked without the rest.
 """
 
 import hashlib
@@ -17,35 +20,56 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 
 MAGIC: Final = b"kvchunk\n"
-VERSION: Final = 1
+VERSION: Final = 2
 """The meaning of a version never changes. A reader refuses versions that it does not know."""
 
-HEADER_BYTES: Final = 256
+HEADER_BYTES: Final = 384
 MAX_KEY_BYTES: Final = 72
+MAX_CODEC_BYTES: Final = 16
+MAX_PIECES: Final = 16
+PAGE_BYTES: Final = 4096
 
-_FIELDS: Final = struct.Struct(f"<8sHHHHQ16s16s{MAX_KEY_BYTES}s{MAX_KEY_BYTES}s48x")
+_FIELDS: Final = struct.Struct(
+    f"<8sHHHHQ16s16s{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ{MAX_CODEC_BYTES}s16sHxxxxxx{8 * (MAX_PIECES - 1)}s8x"
+)
 _CHECKSUM: Final = struct.Struct("<Q")
 _NAMES: Final = struct.Struct("<HH")
 _NAMES_BYTES_AT: Final = 12
-_CHECKSUM_AT: Final = slice(40, 56)
 _KEY_AT: Final = 56
+STORED_BYTES_AT: Final = 200
+_U64: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a chunk says of itself.
 
+    key: the chunk's name.
     parent: the chunk before it in the prompt; None for a prompt's first.
-    nbytes: of the chunk, without this header.
-    format_id: what its bytes mean (`format_id`).
-    checksum: `kv_core.checksum` of its bytes.
+    decoded_bytes: size of the chunk.
+    stored_bytes: size of the payload behind this header; never more than `decoded_bytes`.
+    format_id: what the chunk's bytes mean (`format_id`).
+    codec: the name of what encoded the payload; "" where the payload is the chunk's bytes.
+    checksum: `kv_core.checksum` of the payload.
+    decoded_checksum: the same of the chunk's bytes; None where the codec is lossy.
+    pieces: of the payload's first piece, its first two, …, all but the last: 8 bytes each (`piece_bytes`). Empty where
+        the payload is one piece, or where whoever wrote it took one checksum of the whole.
     """
 
     key: ChunkKey
     parent: ChunkKey | None
-    nbytes: int
+    decoded_bytes: int
+    stored_bytes: int
     format_id: bytes
+    codec: str
     checksum: bytes
+    decoded_checksum: bytes | None
+    pieces: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeOnly:
+    """A payload without checksums of its pieces: load all of it to know whether it is right."""
 
 
 def format_id(fingerprint: str) -> bytes:
@@ -53,51 +77,131 @@ def format_id(fingerprint: str) -> bytes:
     return hashlib.sha256(fingerprint.encode()).digest()[:16]
 
 
-def pack_header(key: ChunkKey, parent: ChunkKey | None, chunk: memoryview, format_id: bytes) -> bytes:
-    """The header of a chunk whose bytes are `chunk`. It reads all of them: call it without a lock.
+def piece_bytes(decoded_bytes: int) -> int:
+    """The size of a payload's pieces, in whole pages: at most `MAX_PIECES` of them make a chunk."""
+    return -(-decoded_bytes // (MAX_PIECES * PAGE_BYTES)) * PAGE_BYTES
+
+
+def prefix_bytes(wanted_bytes: int, decoded_bytes: int) -> int:
+    """How much of a payload must be read so that its first `wanted_bytes` can be checked. The payload may end before.
+
+    decoded_bytes: size of the chunk.
+    """
+    piece = piece_bytes(decoded_bytes)
+    return min(-(-wanted_bytes // piece) * piece, decoded_bytes)
+
+
+def pack_header(
+    key: ChunkKey, parent: ChunkKey | None, chunk: memoryview, format_id: bytes, checksum: bytes | None = None
+) -> bytes:
+    """The header of a chunk whose payload is its own bytes. It reads all of them: call it without a lock.
+
+    checksum: of the bytes, where it is known; they are not looked at then, and there are no checksums of pieces.
 
     Raises:
         MisuseError: as `make_header`.
     """
-    return make_header(Header(key, parent, chunk.nbytes, format_id, checksum_of(chunk)))
+    pieces: tuple[bytes, ...] = ()
+    if checksum is None:
+        checksum, pieces = checksums_of(chunk, chunk.nbytes)
+    return make_header(Header(key, parent, chunk.nbytes, chunk.nbytes, format_id, "", checksum, checksum, pieces))
 
 
-def make_header(said: Header) -> bytes:
+def checksums_of(payload: memoryview, decoded_bytes: int) -> tuple[bytes, tuple[bytes, ...]]:
+    """The checksum of a payload, and those of its leading pieces: one pass over the bytes.
+
+    decoded_bytes: size of the chunk that it is the payload of.
+    """
+    running = xxhash.xxh3_128()
+    piece = piece_bytes(decoded_bytes)
+    pieces = []
+    for start in range(0, payload.nbytes, piece):
+        if start:
+            pieces.append(running.digest()[8:])
+        running.update(payload[start : start + piece])
+    return running.digest(), tuple(pieces)
+
+
+def make_header(header: Header) -> bytes:
     """The bytes that say so.
 
     Raises:
-        MisuseError: a key of more than `MAX_KEY_BYTES`.
+        MisuseError: a key of more than `MAX_KEY_BYTES`, or the name of a codec of more than `MAX_CODEC_BYTES`.
     """
-    key, parent = said.key, said.parent
-    above = b"" if parent is None else parent
-    if max(len(key), len(above)) > MAX_KEY_BYTES:
+    parent = b"" if header.parent is None else header.parent
+    if max(len(header.key), len(parent)) > MAX_KEY_BYTES:
         raise MisuseError(f"a chunk's header has room for keys of {MAX_KEY_BYTES} bytes")
+    if len(header.codec) > MAX_CODEC_BYTES or not header.codec.isascii():
+        raise MisuseError(f"a chunk's header has room for {MAX_CODEC_BYTES} letters of a codec's name")
     fields = _FIELDS.pack(
-        MAGIC, VERSION, HEADER_BYTES, len(key), len(above), said.nbytes, said.format_id, said.checksum, key, above
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        len(header.key),
+        len(parent),
+        header.decoded_bytes,
+        header.format_id,
+        header.checksum,
+        header.key,
+        parent,
+        header.stored_bytes,
+        header.codec.encode(),
+        header.decoded_checksum or bytes(16),
+        len(header.pieces),
+        b"".join(header.pieces),
     )
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
-    """What the header says, if it is one and whole. The chunk's bytes are not looked at."""
+    """What the header says, if it is one and whole. The payload is not looked at."""
     if len(data) != HEADER_BYTES:
         return Damaged(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
     if bytes(data[: len(MAGIC)]) != MAGIC:
         return Damaged("no chunk's header")
-    magic_to_parent = data[: _FIELDS.size]
-    _, version, header_bytes, key_bytes, parent_bytes, nbytes, format_id, checksum, key, parent = _FIELDS.unpack(
-        magic_to_parent
-    )
-    if _CHECKSUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(magic_to_parent):
-        return Damaged("the header's own checksum is wrong")
+    fields = data[: _FIELDS.size]
+    (
+        _,
+        version,
+        header_bytes,
+        key_bytes,
+        parent_bytes,
+        decoded_bytes,
+        format_id,
+        checksum,
+        key,
+        parent,
+        stored_bytes,
+        codec,
+        decoded_checksum,
+        pieces,
+        table,
+    ) = _FIELDS.unpack(fields)
     if version != VERSION or header_bytes != HEADER_BYTES:
         return Damaged(f"a chunk of version {version}; this release reads version {VERSION}")
+    if _CHECKSUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
+        return Damaged("the header's own checksum is wrong")
     try:
         named = ChunkKey.from_bytes(key[:key_bytes])
         above = ChunkKey.from_bytes(parent[:parent_bytes]) if parent_bytes else None
-    except InputError as error:
+        codec_name = codec.rstrip(b"\0").decode("ascii")
+    except (InputError, UnicodeDecodeError) as error:
         return Damaged(str(error))
-    return Header(named, above, nbytes, format_id, checksum)
+    if not stored_bytes <= decoded_bytes or (not codec_name and stored_bytes != decoded_bytes):
+        return Damaged(f"a payload of {stored_bytes} bytes for a chunk of {decoded_bytes}")
+    if pieces not in (0, -(-stored_bytes // piece_bytes(decoded_bytes)) - 1 if stored_bytes else 0):
+        return Damaged(f"checksums of {pieces} pieces in a payload of {stored_bytes} bytes")
+    return Header(
+        named,
+        above,
+        decoded_bytes,
+        stored_bytes,
+        format_id,
+        codec_name,
+        checksum,
+        decoded_checksum if any(decoded_checksum) else None,
+        tuple(table[8 * at : 8 * at + 8] for at in range(pieces)),
+    )
 
 
 def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
@@ -108,15 +212,60 @@ def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
     return data[key_at : key_at + key_bytes], parent
 
 
-def checksum_in(header: bytes | bytearray) -> bytes:
-    """The checksum of the bytes that a header vouches for. Only of one that was checked."""
-    return bytes(header[_CHECKSUM_AT])
+def stored_bytes_in(header: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """The size of the payload that the header at `at` names; of one that nothing vouches for, check it before use."""
+    return int(_U64.unpack_from(header, at + STORED_BYTES_AT)[0])
+
+
+def verify(
+    header: bytes | bytearray | memoryview, payload: memoryview, *, key: ChunkKey, format_id: bytes, decoded_bytes: int
+) -> Header | Damaged:
+    """The header if `payload` is, byte for byte, what was stored under `key` in this format: encoded still, if it was.
+
+    As slow as `pack_header`. decoded_bytes: size of a chunk.
+    """
+    read = _read_for(header, key, format_id, decoded_bytes)
+    if isinstance(read, Damaged):
+        return read
+    if read.stored_bytes != payload.nbytes:
+        return Damaged(f"a payload of {payload.nbytes} bytes instead of {read.stored_bytes}")
+    if checksum_of(payload) != read.checksum:
+        return Damaged("the checksum of the bytes is wrong")
+    return read
+
+
+def verify_prefix(
+    header: bytes | bytearray | memoryview, prefix: memoryview, *, key: ChunkKey, format_id: bytes, decoded_bytes: int
+) -> Header | Damaged | WholeOnly:
+    """As `verify`, of the first bytes of a payload: `prefix_bytes` of it, or all of it where it is shorter."""
+    read = _read_for(header, key, format_id, decoded_bytes)
+    if isinstance(read, Damaged):
+        return read
+    if prefix.nbytes >= read.stored_bytes:
+        return verify(header, prefix, key=key, format_id=format_id, decoded_bytes=decoded_bytes)
+    pieces, rest = divmod(prefix.nbytes, piece_bytes(decoded_bytes))
+    if rest or not pieces:
+        return Damaged(f"{prefix.nbytes} bytes of {read.stored_bytes}, which is no whole piece")
+    if not read.pieces:
+        return WholeOnly()
+    if checksum_of(prefix)[8:] != read.pieces[pieces - 1]:
+        return Damaged("the checksum of the first bytes is wrong")
+    return read
 
 
 def check(
     header: bytes | bytearray | memoryview, chunk: memoryview, *, key: ChunkKey, format_id: bytes
 ) -> Damaged | None:
-    """None if `chunk` is, byte for byte, what was stored under `key` in this format. As slow as `pack_header`."""
+    """None if `chunk` is what was stored under `key` in this format, as it is. As slow as `pack_header`."""
+    read = verify(header, chunk, key=key, format_id=format_id, decoded_bytes=chunk.nbytes)
+    if isinstance(read, Damaged):
+        return read
+    return Damaged(f"the bytes are encoded ({read.codec})") if read.codec else None
+
+
+def _read_for(
+    header: bytes | bytearray | memoryview, key: ChunkKey, format_id: bytes, decoded_bytes: int
+) -> Header | Damaged:
     read = read_header(header)
     if isinstance(read, Damaged):
         return read
@@ -124,8 +273,6 @@ def check(
         return Damaged(f"the header names chunk {read.key.hex()}")
     if read.format_id != format_id:
         return Damaged("the bytes are of another chunk format")
-    if read.nbytes != chunk.nbytes:
-        return Damaged(f"a chunk of {read.nbytes} bytes instead of {chunk.nbytes}")
-    if checksum_of(chunk) != read.checksum:
-        return Damaged("the checksum of the bytes is wrong")
-    return None
+    if read.decoded_bytes != decoded_bytes:
+        return Damaged(f"a chunk of {read.decoded_bytes} bytes instead of {decoded_bytes}")
+    return read

@@ -69,6 +69,9 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """When chunks are stored there: as soon as may be, when the pool is about to evict them, or not at all."""
     threads: Count = 2
     """How many calls to it may be under way at a time."""
+    codec: str | dict[str, object] = ""
+    """What makes chunks smaller on their way there: the name of a codec, or its `type` and its options. Empty: they are
+    stored as they are. What is there already is read whatever it was stored with."""
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,11 +1,13 @@
-"""Which code makes a tier of a given type: an entry point of the group `kv_tiers.tiers`, a `TierFactory`."""
+"""Which code makes a tier or a codec of a given type: entry points, ours and anybody's."""
 
 from typing import Final
 
+from kv_tiers.codec import CodecFactory
 from kv_tiers.plugins import load_plugin
 from kv_tiers.tier import TierFactory
 
-GROUP: Final = "kv_tiers.tiers"
+TIERS: Final = "kv_tiers.tiers"
+CODECS: Final = "kv_tiers.codecs"
 
 
 def tier_factory(type_name: str) -> TierFactory:
@@ -14,4 +16,13 @@ def tier_factory(type_name: str) -> TierFactory:
     Raises:
         ConfigError: nothing installed offers the type, two packages do, or what offers it cannot be imported.
     """
-    return load_plugin(GROUP, "tier of type", type_name)
+    return load_plugin(TIERS, "tier of type", type_name)
+
+
+def codec_factory(name: str) -> CodecFactory:
+    """What makes the codec of this name.
+
+    Raises:
+        ConfigError: as of `tier_factory`.
+    """
+    return load_plugin(CODECS, "codec", name)

@@ -1,11 +1,13 @@
-"""The contract of a tier: one place below the host pool that keeps whole chunks. Start here to write one.
+"""The contract of a tier: one place below the host pool that keeps chunks. Start here to write one.
 
 A tier is called by its lane's threads, several at once, and may take its time: it blocks, it has no queue and no thread
 of its own unless its medium needs one. It owns no chunk's memory: it is lent pages of the host pool, aligned to the
 machine's pages and locked in place for the length of the call, and may keep nothing of them afterwards.
 
-It keeps a header with every chunk, as opaque to it as the chunk. The lane makes headers and checks chunks against them
-(`kv_tiers.chunk_header`), so a tier need not detect damage; where it does notice (a short file), it says `Damaged`.
+What it keeps of a chunk is a header and a *payload*: the chunk's bytes, or what a codec made of them. A payload is
+never larger than a chunk, and may be of any size below, so a tier keeps its size and tells it. Header and payload are
+opaque to it: the lane encodes, makes headers, checks payloads against them (`kv_tiers.chunk_header`) and decodes, so a
+tier need not detect damage; where it does notice (a short file), it says `Damaged`.
 
 What became of a chunk is a value. What is wrong with the medium as a whole (unreachable, full of errors, gone) is
 raised as `TierDown`: the lane then rests the tier for a while. Anything else that is raised is a bug, and treated as
@@ -25,51 +27,61 @@ from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
-from kv_tiers.chunk_header import format_id
+from kv_tiers.chunk_header import VERSION, format_id
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One chunk to keep: `header`, and the first `nbytes` of `pages`.
+    """One chunk to keep: its header, and its payload, the first `stored_bytes` of `pages`.
 
-    header: `codec.HEADER_BYTES` bytes.
-    pages: whole pages (multiples of 4096 bytes at an address that is one), for tiers that write past the page cache.
-        What lies beyond `nbytes` means nothing.
+    key: the chunk's name.
     parent: the chunk before it in the prompt: worthless without it, so it should leave later.
+    header: `chunk_header.HEADER_BYTES` bytes.
+    pages: whole pages (multiples of 4096 bytes at an address that is one), for tiers that write past the page cache.
+        What lies beyond the payload means nothing.
+    stored_bytes: size of the payload, at most a chunk's.
     """
 
     key: ChunkKey
     parent: ChunkKey | None
     header: bytes
     pages: memoryview
-    nbytes: int
+    stored_bytes: int
 
     @property
-    def chunk(self) -> memoryview:
-        return self.pages[: self.nbytes]
+    def payload(self) -> memoryview:
+        return self.pages[: self.stored_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One chunk to bring: its header into `header`, its bytes into the first `nbytes` of `pages`, both writable.
+    """One chunk to bring: its header into `header`, its payload to the start of `pages`. The answer says its size
+    (`Loaded`). What the rest of `pages`, and all of it unless the answer is `Loaded`, holds afterwards means nothing.
 
-    What the rest of `pages`, and all of it unless the answer is `Loaded`, holds afterwards means nothing.
+    key: the chunk's name.
+    header: `chunk_header.HEADER_BYTES` bytes, writable.
+    pages: whole pages with room for a chunk, writable.
+    wanted_bytes: how many of the payload's first bytes are wanted, if it has so many: a chunk's size for all of it;
+        less only for `ReadsPrefixes`.
     """
 
     key: ChunkKey
     header: bytearray
     pages: memoryview
-    nbytes: int
+    wanted_bytes: int
 
     @property
-    def chunk(self) -> memoryview:
-        return self.pages[: self.nbytes]
+    def room(self) -> memoryview:
+        return self.pages[: self.wanted_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
     """Present values. None: the medium does not say.
 
+    chunks: how many are kept.
+    used_bytes: what they take, as they are stored.
+    capacity_bytes: what they may take.
     full: why the medium takes no more chunks (it has no room, or may only be read), as far as the last store or probe
         told; "" where it does. A tier that evicts for what comes is not full for that.
     """
@@ -85,7 +97,9 @@ class TierContext:
     """What every chunk of this cache has in common. A tier may serve caches of several formats at one address, and
     must keep what it stores for one from being found by another: `namespace` is different for each.
 
-    chunk_bytes: bytes of a chunk; slot_bytes: of the pages that hold one.
+    chunk_bytes: size of a chunk, and the most that a payload has.
+    slot_bytes: size of the pages that hold one.
+    fingerprint: what a chunk's bytes mean.
     """
 
     chunk_bytes: int
@@ -94,8 +108,9 @@ class TierContext:
 
     @property
     def namespace(self) -> str:
-        """32 hex digits for a directory or a key's prefix."""
-        return format_id(f"{self.chunk_bytes} {self.fingerprint}").hex()
+        """32 hex digits for a directory or a key's prefix. Another for each version of the header too, so what another
+        release stored is neither found nor touched. Codecs share it, as each header names its own."""
+        return format_id(f"{VERSION} {self.chunk_bytes} {self.fingerprint}").hex()
 
 
 ANY_CHUNKS: Final = TierContext(1, 4096, "")
@@ -115,7 +130,8 @@ class Tier(Protocol):
         """Which of these a load would find. It may be wrong by the time of the load, which is then `Absent`."""
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Bring chunks. What is wrong with one (`Damaged`, `ReadFailed`) does not spoil its neighbours."""
+        """Bring headers and payloads; `Loaded` says how many bytes a payload has. One that is larger than a chunk is
+        `Damaged`. What is wrong with one (`Damaged`, `ReadFailed`) does not spoil its neighbours."""
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         """Keep chunks. `Stored` is an acknowledgement: as durable as this tier ever makes anything.
@@ -148,12 +164,25 @@ class ClearsTenants(Protocol):
         """Discard everything of this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
 
 
+@runtime_checkable
+class ReadsPrefixes(Protocol):
+    """What a `Tier` may do besides: bring the beginning of a payload without the rest."""
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """As `load`, with any `wanted_bytes`: `Loaded` says how many bytes came, the payload's size where that is less.
+
+        Whoever asks for `chunk_header.prefix_bytes` can check what came (`chunk_header.verify_prefix`).
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class FileLease:
-    """Where chunks lie in a tier's files: `extents[i]` for key i, or None where it is not here.
+    """Where chunks lie in a tier's files. Until the lease is ended, no byte of them is replaced by another chunk's. It
+    does not expire by time, as whoever has it may be reading still. The tier has not looked at the bytes: believe them
+    when their checksum is right.
 
-    Until the lease is ended, no byte of them is replaced by another chunk's. It does not expire by time, as whoever has
-    it may be reading still. The tier has not looked at the bytes: believe them when their checksum is right.
+    id: names the lease.
+    extents: by key; None where the chunk is not here, is encoded, or does not lie in one piece. `load` brings those.
     """
 
     id: int
@@ -161,12 +190,13 @@ class FileLease:
 
 
 @dataclass(frozen=True, slots=True)
-class FileRoom:
-    """Room in a tier's files for chunks that it does not hold: `extents[i]` for key i, or None where there is none for
-    it, or no need of it.
+class FileReservation:
+    """Room in a tier's files for chunks that it does not hold. Nobody finds these chunks, nor anything that was there
+    before, until they are committed. What has been written by then, and that only, is theirs; a reservation does not
+    expire either.
 
-    Nobody finds these chunks, nor anything that was there before, until they are committed. What has been written by
-    then, and that only, is theirs; the room does not expire either.
+    id: names the reservation.
+    extents: by key; None where there is no room in one piece, or no need of it.
     """
 
     id: int
@@ -174,29 +204,31 @@ class FileRoom:
 
 
 @runtime_checkable
-class KeepsFiles(Protocol):
-    """What a `Tier` may do besides: let others carry the bytes between its files and wherever they want them.
+class SupportsFileExtents(Protocol):
+    """What a `Tier` may do besides: let others move the bytes between its files and wherever they want them. Only
+    chunks that are stored as they are can travel so; of the others a lease has no extent.
 
-    As `load` and `store`, every call may block and may raise `TierDown`. End leases and commit rooms before `close`.
+    As `load` and `store`, every call may block and may raise `TierDown`. End leases and commit reservations before
+    `close`.
     """
 
-    def lend(self, keys: Sequence[ChunkKey]) -> FileLease:
+    def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
         """Say where these are, with their checksums. A chunk whose bytes turn out wrong: `discard` it."""
 
-    def end(self, lease: FileLease) -> None:
+    def end_lease(self, lease: FileLease) -> None:
         """Nobody reads these any more.
 
         Raises:
             MisuseError: it was ended before.
         """
 
-    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileRoom:
+    def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
         """Room for those of the keys that are neither here nor arriving, as far as there is any; it is not waited for.
 
         keys: in the prompt's order, each the parent of the next. parent: the first one's.
         """
 
-    def commit(self, room: FileRoom, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
+    def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
         """The bytes are written: keep the chunks as `store` does, with its promise.
 
         checksums: `kv_core.checksum` of each chunk's bytes; None for one that was not written, whose room is given

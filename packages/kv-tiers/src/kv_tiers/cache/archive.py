@@ -26,7 +26,7 @@ from kv_core.service import ReadLease
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
 
-VERSION: Final = 1
+VERSION: Final = 2
 _MAGIC: Final = b"kvprefix"
 _HEADER: Final = struct.Struct("<8sHHIQQ16s")
 _U64: Final = struct.Struct("<Q")
@@ -105,7 +105,7 @@ def _read_header(file: BinaryIO, path: Path, chunk_bytes: int, form: bytes) -> i
     if _U64.unpack(data[_HEADER.size :])[0] != xxhash.xxh3_64_intdigest(data[: _HEADER.size]):
         raise InputError(f"{path} is damaged: the checksum of its header is wrong")
     if version != VERSION or header_bytes != _HEADER_BYTES:
-        raise InputError(f"{path} is of version {version}; this release reads version {VERSION}")
+        raise InputError(f"{path} is of version {version}; this release reads version {VERSION}: export it again")
     if its_bytes != chunk_bytes or its_form != form:
         raise InputError(
             f"{path} holds chunks of another format; export it from an engine of the same model, dtype and chunk size"

@@ -14,7 +14,7 @@ from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane, LaneCounts
-from kv_tiers.tier import KeepsFiles, TierUsage
+from kv_tiers.tier import SupportsFileExtents, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -93,7 +93,7 @@ class LowerTiers:
         """The tiers of which `holding` says nothing."""
         return [lane.name for lane in self._lanes if not lane.holds_is_local]
 
-    def files(self) -> dict[str, KeepsFiles]:
+    def files(self) -> dict[str, SupportsFileExtents]:
         """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
 
         They are called past their lanes, so from a thread that may wait. End what they lend before the cache is closed.
@@ -101,7 +101,7 @@ class LowerTiers:
         return {
             lane.name: lane.tier
             for lane in self._lanes
-            if isinstance(lane.tier, KeepsFiles) and lane.health()[0].serves
+            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0].serves
         }
 
     def states(self) -> list[TierState]:

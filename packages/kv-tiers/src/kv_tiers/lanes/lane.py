@@ -3,8 +3,8 @@
 Submitting never waits: a lane that is full, resting, stuck, frozen or closed refuses, and what was refused costs a miss
 and nothing more. What goes first, and what is hidden meanwhile, is a table of its own (`kv_tiers.lanes.jobs`).
 
-Here chunks get their headers on the way out and are checked against them on the way back. A wrong one is discarded at
-once, so the next question is a miss and not the same fault again.
+Here chunks become payloads with headers on the way out, and are checked and decoded on the way back (`payloads`). A
+wrong one is discarded at once, so the next question is a miss and not the same fault again.
 
 What becomes of the tier and of its chunks is told as events. Only where no log of these is kept does the lane log it.
 
@@ -26,13 +26,14 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed, Refused, Stored, StoreOutcome
 
-from kv_tiers import chunk_header
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.codec import Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
+from kv_tiers.lanes.payloads import FindCodec, Payloads, no_codec
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -80,6 +81,8 @@ class Lane:
         tier: Tier,
         format_id: bytes,
         *,
+        codec: Codec | None = None,
+        find_codec: FindCodec = no_codec,
         threads: int = 2,
         max_load_chunks: int = 1024,
         max_store_chunks: int = 256,
@@ -88,7 +91,8 @@ class Lane:
         stuck_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
-        """threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
+        """codec, find_codec: as of `Payloads`.
+        threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
         clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
         the machine's."""
         self.tier = tier
@@ -97,7 +101,7 @@ class Lane:
         self.events = UNWATCHED
         """Where its health and damage are told; whoever puts the lane below a cache sets it."""
         self._noticed = Health.UP
-        self._format_id = format_id
+        self._payloads = Payloads(format_id, codec, find_codec)
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, most_stores=max(1, threads - 1)
@@ -365,23 +369,20 @@ class Lane:
         with self._changed:
             # A load that follows from an answer of before these were discarded would bring them back.
             wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
-        told_of = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
+        brought = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
         for read in reads:
-            told = told_of.get(id(read), Absent())
-            outcome, checksum = told, b""
-            if isinstance(told, Loaded):
-                damage = chunk_header.check(read.header, read.chunk, key=read.key, format_id=self._format_id)
-                if damage is not None:
-                    outcome = damage
-                else:
-                    checksum = chunk_header.checksum_in(read.header)
+            outcome = brought.get(id(read), Absent())
+            arrival = Arrival(read.key, outcome)
+            if isinstance(outcome, Loaded):
+                arrival = self._payloads.arrival(read, outcome, self.name)
+                outcome = arrival.outcome
             if isinstance(outcome, Damaged):
                 level = logging.DEBUG if self.events.is_logged else logging.WARNING
                 _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
                 wrong.append(read.key)
             elif isinstance(outcome, ReadFailed):
                 failures.append(outcome.reason)
-            arrivals.append(Arrival(read.key, outcome, checksum))
+            arrivals.append(arrival)
         with self._changed:
             self._totals.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._totals.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
@@ -397,18 +398,9 @@ class Lane:
     def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:
             chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
-        writes = [
-            Write(
-                chunk.key,
-                chunk.parent,
-                chunk_header.pack_header(chunk.key, chunk.parent, chunk.pages[: chunk.nbytes], self._format_id),
-                chunk.pages,
-                chunk.nbytes,
-            )
-            for chunk in chunks
-        ]
-        told = dict(zip([write.key for write in writes], self.tier.store(writes), strict=True))
-        outcomes = [told.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
+        writes = self._payloads.writes(chunks)
+        answers = dict(zip([write.key for write in writes], self.tier.store(writes), strict=True))
+        outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         with self._changed:
             self._totals.stored += stored

@@ -9,7 +9,7 @@ from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
 
-from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage, Write
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage, Write
 
 Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "down", "bug"]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
@@ -50,18 +50,12 @@ class FaultyTier:
             return [Absent() for _ in reads]
         if self.fault == "unreadable":
             return [ReadFailed("told to be unreadable") for _ in reads]
-        outcomes = self._tier.load(reads)
-        loaded = [read for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Loaded)]
-        for read in loaded:
-            if self.fault == "truncate":
-                read.chunk[read.nbytes // 2 :] = bytes(read.nbytes - read.nbytes // 2)
-            elif self.fault == "flip":
-                read.chunk[read.nbytes // 3] ^= 4
-        if self.fault == "swap" and len(loaded) > 1:
-            first, second = loaded[:2]
-            first.header[:], second.header[:] = bytes(second.header), bytes(first.header)
-            first.chunk[:], second.chunk[:] = bytes(second.chunk), bytes(first.chunk)
-        return outcomes
+        return self._spoil(reads, self._tier.load(reads))
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        self._fail("load_prefixes")
+        assert isinstance(self._tier, ReadsPrefixes)
+        return self._spoil(reads, self._tier.load_prefixes(reads))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._fail("store")
@@ -92,6 +86,25 @@ class FaultyTier:
     def close(self) -> None:
         self.calls.append("close")
         self._tier.close()
+
+    def _spoil(self, reads: Sequence[Read], outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
+        loaded = [
+            (read, read.pages[: outcome.nbytes])
+            for read, outcome in zip(reads, outcomes, strict=True)
+            if isinstance(outcome, Loaded)
+        ]
+        for _, payload in loaded:
+            if self.fault == "truncate":
+                half = len(payload) // 2
+                payload[half:] = bytes(len(payload) - half)
+            elif self.fault == "flip":
+                payload[len(payload) // 3] ^= 4
+        if self.fault == "swap" and len(loaded) > 1:
+            (first, one), (second, other) = loaded[:2]
+            first.header[:], second.header[:] = bytes(second.header), bytes(first.header)
+            size = min(len(one), len(other))
+            one[:size], other[:size] = bytes(other[:size]), bytes(one[:size])
+        return outcomes
 
     def _fail(self, call: str) -> None:
         self.calls.append(call)

@@ -28,7 +28,7 @@ def full_device(files: Iterable[File]) -> Iterator[None]:
 
 def slabs_of(tier: DiskTier) -> list[File]:
     """The files that a disk tier's chunks are in."""
-    return [file for directory in tier._directories for file in directory.files() if file is not directory.index]
+    return [file for directory in tier._chunks.directories for file in directory.files() if file is not directory.index]
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class TierContract:
             if isinstance(outcome, Loaded):
                 assert outcome.nbytes == self.context.chunk_bytes
                 form = chunk_header.format_id(self.context.fingerprint)
-                assert chunk_header.check(read.header, read.chunk, key=read.key, format_id=form) is None
+                assert chunk_header.check(read.header, read.room, key=read.key, format_id=form) is None
         return outcomes
 
     def loaded(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -1,108 +1,130 @@
-"""Which slots of a disk tier have a record on the medium, and whether that would outlive a power cut.
+"""Which entries of a disk tier have a record on the medium, and whether that would outlive a power cut.
 
 A record in a file is one of three things: there, wiped but perhaps only in the system's cache, or durably not there.
-Only the last lets a slot's bytes be replaced. Wipes are counted, so that a number a directory says which of them last.
+Only the last lets the bytes be replaced that it vouched for. Wipes are counted, so that a number for each slot says
+since which wipe no record vouches for any part of it, and a number a directory says which wipes last.
 
-Slot i of the tier is slot i // n of directory i % n. The tier holds its lock around every call but those that make
-durable (`sync…`), which any thread may make at any time.
+Entry e of the tier is entry e // n of directory e % n, and so are slots. The tier holds its lock around every call but
+those that make durable (`sync…`), which any thread may make at any time.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
-from kv_tiers.tiers.disk_files import BLANK_RECORD, DiskDirectory, File, pack_record
+from kv_tiers.tiers.disk_directory import BLANK_RECORD, DiskDirectory, pack_record
+from kv_tiers.tiers.disk_files import File
+from kv_tiers.tiers.index import Extent, Place
 
-_RECORDED: Final = -1
+_Adopted = tuple[ChunkKey, ChunkKey | None, int, Extent]
 
 
-class SlotRecords:
+class ChunkRecords:
     """The records in the directories' index files. Every call may raise `OSError`."""
 
-    def __init__(self, directories: Sequence[DiskDirectory], slots: int, *, syncs: bool) -> None:
+    def __init__(self, directories: Sequence[DiskDirectory], slot_units: int, *, syncs: bool) -> None:
         """syncs: whether power cuts are feared; else what makes durable does nothing."""
         self._directories = directories
+        self._slot_units = slot_units
         self._syncs = syncs
-        self._state = array("q", bytes(8 * slots))
-        """By slot: `_RECORDED`, or the number of the wipe since which it has no record; 0: so it was found, durably."""
-        self._stale: set[int] = set()  # slots whose record should have been wiped, and may still be read
+        self._recorded: dict[int, Sequence[int]] = {}
+        """By entry that has a record: the units that it names, of its directory."""
+        self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
+        self._wiped = array("q", bytes(8 * max(directory.slots for directory in directories) * len(directories)))
+        """By slot: the number of the last wipe of a record of it; 0: none since the start."""
         self._wipes = 0
         self._last_wipe = [0] * len(directories)
         self._durable = [0] * len(directories)
         """By directory: wipes up to this number last."""
         self._next_number = 0
 
-    def take_over(self) -> Iterator[tuple[ChunkKey, ChunkKey | None, int]]:
-        """Key, parent and slot of every chunk that is recorded, those worth least first. Once, at the start.
+    def take_over(self) -> Iterator[_Adopted]:
+        """Key, parent, entry and extent of every chunk that is recorded, those worth least first. Once, at the start.
 
-        Of two records of a chunk the newer counts: the other's wipe did not last.
+        Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
         """
         count = len(self._directories)
-        slot_of: dict[bytes, int] = {}
-        key_of: dict[int, bytes] = {}
-        above: dict[int, bytes | None] = {}
-        number_of: dict[int, int] = {}
+        found = []
         for at, directory in enumerate(self._directories):
-            for local, number, key, parent in directory.records():
-                slot = local * count + at
-                self._state[slot] = _RECORDED
-                other = slot_of.get(key)
-                if other is not None:
-                    older = slot if number < number_of[other] else other
-                    self._stale.add(older)
-                    if older == slot:
-                        continue
-                    del number_of[other]
-                slot_of[key], key_of[slot], above[slot], number_of[slot] = slot, key, parent, number
-        self._next_number = max(number_of.values(), default=-1) + 1
+            for local, number, key, parent, extent in directory.records():
+                entry = local * count + at
+                self._recorded[entry] = () if extent is None else extent.units
+                if extent is None:
+                    self._stale.add(entry)
+                else:
+                    found.append((number, entry, key, parent, extent))
+        found.sort(reverse=True)
+        self._next_number = found[0][0] + 1 if found else 0
+        entry_of: dict[bytes, int] = {}
+        kept: dict[int, tuple[int, bytes, bytes | None, Extent]] = {}
+        taken = _Taken()
+        for number, entry, key, parent, extent in found:
+            slots = self._slots(entry, extent.units)
+            if key in entry_of or not taken.take(slots, entry % count, extent.units):
+                self._stale.add(entry)
+                continue
+            entry_of[key] = entry
+            kept[entry] = number, key, parent, extent
         self.wipe(())
-        parent_of = {slot: NO_PARENT if key is None else slot_of.get(key, NO_PARENT) for slot, key in above.items()}
-        keys = {slot: ChunkKey(key) for slot, key in key_of.items()}
-        for slot in slots_least_worth_first(number_of, parent_of):
-            parent = keys.get(parent_of[slot])  # its own object, where it is here: half as many, and equal at a glance
-            if parent is None and (elsewhere := above[slot]) is not None:
-                parent = ChunkKey(elsewhere)
-            yield keys[slot], parent, slot
+        parent_of = {
+            entry: NO_PARENT if parent is None else entry_of.get(parent, NO_PARENT)
+            for entry, (_, _, parent, _) in kept.items()
+        }
+        keys = {entry: ChunkKey(key) for entry, (_, key, _, _) in kept.items()}
+        for entry in slots_least_worth_first({entry: number for entry, (number, *_) in kept.items()}, parent_of):
+            _, _, above, extent = kept[entry]
+            parent = keys.get(parent_of[entry])  # its own object, where it is here: half as many, and equal at a glance
+            if parent is None and above is not None:
+                parent = ChunkKey(above)
+            yield keys[entry], parent, entry, extent
 
-    def write(self, headers: Iterable[tuple[int, bytes]]) -> None:
-        """Vouch for the chunks, by slot, whose headers and bytes are in their slots."""
+    def write(self, chunks: Iterable[tuple[Place, bytes]]) -> None:
+        """Vouch for the chunks whose headers and payloads are in their places."""
         count = len(self._directories)
         records: dict[int, list[tuple[int, bytes]]] = {}
-        for slot, header in headers:
-            self._state[slot] = _RECORDED
-            self._stale.discard(slot)
-            records.setdefault(slot % count, []).append(
-                (slot // count, pack_record(slot // count, self._next_number, header))
-            )
+        for place, header in chunks:
+            self._recorded[place.entry] = place.extent.units
+            self._stale.discard(place.entry)
+            local, at = divmod(place.entry, count)
+            record = pack_record(local, self._next_number, header, place.extent.units)
+            records.setdefault(at, []).append((local, record))
             self._next_number += 1
         for at, those in records.items():
             self._directories[at].write_records(those)
 
-    def wipe(self, slots: Iterable[int]) -> None:
-        """No restart of this process finds what these slots, and those where it failed before, had a record of."""
-        state = self._state
-        self._stale.update([slot for slot in slots if state[slot] == _RECORDED])
+    def wipe(self, entries: Iterable[int]) -> None:
+        """No restart of this process finds what these entries, and those where it failed before, had a record of."""
+        self._stale.update(entry for entry in entries if entry in self._recorded)
         if not self._stale:
             return
-        count, wiped = len(self._directories), self._stale
-        for at in {slot % count for slot in wiped}:
-            self._directories[at].write_records((slot // count, BLANK_RECORD) for slot in wiped if slot % count == at)
+        count, stale = len(self._directories), self._stale
+        for at in {entry % count for entry in stale}:
+            self._directories[at].write_records(
+                (entry // count, BLANK_RECORD) for entry in stale if entry % count == at
+            )
             self._last_wipe[at] = self._wipes + 1
         # Counted when it is done: whoever makes durable reads the count first.
         self._wipes += 1
-        for slot in wiped:
-            state[slot] = self._wipes
+        for entry in stale:
+            for slot in self._slots(entry, self._recorded.pop(entry, ())):
+                self._wiped[slot] = self._wipes
         self._stale = set()
 
     def mend(self) -> None:
         """After a sync that failed: write anew what may not have reached the medium, and try it."""
         doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
         if doubted:
-            # Any wipe since the start may be among it. Records are not: the stores that they belong to have failed.
-            self._stale.update(slot for slot, state in enumerate(self._state) if state > 0)
+            # Any wipe since the start may be among it, of any entry that has no record now. Records are not: the stores
+            # that they belong to have failed.
+            for directory_number, directory in enumerate(self._directories):
+                blank = [
+                    (entry, BLANK_RECORD)
+                    for entry in range(directory.records_there())
+                    if entry * len(self._directories) + directory_number not in self._recorded
+                ]
+                directory.write_records(blank)
         for file in doubted:
             file.trust_again()
         self.wipe(())
@@ -110,16 +132,18 @@ class SlotRecords:
             directory.write_header()
         self.sync_files(directory.index for directory in self._directories)
 
-    def sync_wipes(self, slots: Sequence[int]) -> None:
-        """Return when it lasts that these have no record: at once where they never had one, or it was done."""
+    def sync_wipes(self, places: Iterable[Place]) -> None:
+        """Return when it lasts that no record names any part of the slots of these: at once where none ever did, or it
+        was done."""
         count = len(self._directories)
-        for at in {slot % count for slot in slots if self._state[slot] > self._durable[slot % count]}:
+        slots = {slot for place in places for slot in self._slots(place.entry, place.extent.units)}
+        for at in {slot % count for slot in slots if self._wiped[slot] > self._durable[slot % count]}:
             self._sync(at)
 
-    def sync(self, slots: Iterable[int]) -> None:
+    def sync(self, entries: Iterable[int]) -> None:
         """Return when the records of these last, and every wipe so far: what has left stays away."""
         count = len(self._directories)
-        written = {slot % count for slot in slots}
+        written = {entry % count for entry in entries}
         for at in range(count):
             if at in written or self._last_wipe[at] > self._durable[at]:
                 self._sync(at)
@@ -134,3 +158,35 @@ class SlotRecords:
         wipes = self._wipes
         self.sync_files([self._directories[at].index])
         self._durable[at] = max(self._durable[at], wipes)
+
+    def _slots(self, entry: int, units: Sequence[int]) -> set[int]:
+        """Of the tier, that units of this entry's directory are of."""
+        count = len(self._directories)
+        if isinstance(units, range):
+            return {units.start // self._slot_units * count + entry % count}
+        return {unit // self._slot_units * count + entry % count for unit in units}
+
+
+class _Taken:
+    """Which slots and units records name, while they are taken over."""
+
+    def __init__(self) -> None:
+        self._whole: set[int] = set()
+        self._in_part: set[int] = set()
+        self._units: set[tuple[int, int]] = set()
+
+    def take(self, slots: set[int], directory: int, units: Sequence[int]) -> bool:
+        """slots: that the units are of. False: another has one of them."""
+        if not slots.isdisjoint(self._whole):
+            return False
+        if isinstance(units, range):
+            if not slots.isdisjoint(self._in_part):
+                return False
+            self._whole |= slots
+            return True
+        mine = {(directory, unit) for unit in units}
+        if len(mine) < len(units) or not mine.isdisjoint(self._units):
+            return False
+        self._units |= mine
+        self._in_part |= slots
+        return True

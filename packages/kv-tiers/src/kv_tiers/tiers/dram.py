@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -14,7 +15,12 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
-from kv_tiers.tiers.index import SlotIndex
+from kv_tiers.tiers.index import Extent, ExtentIndex
+from kv_tiers.tiers.space import Geometry, runs
+
+_SLOT_UNITS: Final = 16
+_LINE_BYTES: Final = 64
+"""Memory has no need for units of whole pages: of the processor's lines will do."""
 
 
 class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,30 +64,34 @@ class DramTier:
         """pool: anonymous, its slots of the size that the host pool's have. The tier closes it."""
         self.name = name
         self._pool = pool
-        self._index = SlotIndex(pool.slots, policy)
-        self._headers: list[bytes] = [b""] * pool.slots
+        self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
+        self._index = ExtentIndex([pool.slots], Geometry(self._unit_bytes, _SLOT_UNITS), policy)
+        self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._index.holds(keys)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        slots = self._index.begin_load([read.key for read in reads])
+        entries = self._index.begin_load([read.key for read in reads])
         try:
-            return [self._load(read, slot) for read, slot in zip(reads, slots, strict=True)]
+            return [self._load(read, entry) for read, entry in zip(reads, entries, strict=True)]
         finally:
-            self._index.end_load(slots)
+            self._index.end_load(entries)
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         if not writes:
             return []
-        places = self._index.reserve([write.key for write in writes], writes[0].parent)
+        sizes = [write.stored_bytes for write in writes]
+        places, _ = self._index.reserve([write.key for write in writes], sizes, writes[0].parent)
         outcomes: list[StoreOutcome] = []
         for write, place in zip(writes, places, strict=True):
             if place is not None:
-                with self._pool.chunk(place.slot) as chunk:
-                    _copy(chunk, write.chunk)
-                self._headers[place.slot] = write.header
+                self._copy(place.extent, write.payload, write.stored_bytes, is_load=False)
+                self._headers[place.entry] = write.header
                 outcomes.append(Stored())
             elif self._index.holds_or_writes(write.key):
                 outcomes.append(Stored())
@@ -104,22 +114,31 @@ class DramTier:
         return
 
     def usage(self) -> TierUsage:
-        slot_bytes = self._pool.slot_bytes
-        return TierUsage(self._index.chunks, self._index.chunks * slot_bytes, self._pool.slots * slot_bytes)
+        used_bytes = self._index.used_units * self._unit_bytes
+        return TierUsage(self._index.chunks, used_bytes, self._pool.slots * self._pool.slot_bytes)
 
     def close(self) -> None:
         with self._closing:
             self._pool.close()
 
-    def _load(self, read: Read, slot: int | None) -> LoadOutcome:
-        if slot is None:
+    def _load(self, read: Read, entry: int | None) -> LoadOutcome:
+        if entry is None:
             return Absent()
-        with self._pool.chunk(slot) as chunk:
-            _copy(read.chunk, chunk)
-        read.header[:] = self._headers[slot]
-        return Loaded(read.nbytes)
+        extent = self._index.extent(entry)
+        wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
+        self._copy(extent, read.pages, wanted_bytes, is_load=True)
+        read.header[:] = self._headers[entry]
+        return Loaded(wanted_bytes)
 
-
-def _copy(to: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock, which assigning a memoryview would hold."""
-    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
+    def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool) -> None:
+        """The first so many bytes of a payload, without the interpreter's lock, which assigning a memoryview holds."""
+        at = 0
+        for first, count in runs(extent.units):
+            step = min(count * self._unit_bytes, nbytes - at)
+            start = first * self._unit_bytes
+            with self._pool.view[start : start + step] as here, pages[at : at + step] as there:
+                to, source = (there, here) if is_load else (here, there)
+                np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
+            at += step
+            if at == nbytes:
+                return

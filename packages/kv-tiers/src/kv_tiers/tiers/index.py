@@ -1,166 +1,225 @@
-"""Which chunk is in which slot of a tier that keeps its chunks in equal slots, and which leaves for another.
+"""Which chunk is where in a tier that keeps its chunks in units of a medium, and which leaves for another.
 
 The life table, leases and policies are the host tier's own (`kv_tiers.index.residency`). This adds what a tier has to
-itself: a lock, free slots, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
+itself: a lock, free room, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
 lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
 before their tails.
+
+A chunk has an *entry*, a number that stands for it, and an *extent*, the units where its payload is. A tier may have
+several media (directories): entry e is medium e % n's, and its units are too.
 """
 
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.residency import Residency
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, Space
+
+
+class Extent(NamedTuple):
+    """Where a payload is. units: of its entry's medium, in the order of the bytes. stored_bytes: the payload's size."""
+
+    units: Sequence[int]
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A slot that is reserved for a chunk. used: its last chunk was evicted for this one, or left since the start."""
+    """An entry and room that are reserved for a chunk."""
 
     key: ChunkKey
-    slot: int
-    used: bool
+    entry: int
+    extent: Extent
 
 
-class SlotIndex:
+class ExtentIndex:
     """Safe to call from any thread. Nothing waits under its lock and no byte of a chunk is touched."""
 
-    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
-        self.slots = slots
+    def __init__(
+        self, slots: Sequence[int], geometry: Geometry, policy: EvictionPolicy, *, overhead_bytes: int = 0
+    ) -> None:
+        """slots: of each medium. overhead_bytes: what the medium keeps with each payload."""
+        self.slots = sum(slots)
+        self._media = len(slots)
+        self._geometry, self._overhead_bytes = geometry, overhead_bytes
         self._lock = threading.Lock()
         self._let_go = threading.Condition(self._lock)
-        self._residency = Residency(slots, policy)
-        self._parents: list[ChunkKey | None] = [None] * slots
-        self._free: list[int] = []
-        self._untouched_from = 0
+        entries = CHUNKS_A_SLOT * max(slots) * len(slots)
+        self._residency = Residency(entries, policy)
+        self._parents: list[ChunkKey | None] = [None] * entries
+        self._extents: list[Extent | None] = [None] * entries
+        self._slots_of_medium = list(slots)
+        self._spaces: list[Space] = []
+        self._free_entries: list[list[int]] = []
+        self._untouched_entries: list[int] = []
+        self._forget_places()
+        self._turn = 0
         self._reading = 0
         self._releases = 0
-        self._withheld: list[int] | None = None
+        self._withheld: list[Place] | None = None
 
     @property
     def chunks(self) -> int:
         return self._residency.chunks_resident
+
+    @property
+    def used_units(self) -> int:
+        """Those that hold chunks, or are reserved or withheld."""
+        with self._lock:
+            return sum(space.used_units for space in self._spaces)
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._lock:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int]]) -> None:
-        """Take over (key, parent, slot) that were there before, those worth least first. Of an idle index."""
-        taken: set[int] = set()
+    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int, Extent]]) -> None:
+        """Take over (key, parent, entry, extent) that were there before, those worth least first. Of an idle index."""
+        taken: list[list[Sequence[int]]] = [[] for _ in self._spaces]
+        used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
-            for key, parent, slot in chunks:
-                taken.add(slot)
-                self._residency.adopt(key, slot)
-                self._parents[slot] = parent
-            self._untouched_from = max(taken, default=-1) + 1
-            self._free = [slot for slot in range(self._untouched_from) if slot not in taken]
+            self._forget_places()
             self._withheld = None
+            for key, parent, entry, extent in chunks:
+                number, medium = divmod(entry, self._media)
+                taken[medium].append(extent.units)
+                used[medium].add(number)
+                self._residency.adopt(key, entry)
+                self._parents[entry] = parent
+                self._extents[entry] = extent
+            for medium, space in enumerate(self._spaces):
+                space.adopt(taken[medium])
+                self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
+                self._free_entries[medium] = [number for number in range(end) if number not in used[medium]]
 
     def begin_load(self, keys: Sequence[ChunkKey], *, touch: bool = True) -> list[int | None]:
-        """The slots of those that are here, each leased until `end_load`. touch: this counts as a use of them."""
+        """The entries of those that are here, each leased until `end_load`. touch: this counts as a use of them."""
         with self._lock:
-            slots = [self._residency.find(key) for key in keys]
-            here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            self._residency.lease([slot for _, slot in here])
+            entries = [self._residency.find(key) for key in keys]
+            here = [(key, entry) for key, entry in zip(keys, entries, strict=True) if entry is not None]
+            self._residency.lease([entry for _, entry in here])
             self._reading += len(here)
             if here and touch:
-                self._residency.touch(*self._prompt([key for key, _ in here], [slot for _, slot in here]))
-            return slots
+                self._residency.touch(*self._prompt([key for key, _ in here], [entry for _, entry in here]))
+            return entries
 
-    def end_load(self, slots: Sequence[int | None]) -> None:
-        here = [slot for slot in slots if slot is not None]
+    def extent(self, entry: int) -> Extent:
+        """Of a chunk that the caller has leased."""
+        extent = self._extents[entry]
+        assert extent is not None
+        return extent
+
+    def end_load(self, entries: Sequence[int | None]) -> None:
+        here = [entry for entry in entries if entry is not None]
         with self._lock:
-            self._free += self._residency.unlease(here)
+            for entry in self._residency.unlease(here):
+                self._free(entry)
             self._reading -= len(here)
             self._notify()
 
-    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> list[Place | None]:
-        """Room for those of `keys` that are neither here nor arriving; None for the others, and for all after the
-        first that finds no room (`holds_or_writes` tells them apart). In the prompt's order; `parent` is the first's.
+    def reserve(
+        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None
+    ) -> tuple[list[Place | None], list[int]]:
+        """Room for payloads of these sizes, for those of `keys` that are neither here nor arriving; None for the
+        others,
+        and for all after the first that finds no room (`holds_or_writes` tells them apart). In the prompt's order;
+        `parent` is the first's. Also the entries of all that was evicted for it.
 
         A chunk never makes room for its own descendants.
         """
         places: list[Place | None] = []
+        evicted: list[int] = []
         with self._lock:
-            protected = set(self._slots_above(parent))
-            protected.update(slot for key in keys if (slot := self._residency.find(key)) is not None)
+            protected = set(self._entries_above(parent))
+            protected.update(entry for key in keys if (entry := self._residency.find(key)) is not None)
             skipped: set[int] = set()
             short = False
-            for key in keys:
+            for key, nbytes in zip(keys, stored_bytes, strict=True):
                 if short or self._residency.is_held(key):
                     places.append(None)
                     continue
-                place = self._room(key, protected, skipped)
+                place = self._room(key, nbytes, protected, skipped, evicted)
                 short = place is None
                 if place is not None:
-                    self._residency.reserve([key], [place.slot])
+                    self._residency.reserve([key], [place.entry])
                 places.append(place)
             if skipped:
                 self._residency.reinsert(sorted(skipped))
-        return places
+        return places, evicted
 
     def holds_or_writes(self, key: ChunkKey) -> bool:
         with self._lock:
             return self._residency.is_held(key)
 
     def commit(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> list[Place]:
-        """The bytes are there. Those of them that were discarded meanwhile: nobody finds them, their slots are free."""
+        """The bytes are there. Those of them that were discarded meanwhile: nobody finds them, their room is free."""
         if not places:
             return []
         with self._lock:
-            freed = self._residency.commit([place.key for place in places], [place.slot for place in places])
-            self._free += freed
-            self._notify()
-            gone = set(freed)
+            gone = set(self._residency.commit([place.key for place in places], [place.entry for place in places]))
             kept = []
             for place, parent in zip(places, parents, strict=True):
-                if place.slot not in gone:
-                    self._parents[place.slot] = parent
+                if place.entry in gone:
+                    self._free(place.entry)
+                else:
+                    self._parents[place.entry] = parent
                     kept.append(place)
+            self._notify()
             if kept:
-                self._residency.extend(*self._prompt([place.key for place in kept], [place.slot for place in kept]))
-        return [place for place in places if place.slot in gone]
+                self._residency.extend(*self._prompt([place.key for place in kept], [place.entry for place in kept]))
+        return [place for place in places if place.entry in gone]
 
     def abort(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self._residency.abort([place.key for place in places], [place.slot for place in places])
-            self._free += [place.slot for place in places]
+            self._residency.abort([place.key for place in places], [place.entry for place in places])
+            for place in places:
+                self._free(place.entry)
             self._notify()
 
     def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> list[int]:
-        """Have so many slots free before they are asked for, unless some were never used. Those emptied for it.
+        """Have so many slots' room free before it is asked for, unless some was never used. The entries emptied for it.
 
         parent: of the chunk that is stored just now; its prompt makes no room.
         """
         with self._lock:
-            if self._untouched_from < self.slots and self._withheld is None:
+            if any(space.has_untouched() for space in self._spaces):
                 return []
             skipped: set[int] = set()
-            missing = free_slots - len(self._free)
-            protected = set(self._slots_above(parent)) if missing > 0 else set()
-            emptied = list(self._residency.evict(missing, protected, skipped))
+            emptied: list[int] = []
+            wanted = free_slots * self._geometry.slot_units
+            missing = wanted - sum(space.free_units for space in self._spaces)
+            protected = set(self._entries_above(parent)) if missing > 0 else set()
+            while missing > 0 and (entry := next(iter(self._residency.evict(1, protected, skipped)), None)) is not None:
+                missing -= len(self.extent(entry).units)
+                # Taken last: whatever must happen to it first gets the time for it.
+                self._free(entry, last=True)
+                emptied.append(entry)
             if skipped:
                 self._residency.reinsert(sorted(skipped))
-            self._free[:0] = emptied  # taken last: whatever must happen to them first gets the time for it
             return emptied
 
     def withhold(self, places: Sequence[Place]) -> None:
-        """Abort these for want of space on the medium: neither they nor slots never used are given until `resume`."""
+        """Abort these for want of space on the medium: neither they nor room never used are given until `resume`."""
         with self._lock:
-            self._residency.abort([place.key for place in places], [place.slot for place in places])
-            self._withheld = (self._withheld or []) + [place.slot for place in places]
+            self._residency.abort([place.key for place in places], [place.entry for place in places])
+            self._withheld = [*(self._withheld or []), *places]
+            for space in self._spaces:
+                space.grows = False
             self._notify()
 
     def resume(self) -> None:
         """There may be space again."""
         with self._lock:
-            self._free += self._withheld or []
+            for place in self._withheld or ():
+                self._free(place.entry)
             self._withheld = None
+            for space in self._spaces:
+                space.grows = True
 
     @property
     def releases(self) -> int:
@@ -176,17 +235,17 @@ class SlotIndex:
             return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._let_go.wait(timeout_s)
 
     def discard(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """No load finds these from now. The slots of those that were here; they may be being read still."""
-        slots = []
+        """No load finds these from now. The entries of those that were here; they may be being read still."""
+        entries = []
         with self._lock:
             for key in keys:
-                slot = self._residency.forget(key)
-                if slot is not None:
-                    slots.append(slot)
-                    if self._residency.is_free(slot):
-                        self._free.append(slot)
+                entry = self._residency.forget(key)
+                if entry is not None:
+                    entries.append(entry)
+                    if self._residency.is_free(entry):
+                        self._free(entry)
             self._notify()
-        return slots
+        return entries
 
     def is_idle(self) -> bool:
         """Nothing is here, arriving or being read."""
@@ -204,24 +263,59 @@ class SlotIndex:
         self._releases += 1
         self._let_go.notify_all()
 
-    def _room(self, key: ChunkKey, protected: set[int], skipped: set[int]) -> Place | None:
-        if self._free:
-            return Place(key, self._free.pop(), True)
-        if self._untouched_from < self.slots and self._withheld is None:
-            self._untouched_from += 1
-            return Place(key, self._untouched_from - 1, False)
-        return next((Place(key, slot, True) for slot in self._residency.evict(1, protected, skipped)), None)
+    def _forget_places(self) -> None:
+        self._spaces = [Space(slots, self._geometry.slot_units) for slots in self._slots_of_medium]
+        self._free_entries = [[] for _ in self._spaces]
+        self._untouched_entries = [0] * self._media
 
-    def _slots_above(self, key: ChunkKey | None) -> list[int]:
-        """The slots of this chunk and its ancestors as far as they are here, from the prompt's first."""
+    def _room(
+        self, key: ChunkKey, stored_bytes: int, protected: set[int], skipped: set[int], evicted: list[int]
+    ) -> Place | None:
+        units = self._geometry.units_for(self._overhead_bytes + stored_bytes)
+        while True:
+            for turn in range(self._turn, self._turn + self._media):
+                medium = turn % self._media
+                entry = self._entry(medium)
+                if entry is None:
+                    continue
+                taken = self._spaces[medium].take(units)
+                if taken is not None:
+                    self._turn = medium + 1
+                    extent = self._extents[entry] = Extent(taken, stored_bytes)
+                    return Place(key, entry, extent)
+                self._free_entries[medium].append(entry // self._media)
+            victim = next(iter(self._residency.evict(1, protected, skipped)), None)
+            if victim is None:
+                return None
+            evicted.append(victim)
+            self._free(victim)
+
+    def _entry(self, medium: int) -> int | None:
+        free = self._free_entries[medium]
+        if free:
+            return free.pop() * self._media + medium
+        number = self._untouched_entries[medium]
+        if number == CHUNKS_A_SLOT * self._slots_of_medium[medium]:
+            return None
+        self._untouched_entries[medium] = number + 1
+        return number * self._media + medium
+
+    def _free(self, entry: int, *, last: bool = False) -> None:
+        number, medium = divmod(entry, self._media)
+        self._spaces[medium].give(self.extent(entry).units, last=last)
+        self._extents[entry] = None
+        self._free_entries[medium].append(number)
+
+    def _entries_above(self, key: ChunkKey | None) -> list[int]:
+        """The entries of this chunk and its ancestors as far as they are here, from the prompt's first."""
         above: list[int] = []
-        while key is not None and (slot := self._residency.find(key)) is not None and len(above) < self.slots:
-            above.append(slot)
-            key = self._parents[slot]
+        while key is not None and (entry := self._residency.find(key)) is not None and len(above) < len(self._parents):
+            above.append(entry)
+            key = self._parents[entry]
         return above[::-1]
 
-    def _prompt(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
+    def _prompt(self, keys: Sequence[ChunkKey], entries: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
         """These, which follow each other, with all that they build on before them."""
-        above = self._slots_above(self._parents[slots[0]])
+        above = self._entries_above(self._parents[entries[0]])
         above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
-        return [*above_keys, *keys], [*above, *slots]
+        return [*above_keys, *keys], [*above, *entries]

@@ -20,6 +20,9 @@ class NullTier:
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return [Absent() for _ in reads]
 
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
+
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         return [Refused("the null tier keeps nothing") for _ in writes]
 

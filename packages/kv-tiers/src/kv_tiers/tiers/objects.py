@@ -1,10 +1,10 @@
 """Chunks in a bucket of S3 or of what speaks like it (MinIO, Ceph, R2), by obstore. One object a chunk:
 
-    <prefix>/<namespace>/<the key's path>       the header, then the chunk's bytes
+    <prefix>/<namespace>/<the key's path>       the header, then the payload
 
-An object is replaced as a whole or not at all, so no reader meets half of one. What an object store has instead of
-speed is breadth: each call's chunks travel side by side, over threads of this tier's own, which wait in obstore
-without the interpreter's lock.
+An object is replaced as a whole or not at all, so no reader meets half of one, and its size is its payload's. What an
+object store has instead of speed is breadth: each call's chunks travel side by side, over threads of this tier's own,
+which wait in obstore without the interpreter's lock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,15 +113,18 @@ class ObjectsTier:
         self._obstore: Any = obstore
         self._store = _open(obstore, config, name)
         self._prefix = f"{config.prefix}/{context.namespace}"
-        self._object_bytes = HEADER_BYTES + context.chunk_bytes
+        self._chunk_bytes = context.chunk_bytes
         self._full = ""
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._each(keys, lambda key: self._size(key) == self._object_bytes)
+        return self._each(keys, lambda key: self._is_chunk(self._size(key)))
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes = self._each(writes, self._keep)
@@ -165,6 +168,9 @@ class ObjectsTier:
         except FileNotFoundError:
             return None
 
+    def _is_chunk(self, object_bytes: int | None) -> bool:
+        return object_bytes is not None and 0 < object_bytes - HEADER_BYTES <= self._chunk_bytes
+
     def _load(self, read: Read) -> LoadOutcome:
         try:
             return self._asked(lambda: self._receive(read))
@@ -175,14 +181,17 @@ class ObjectsTier:
             return Damaged(str(error))
 
     def _receive(self, read: Read) -> Loaded:
-        found = self._obstore.get(self._store, self._path(read.key))
-        if found.meta["size"] != self._object_bytes:
-            raise _WrongLengthError(f"an object of {found.meta['size']} bytes instead of {self._object_bytes}")
-        at = 0
+        wanted_bytes = HEADER_BYTES + read.wanted_bytes
+        options = {"range": (0, wanted_bytes)} if read.wanted_bytes < self._chunk_bytes else None
+        found = self._obstore.get(self._store, self._path(read.key), options=options)
+        size = found.meta["size"]
+        if not self._is_chunk(size):
+            raise _WrongLengthError(f"an object of {size} bytes")
+        at, object_bytes = 0, min(size, wanted_bytes)
         for piece in found.stream(min_chunk_size=_STREAM_BYTES):
             part = memoryview(piece)
-            if at + len(part) > self._object_bytes:
-                raise _WrongLengthError(f"an object of more than {self._object_bytes} bytes")
+            if at + len(part) > object_bytes:
+                raise _WrongLengthError(f"an object of more than {object_bytes} bytes")
             if at < HEADER_BYTES:
                 of_header = part[: HEADER_BYTES - at]
                 read.header[at : at + len(of_header)] = of_header
@@ -190,17 +199,17 @@ class ObjectsTier:
                 part = part[len(of_header) :]
             start = at - HEADER_BYTES
             if len(part):  # without the interpreter's lock, which assigning a memoryview would hold
-                np.copyto(np.frombuffer(read.chunk, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
+                np.copyto(np.frombuffer(read.room, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
-        if at != self._object_bytes:  # the object is as long as it should be, so it is the reply that is not
-            raise TierDown(f"a reply ended after {at} bytes of {self._object_bytes}")
-        return Loaded(read.nbytes)
+        if at != object_bytes:  # the object is as long as it should be, so it is the reply that is not
+            raise TierDown(f"a reply ended after {at} bytes of {object_bytes}")
+        return Loaded(object_bytes - HEADER_BYTES)
 
     def _keep(self, write: Write) -> StoreOutcome:
-        if self._size(write.key) == self._object_bytes:
+        if self._is_chunk(self._size(write.key)):
             return Stored()
         # Two buffers and no multipart upload: one request, whose body obstore takes from where it lies.
-        body = [write.header, write.chunk]
+        body = [write.header, write.payload]
         put = self._obstore.put
         try:
             self._asked(lambda: put(self._store, self._path(write.key), body, use_multipart=False))

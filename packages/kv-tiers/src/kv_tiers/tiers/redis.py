@@ -1,20 +1,20 @@
 """Chunks in Redis or Valkey: one server, a cluster, or a master that sentinels watch.
 
-A chunk is cut into pieces, each one value:
+A payload is cut into pieces of one size but for the last, each one value:
 
-    <prefix>:<namespace>:<piece_bytes>:{<key in base64>}        the header, then the chunk's first piece
+    <prefix>:<namespace>:<piece_bytes>:{<key in base64>}        header, first piece, a zero for each other piece
     <prefix>:<namespace>:<piece_bytes>:{<key in base64>}:1      the second piece, and so on
 
 The braces put all pieces of a chunk on the same server of a cluster and spread chunks over all of them. Base64 keeps
-braces and the signs of patterns out of names. The size of a piece is part of the name because it says how many values
-make a chunk: `holds` counts them (EXISTS of all names at once), so a chunk that lost a piece to the server's own
-eviction or to its time is not there.
+braces and the signs of patterns out of names. The head's length says how many pieces there are, for its zeros make it
+longer than a head alone can be: `holds` asks for it (STRLEN) and counts the others (EXISTS of all names there could
+be), so a chunk that lost a piece to the server's own eviction or to its time is not there.
 
 The first piece is written last. Two writers of one chunk may mix pieces when their bytes differ; the header's checksum
 finds that out, as it does all other damage. A chunk found incomplete is discarded.
 
-A user needs GET (GETEX to refresh times), SET, EXISTS, UNLINK, SCAN and PING on <prefix>:*, SELECT where the url names
-a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads what others store.
+A user needs GET, GETRANGE, STRLEN (GETEX to refresh times), SET, EXISTS, UNLINK, SCAN and PING on <prefix>:*, SELECT
+where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads what others store.
 """
 
 import threading
@@ -28,10 +28,11 @@ from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
+from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers, refused_for_now
-from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, OtherLength, command, set_command
+from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, TooLarge, command, set_command
 
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands in one round trip."""
@@ -71,8 +72,9 @@ class RedisTier:
         """No server is asked for anything yet. Raises `ConfigError`."""
         self.name = name
         self._config = config
-        self._bytes = context.chunk_bytes
-        self._cuts = list(range(0, context.chunk_bytes, config.piece_bytes))
+        self._chunk_bytes = context.chunk_bytes
+        self._piece_bytes = config.piece_bytes
+        self._max_pieces = -(-context.chunk_bytes // config.piece_bytes)
         self._prefix = f"{config.prefix}:{context.namespace}:{config.piece_bytes}:".encode()
         self._everything = f"{config.prefix}:{context.namespace}:*".encode()  # of any size of pieces
         self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
@@ -85,8 +87,7 @@ class RedisTier:
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[bool | ErrorReply]:
-            counts = self._count(connection, [keys[number] for number in mine], asking)
-            return [self._whole(count) if isinstance(count, int) else count for count in counts]
+            return self._are_whole(connection, [keys[number] for number in mine], asking)
 
         return self._spread(keys, work)
 
@@ -103,6 +104,9 @@ class RedisTier:
             return [Absent() if isinstance(outcome, _Incomplete) else outcome for outcome in outcomes]
 
         return self._spread([read.key for read in reads], work)
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[StoreOutcome | ErrorReply]:
@@ -153,23 +157,31 @@ class RedisTier:
 
     def _names(self, key: ChunkKey) -> list[bytes]:
         head = self._head(key)
-        return [head, *(b"%b:%d" % (head, piece) for piece in range(1, len(self._cuts)))]
+        return [head, *(b"%b:%d" % (head, piece) for piece in range(1, self._max_pieces))]
 
-    def _of_all_pieces(self, verb: bytes, keys: Sequence[ChunkKey]) -> list[bytes]:
-        """For each key the command that is about all its pieces: one pattern, for there may be thousands."""
+    def _for_each(self, keys: Sequence[ChunkKey], verb: bytes, pieces: slice = slice(None)) -> list[bytes]:
+        """For each key the command that is about these of its pieces: one pattern, for there may be thousands."""
         patterns: dict[int, bytes] = {}
         commands = []
         for key in keys:
             pattern = patterns.get(len(key))
             if pattern is None:
                 # The mark is no letter of base64.
-                pattern = command(verb, *self._names(key)).replace(urlsafe_b64encode(key), b"?")
+                pattern = command(verb, *self._names(key)[pieces]).replace(urlsafe_b64encode(key), b"?")
                 patterns[len(key)] = pattern
             commands.append(pattern.replace(b"?", urlsafe_b64encode(key)))
         return commands
 
-    def _whole(self, count: int) -> bool:
-        return count == len(self._cuts)
+    def _pieces_of(self, head_bytes: int) -> int:
+        """How many pieces go with a head of this length; 0: it is no head."""
+        alone = HEADER_BYTES + min(self._piece_bytes, self._chunk_bytes)
+        if head_bytes <= alone:
+            return int(head_bytes > HEADER_BYTES)
+        pieces = head_bytes - alone + 1
+        return pieces if pieces <= self._max_pieces else 0
+
+    def _pieces_for(self, stored_bytes: int) -> int:
+        return max(1, -(-stored_bytes // self._piece_bytes))
 
     # Who is asked.
 
@@ -246,14 +258,29 @@ class RedisTier:
 
     # Conversations with one server.
 
-    def _count(self, connection: Connection, keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
-        """How many pieces of each chunk there are."""
-        answers = _numbers(connection, self._of_all_pieces(b"EXISTS", keys), asking)
-        # The pieces are on their way to another server: some here, some there.
-        return [0 if isinstance(answer, ErrorReply) and answer.code == "TRYAGAIN" else answer for answer in answers]
+    def _are_whole(
+        self, connection: Connection, keys: Sequence[ChunkKey], asking: bool, remains: list[ChunkKey] | None = None
+    ) -> list[bool | ErrorReply]:
+        """Which chunks are there with all their pieces. remains: gets those of which there is something else."""
+        heads = _numbers(connection, self._for_each(keys, b"STRLEN", slice(1)), asking)
+        others: list[int | ErrorReply] = [0] * len(keys)
+        if self._max_pieces > 1:
+            others = _numbers(connection, self._for_each(keys, b"EXISTS", slice(1, None)), asking)
+        answers: list[bool | ErrorReply] = []
+        for key, head, count in zip(keys, heads, others, strict=True):
+            if isinstance(head, int) and isinstance(count, int):
+                answers.append(head > 0 and self._pieces_of(head) == count + 1)
+                if remains is not None and not answers[-1] and head + count:
+                    remains.append(key)
+                continue
+            refusal = head if isinstance(head, ErrorReply) else count
+            assert isinstance(refusal, ErrorReply)
+            # The pieces are on their way to another server, some here, some there; or the name is another type's.
+            answers.append(False if refusal.code in ("TRYAGAIN", "WRONGTYPE") else refusal)
+        return answers
 
     def _unlink(self, connection: Connection, keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
-        return _numbers(connection, self._of_all_pieces(b"UNLINK", keys), asking)
+        return _numbers(connection, self._for_each(keys, b"UNLINK"), asking)
 
     def _unlink_names(self, address: Address, names: Sequence[bytes]) -> None:
         commands = [command(b"UNLINK", name) for name in names]  # one each, for they are of many slots
@@ -264,45 +291,71 @@ class RedisTier:
     def _fetch(
         self, connection: Connection, reads: Sequence[Read], asking: bool
     ) -> "list[LoadOutcome | _Incomplete | ErrorReply]":
-        verb = (b"GETEX",) if self._refresh else (b"GET",)
-        commands = [command(*verb, name, *self._refresh) for read in reads for name in self._names(read.key)]
-        asked = 0
+        commands = [one for read in reads for one in self._get_commands(read)]
+        asked = arriving = 0
         outcomes: list[LoadOutcome | _Incomplete | ErrorReply] = []
-        for number, read in enumerate(reads):
-            found: list[int | OtherLength | ErrorReply | None] = []
-            for piece, start in enumerate(self._cuts):
-                arriving = number * len(self._cuts) + piece
+        for read in reads:
+            found: list[int | TooLarge | ErrorReply | None] = []
+            for piece in range(self._pieces_for(read.wanted_bytes)):
                 if asked - arriving <= self._ahead // 2:
                     upto = min(arriving + self._ahead, len(commands))
                     connection.send([(_ASKING if asking else b"") + one for one in commands[asked:upto]])
                     asked = upto
                 if asking:
                     connection.read_ok()
-                part = read.chunk[start : start + self._config.piece_bytes]
-                found.append(connection.read_value([memoryview(read.header), part] if piece == 0 else [part]))
-            outcomes.append(self._outcome(found))
+                arriving += 1
+                found.append(connection.read_value(self._buffers(read, piece)))
+            outcomes.append(self._outcome(read, found))
         return outcomes
 
+    def _get_commands(self, read: Read) -> list[bytes]:
+        """For all pieces that there could be of what is wanted."""
+        if read.wanted_bytes == self._chunk_bytes:
+            verb = b"GETEX" if self._refresh else b"GET"
+            return [command(verb, name, *self._refresh) for name in self._names(read.key)]
+        lengths = self._lengths(read.wanted_bytes)
+        names = self._names(read.key)[: len(lengths)]
+        return [command(b"GETRANGE", name, b"0", b"%d" % (n - 1)) for name, n in zip(names, lengths, strict=True)]
+
+    def _lengths(self, nbytes: int) -> list[int]:
+        """Of the values that so many bytes are in, without a head's zeros."""
+        lengths = [min(self._piece_bytes, nbytes - at) for at in range(0, nbytes, self._piece_bytes)]
+        lengths[0] += HEADER_BYTES
+        return lengths
+
+    def _buffers(self, read: Read, piece: int) -> list[memoryview]:
+        part = read.room[piece * self._piece_bytes : (piece + 1) * self._piece_bytes]
+        return [part] if piece else [memoryview(read.header), part, memoryview(bytearray(self._max_pieces - 1))]
+
     def _outcome(
-        self, found: "Sequence[int | OtherLength | ErrorReply | None]"
+        self, read: Read, found: "Sequence[int | TooLarge | ErrorReply | None]"
     ) -> "LoadOutcome | _Incomplete | ErrorReply":
         for answer in found:
             if isinstance(answer, ErrorReply):
                 return Damaged("the name is taken by no text value") if answer.code == "WRONGTYPE" else answer
-            if isinstance(answer, OtherLength):
+            if isinstance(answer, TooLarge):
                 return Damaged(f"a piece of {answer.nbytes} bytes")
-        missing = found.count(None)
-        if missing:
-            return Absent() if missing == len(found) else _Incomplete()
-        return Loaded(self._bytes)
+        if not any(found):  # of what is not there, a range is empty
+            return Absent()
+        if not found[0]:
+            return _Incomplete()
+        stored_bytes = stored_bytes_in(read.header)
+        if not 0 < stored_bytes <= self._chunk_bytes:
+            return Damaged(f"a head that names a payload of {stored_bytes} bytes")
+        loaded_bytes = min(read.wanted_bytes, stored_bytes)
+        lengths = self._lengths(loaded_bytes)
+        if read.wanted_bytes == self._chunk_bytes:
+            lengths[0] += len(lengths) - 1
+        for length, answer in zip(lengths, found, strict=False):
+            if not answer:
+                return _Incomplete()
+            if answer != length:
+                return Damaged(f"a piece of {answer} bytes instead of {length}")
+        return Loaded(loaded_bytes)
 
     def _keep(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
-        counts = self._count(connection, [write.key for write in writes], asking)
-        remains = [
-            write.key
-            for write, count in zip(writes, counts, strict=True)
-            if isinstance(count, int) and 0 < count < len(self._cuts)
-        ]
+        remains: list[ChunkKey] = []
+        held = self._are_whole(connection, [write.key for write in writes], asking, remains)
         if remains:  # else a reader might meet old and new pieces of one chunk
             self._unlink(connection, remains, asking)
         outcomes: list[StoreOutcome | ErrorReply] = []
@@ -310,15 +363,16 @@ class RedisTier:
 
         def settle() -> None:
             number = sent.pop()
-            refusals = [self._answer(connection, asking) for _ in self._cuts]
+            pieces = self._pieces_for(writes[number].stored_bytes)
+            refusals = [self._answer(connection, asking) for _ in range(pieces)]
             first = next((refusal for refusal in refusals if refusal is not None), None)
             if first is not None:
                 outcomes[number] = Refused(first.text) if refused_for_now(first) else first
 
-        for write, count in zip(writes, counts, strict=True):
-            if not isinstance(count, int):
-                outcomes.append(count)
-            elif self._whole(count):
+        for write, is_held in zip(writes, held, strict=True):
+            if isinstance(is_held, ErrorReply):
+                outcomes.append(is_held)
+            elif is_held:
                 outcomes.append(Stored())
             elif any(isinstance(outcome, Refused) for outcome in outcomes[-2:]):
                 # What comes later in the prompt is worth less than what there is no room for.
@@ -337,10 +391,10 @@ class RedisTier:
         return outcomes
 
     def _send_pieces(self, connection: Connection, write: Write, asking: bool) -> None:
-        for piece, name in reversed(list(enumerate(self._names(write.key)))):
-            start = self._cuts[piece]
-            part = write.chunk[start : start + self._config.piece_bytes]
-            value: list[Buffer] = [write.header, part] if piece == 0 else [part]
+        pieces = self._pieces_for(write.stored_bytes)
+        for piece, name in reversed(list(enumerate(self._names(write.key)[:pieces]))):
+            part = write.payload[piece * self._piece_bytes : (piece + 1) * self._piece_bytes]
+            value: list[Buffer] = [part] if piece else [write.header, part, bytes(pieces - 1)]
             connection.send([_ASKING if asking else b"", *set_command(name, value, self._expiry)])
 
     def _answer(self, connection: Connection, asking: bool) -> ErrorReply | None:

@@ -35,8 +35,8 @@ class ErrorReply:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherLength:
-    """There is a value, but of so many bytes. It was read past, and nowhere kept."""
+class TooLarge:
+    """There is a value, but it is larger than its room. It was read past, and kept nowhere."""
 
     nbytes: int
 
@@ -114,8 +114,8 @@ class Connection:
         line = self._line(time.monotonic() + self._timeout_s)
         return None if line[:1] == b"+" else _refusal(line)
 
-    def read_value(self, into: Sequence[memoryview]) -> int | OtherLength | ErrorReply | None:
-        """The reply to GET: its bytes are in `into` if it has as many as that takes, and their count is returned.
+    def read_value(self, into: Sequence[memoryview]) -> int | TooLarge | ErrorReply | None:
+        """The reply to GET and the like: its bytes are in `into`, from the start, and their count is returned.
 
         None: there is no such value. `into` may have been written to whatever is returned.
         """
@@ -126,17 +126,20 @@ class Connection:
         nbytes = _number(line)
         if nbytes == -1:
             return None
-        wanted, parts = sum(len(part) for part in into), into
-        if nbytes != wanted:
+        room, parts = sum(len(part) for part in into), into
+        fits = 0 <= nbytes <= room
+        if not fits:
             if not 0 <= nbytes <= _DRAIN_BYTES:
-                raise ProtocolError(f"a value of {nbytes} bytes instead of {wanted}")
+                raise ProtocolError(f"a value of {nbytes} bytes where {room} have room")
             nowhere = memoryview(bytearray(_BUFFER_BYTES))
             parts = [nowhere[: nbytes - at] for at in range(0, nbytes, _BUFFER_BYTES)]
+        left = nbytes
         for part in parts:
-            self._fill(part, deadline)
+            self._fill(part[:left], deadline)
+            left -= min(left, len(part))
         if self._line(deadline):
             raise ProtocolError("a value that is longer than it said")
-        return nbytes if nbytes == wanted else OtherLength(nbytes)
+        return nbytes if fits else TooLarge(nbytes)
 
     def _line(self, deadline: float) -> bytes:
         """The next line without its end."""

@@ -1,15 +1,16 @@
 """Chunks as files of a file system that many hosts share (NFS, Lustre, a parallel file system). One file a chunk:
 
-    <directory>/<namespace>[-<key's name>]/<chunk key's path>    a page that begins with the header, then the bytes
+    <directory>/<namespace>[-<key's name>]/<chunk key's path>    a page that begins with the header, then the payload
 
 Nobody owns the directory: every host writes, reads and removes what it likes, at the same time. So a file is written
-under a name of its own and then renamed, and what is found is believed only as far as its length goes; the header does
-the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is not there.
+under a name of its own and then renamed. What is found is believed only as far as that its length is possible; the
+header does the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is
+not there.
 
 **Whose chunks are served.** Those of this user, or with `mode: group` of whoever is in the directory's group: a file
 that is somebody else's, or that others may write to, is not there for us, and a directory that others may write to is
 not used. Where users share one on purpose they also share a key (`key_file`): each file then carries a code made with
-it over its header and bytes (HMAC-SHA256, behind the header in its page), and what has no right code is damaged,
+it over its header and payload (HMAC-SHA256, behind the header in its page), and what has no right code is damaged,
 whoever wrote it. Chunks made with another key, or with none, are in another directory. Who has the key can write what
 others will load.
 
@@ -38,7 +39,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
-from kv_tiers.chunk_header import HEADER_BYTES
+from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
@@ -122,7 +123,7 @@ class SharedFsTier:
         self._key = _read_key(config, name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
-        self._file_bytes = _PAGE_BYTES + context.chunk_bytes
+        self._chunk_bytes = context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
         self._gid: int | None = None  # the directory's group, once it was looked at
@@ -159,6 +160,9 @@ class SharedFsTier:
         if outcomes and all(isinstance(outcome, Absent) for outcome in outcomes):
             self._check_root()
         return outcomes
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._see_root()
@@ -220,7 +224,10 @@ class SharedFsTier:
         return [found is not None and self._is_chunk(found) for found in files]
 
     def _is_chunk(self, found: os.stat_result) -> bool:
-        return found.st_size == self._file_bytes and stat.S_ISREG(found.st_mode) and self._is_trusted(found)
+        return self._has_payload(found) and self._is_trusted(found)
+
+    def _has_payload(self, found: os.stat_result) -> bool:
+        return 0 < found.st_size - _PAGE_BYTES <= self._chunk_bytes and stat.S_ISREG(found.st_mode)
 
     def _is_trusted(self, found: os.stat_result) -> bool:
         """Whether nobody wrote the file, or may write it, whose chunks we do not serve."""
@@ -269,23 +276,27 @@ class SharedFsTier:
             if not self._is_trusted(found):
                 return Absent()
             at, page = 0, bytearray(_PAGE_BYTES)
-            if found.st_size == self._file_bytes and stat.S_ISREG(found.st_mode):
-                while at < self._file_bytes:
-                    step = os.preadv(file, _rest([memoryview(page), read.chunk], at), at)
+            stored_bytes = found.st_size - _PAGE_BYTES
+            # The code of a file that others may write is of all of it.
+            room = read.pages[:stored_bytes] if self._key else read.room[:stored_bytes]
+            if self._has_payload(found):
+                while at < _PAGE_BYTES + len(room):
+                    step = os.preadv(file, _rest([memoryview(page), room], at), at)
                     if not step:
                         break
                     at += step
         finally:
             os.close(file)
-        if at != self._file_bytes:
+        # Of a file that was cut the header tells more than is there.
+        if not self._has_payload(found) or at < _PAGE_BYTES + len(room) or stored_bytes_in(page) != stored_bytes:
             self._forget(path)
-            return Damaged(f"a file of {at or found.st_size} bytes instead of {self._file_bytes}")
-        if self._key and not hmac.compare_digest(self._code(page[:HEADER_BYTES], read.chunk), bytes(page[_CODE_AT])):
+            return Damaged(f"a file of {at or found.st_size} bytes")
+        if self._key and not hmac.compare_digest(self._code(page[:HEADER_BYTES], room), bytes(page[_CODE_AT])):
             self._forget(path)
             return Damaged("it was not written with our key")
         read.header[:] = page[:HEADER_BYTES]
         self._renew(path, found.st_mtime)
-        return Loaded(read.nbytes)
+        return Loaded(min(read.wanted_bytes, stored_bytes))
 
     def _renew(self, path: str, used_at_s: float) -> None:
         """What is used stays. Not at every use: each is a message to the file system's host."""
@@ -328,11 +339,11 @@ class SharedFsTier:
         try:
             if self._config.mode == "group":
                 os.fchmod(file, self._file_mode)  # whatever the umask
-            code = self._code(write.header, write.chunk) if self._key else b""
+            code = self._code(write.header, write.payload) if self._key else b""
             page = memoryview((write.header + code).ljust(_PAGE_BYTES, b"\0"))
             at = 0
-            while at < self._file_bytes:
-                at += os.pwritev(file, _rest([page, write.chunk], at), at)
+            while at < _PAGE_BYTES + write.stored_bytes:
+                at += os.pwritev(file, _rest([page, write.payload], at), at)
             # Before the rename, or a host that dies could leave a whole name on half a file. It also brings to light
             # what a file system of another host says late: that it is full.
             os.fsync(file)
@@ -340,9 +351,9 @@ class SharedFsTier:
         finally:
             os.close(file)
 
-    def _code(self, header: bytes | bytearray, chunk: memoryview) -> bytes:
+    def _code(self, header: bytes | bytearray, payload: memoryview) -> bytes:
         made = hmac.new(self._key, header, "sha256")
-        made.update(chunk)
+        made.update(payload)
         return made.digest()
 
     def _make_directories(self, path: str) -> None:

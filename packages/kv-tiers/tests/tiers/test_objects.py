@@ -82,7 +82,7 @@ class TestObjects(PersistentTierContract):
         memory = mmap.mmap(-1, self.context.slot_bytes)
         memory[:] = bytes(write.pages)
         lent = memoryview(memory)
-        assert self.tier.store([Write(key, None, write.header, lent, write.nbytes)]) == [Stored()]
+        assert self.tier.store([Write(key, None, write.header, lent, write.stored_bytes)]) == [Stored()]
         lent.release()
         memory.close()
         assert self.loaded([key]) == [True]

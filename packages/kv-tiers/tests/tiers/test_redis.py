@@ -518,7 +518,7 @@ class TestTroubles:
         tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
         (key,) = key_chain(1)
         self.bench.store([key])
-        whole = bytes(self.bench.write(key).chunk)
+        whole = bytes(self.bench.write(key).payload)
         chance = random.Random(7)
 
         def spoil(data: bytes) -> bytes | None:
@@ -544,10 +544,10 @@ class TestTroubles:
             else:
                 if not isinstance(outcome, Loaded):
                     seen["not loaded"] += 1
-                elif chunk_header.check(read.header, read.chunk, key=key, format_id=chunk_header.format_id("troubles")):
+                elif chunk_header.check(read.header, read.room, key=key, format_id=chunk_header.format_id("troubles")):
                     seen["caught by the checksum"] += 1
                 else:
-                    assert bytes(read.chunk) == whole
+                    assert bytes(read.room) == whole
                     seen["right"] += 1
             assert bytes(read.pages[self.nbytes :]) == bytes(303_104 - self.nbytes)
             proxy.spoil = lambda data: data
@@ -575,7 +575,7 @@ class TestTroubles:
             read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
             if isinstance(tier.load([read])[0], Loaded):
                 assert (
-                    chunk_header.check(read.header, read.chunk, key=key, format_id=chunk_header.format_id("troubles"))
+                    chunk_header.check(read.header, read.room, key=key, format_id=chunk_header.format_id("troubles"))
                     is not None
                 )
                 caught += 1
@@ -671,9 +671,9 @@ class TestTroubles:
 
     def test_a_user_needs_few_rights_and_fewer_to_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         server = running("valkey")
-        rights = ["+get", "+exists", "+set", "+unlink", "+scan", "+ping"]
+        rights = ["+get", "+strlen", "+exists", "+set", "+unlink", "+scan", "+ping"]
         server.ask("ACL", "SETUSER", "writer", "on", ">s3cret", "~mine:*", *rights)
-        server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~mine:*", "+get", "+exists", "+ping")
+        server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~mine:*", "+get", "+strlen", "+exists", "+ping")
         (tmp_path / "password").write_text("s3cret\n")
         (tmp_path / "password").chmod(0o600)
         monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")

@@ -32,8 +32,8 @@ def test_what_was_packed_is_read_back() -> None:
     assert damage(HEADER) == ""
     read = chunk_header.read_header(HEADER)
     assert isinstance(read, chunk_header.Header)
-    assert (read.key, read.parent, read.nbytes, read.format_id) == (KEYS[1], KEYS[0], CHUNK.nbytes, FORM)
-    assert read.checksum == checksum_of(CHUNK) == chunk_header.checksum_in(HEADER)
+    assert (read.key, read.parent, read.stored_bytes, read.format_id) == (KEYS[1], KEYS[0], CHUNK.nbytes, FORM)
+    assert read.checksum == checksum_of(CHUNK) == read.decoded_checksum
     first = chunk_header.read_header(chunk_header.pack_header(KEYS[0], None, CHUNK, FORM))
     assert isinstance(first, chunk_header.Header)
     assert first.parent is None
@@ -73,12 +73,12 @@ def test_strangers_bytes_are_no_header_and_no_error(data: bytes) -> None:
 
 def test_a_header_that_lies_consistently_about_a_later_version_is_refused() -> None:
     later = bytearray(HEADER)
+    later[8:10] = struct.pack("<H", 3)
+    later[376:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(later[:376])))
+    assert "version 3" in damage(bytes(later))
     later[8:10] = struct.pack("<H", 2)
-    later[248:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(later[:248])))
-    assert "version 2" in damage(bytes(later))
-    later[8:10] = struct.pack("<H", 1)
     later[12:14] = struct.pack("<H", 7)
-    later[248:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(later[:248])))
+    later[376:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(later[:376])))
     assert "a chunk key has" in damage(bytes(later))
 
 
@@ -88,7 +88,7 @@ def test_a_key_too_long_for_the_header_is_a_bug_of_ours() -> None:
 
 
 def test_the_documents_example_is_what_is_written() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "formats" / "chunk.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "formats" / "chunk.md").read_text(encoding="utf-8")
     written, dump = re.findall(r"```\n(.*?)\n```", page, flags=re.DOTALL)
     scheme = ChainScheme("sha256", 4)
     space = KeySpace(model="example", revision="1", dtype="float32", format="f0", world=1, chain=scheme.name)

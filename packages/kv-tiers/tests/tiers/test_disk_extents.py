@@ -18,7 +18,7 @@ from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.tier import KeepsFiles, Read, TierContext, Write
+from kv_tiers.tier import Read, SupportsFileExtents, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
 
@@ -73,7 +73,7 @@ def load(tier: DiskTier, key: ChunkKey) -> LoadOutcome:
     read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), NBYTES)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        return chunk_header.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
+        return chunk_header.check(read.header, read.room, key=key, format_id=FORMAT) or outcome
     return outcome
 
 
@@ -92,16 +92,16 @@ def put(extent: FileExtent | None, data: bytes) -> None:
 
 
 def carry(tier: DiskTier, keys: list[ChunkKey], parent: ChunkKey | None = None) -> list[object]:
-    room = tier.reserve(keys, parent)
-    for key, extent in zip(keys, room.extents, strict=True):
+    reservation = tier.reserve_extents(keys, parent)
+    for key, extent in zip(keys, reservation.extents, strict=True):
         put(extent, content(key, NBYTES))
-    return list(tier.commit(room, [checksum_of(memoryview(content(key, NBYTES))) for key in keys]))
+    return list(tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in keys]))
 
 
 def test_a_lease_says_where_the_bytes_are_and_how_to_know_them(tier: DiskTier) -> None:
-    assert isinstance(tier, KeepsFiles)
+    assert isinstance(tier, SupportsFileExtents)
     store(tier, KEYS[:3])
-    lease = tier.lend(KEYS)
+    lease = tier.lease_extents(KEYS)
     for key, extent in zip(KEYS[:3], lease.extents, strict=False):
         assert extent is not None
         assert extent.offset % 4096 == 0
@@ -110,39 +110,39 @@ def test_a_lease_says_where_the_bytes_are_and_how_to_know_them(tier: DiskTier) -
         assert extent.checksum == checksum_of(memoryview(content(key, NBYTES)))
     assert lease.extents[3] is None
     assert len({extent.path for extent in lease.extents if extent}) == 2
-    tier.end(lease)
+    tier.end_lease(lease)
     with pytest.raises(MisuseError, match="is not open"):
-        tier.end(lease)
+        tier.end_lease(lease)
 
 
 def test_a_slot_is_nobody_elses_while_it_is_read(tier: DiskTier) -> None:
     """A full tier makes room for others everywhere but there."""
     store(tier, KEYS[:2])
-    lease = tier.lend(KEYS[:2])
+    lease = tier.lease_extents(KEYS[:2])
     for branch in range(4):
         store(tier, key_chain(6, branch=str(branch)))
         assert [bytes_at(extent) for extent in lease.extents] == [content(key, NBYTES) for key in KEYS[:2]]
     assert tier.holds(KEYS[:2]) == [True, True]
-    tier.end(lease)
+    tier.end_lease(lease)
     assert store(tier, key_chain(6, branch="after")) == [Stored()] * 6
     assert tier.holds(KEYS[:2]) == [False, False]
 
 
 def test_what_is_discarded_while_it_is_read_stays_until_it_is_read(tier: DiskTier, box: Box) -> None:
     store(tier, KEYS[:1])
-    lease = tier.lend(KEYS[:1])
+    lease = tier.lease_extents(KEYS[:1])
     tier.discard(KEYS[:1])
     store(tier, key_chain(6, branch="other"))
     assert bytes_at(lease.extents[0]) == content(KEYS[0], NBYTES)
-    assert tier.lend(KEYS[:1]).extents == (None,)
-    tier.end(lease)
+    assert tier.lease_extents(KEYS[:1]).extents == (None,)
+    tier.end_lease(lease)
     assert store(tier, key_chain(6, branch="after")) == [Stored()] * 6
     assert box.restart().holds(KEYS[:1]) == [False]
 
 
 def test_a_flipped_bit_is_no_longer_what_the_lease_says(tier: DiskTier) -> None:
     store(tier, KEYS[:1])
-    lease = tier.lend(KEYS[:1])
+    lease = tier.lease_extents(KEYS[:1])
     (extent,) = lease.extents
     spoiled = bytearray(bytes_at(extent))
     spoiled[1234] ^= 4
@@ -160,9 +160,9 @@ def test_a_record_that_is_damaged_vouches_for_nothing(tier: DiskTier, box: Box, 
             (byte,) = index.read(1) or b"\0"  # one directory has no record yet
             index.seek(4096 + at)
             index.write(bytes([byte ^ 1]))
-    lease = tier.lend(KEYS[:1])
+    lease = tier.lease_extents(KEYS[:1])
     assert lease.extents == (None,)
-    tier.end(lease)
+    tier.end_lease(lease)
     assert load(tier, KEYS[0]) == Loaded(NBYTES)  # its slot has a header of its own
 
 
@@ -177,7 +177,7 @@ def test_an_index_that_cannot_be_read_is_a_tier_that_is_down_and_leaves_no_lease
     with monkeypatch.context() as broken:
         broken.setattr(File, "read", read)
         with pytest.raises(TierDown, match="Input/output error"):
-            tier.lend(KEYS[:2])
+            tier.lease_extents(KEYS[:2])
     assert store(tier, key_chain(6, branch="other")) == [Stored()] * 6
 
 
@@ -187,9 +187,9 @@ def test_what_others_wrote_is_kept_like_any_chunk(tier: DiskTier, box: Box) -> N
     assert [load(tier, key) for key in KEYS[:3]] == [Loaded(NBYTES)] * 3
     tier = box.restart()
     assert [load(tier, key) for key in KEYS[:3]] == [Loaded(NBYTES)] * 3
-    lease = tier.lend(KEYS[1:2])
+    lease = tier.lease_extents(KEYS[1:2])
     assert bytes_at(lease.extents[0]) == content(KEYS[1], NBYTES)
-    tier.end(lease)
+    tier.end_lease(lease)
 
 
 def test_the_chain_of_what_others_wrote_is_known(tier: DiskTier) -> None:
@@ -200,23 +200,23 @@ def test_the_chain_of_what_others_wrote_is_known(tier: DiskTier) -> None:
 
 
 def test_nobody_finds_what_is_not_committed(tier: DiskTier) -> None:
-    room = tier.reserve(KEYS[:2], None)
-    for key, extent in zip(KEYS, room.extents, strict=False):
+    reservation = tier.reserve_extents(KEYS[:2], None)
+    for key, extent in zip(KEYS, reservation.extents, strict=False):
         assert extent is not None and extent.checksum is None
         put(extent, content(key, NBYTES))
     assert tier.holds(KEYS[:2]) == [False, False]
-    lease = tier.lend(KEYS[:2])
+    lease = tier.lease_extents(KEYS[:2])
     assert lease.extents == (None, None)
-    assert tier.reserve(KEYS[:2], None).extents == (None, None)
+    assert tier.reserve_extents(KEYS[:2], None).extents == (None, None)
 
 
 def test_killed_between_write_and_commit_neither_the_new_nor_the_old_is_found(tier: DiskTier, box: Box) -> None:
     """Each slot had a chunk before, whose record could vouch for the wrong bytes."""
     old = key_chain(6, branch="old")
     assert store(tier, old) == [Stored()] * 6
-    room = tier.reserve(KEYS, None)
-    assert all(room.extents)
-    for key, extent in zip(KEYS, room.extents, strict=True):
+    reservation = tier.reserve_extents(KEYS, None)
+    assert all(reservation.extents)
+    for key, extent in zip(KEYS, reservation.extents, strict=True):
         put(extent, content(key, NBYTES))
     tier = box.restart()
     assert tier.holds(KEYS) == [False] * 4
@@ -226,12 +226,17 @@ def test_killed_between_write_and_commit_neither_the_new_nor_the_old_is_found(ti
 
 
 def test_room_that_was_not_used_is_given_back(tier: DiskTier, box: Box) -> None:
-    room = tier.reserve(KEYS, None)
-    put(room.extents[1], content(KEYS[1], NBYTES))
+    reservation = tier.reserve_extents(KEYS, None)
+    put(reservation.extents[1], content(KEYS[1], NBYTES))
     checksum = checksum_of(memoryview(content(KEYS[1], NBYTES)))
-    assert [type(one) for one in tier.commit(room, [None, checksum, None, None])] == [Refused, Stored, Refused, Refused]
+    assert [type(one) for one in tier.commit_extents(reservation, [None, checksum, None, None])] == [
+        Refused,
+        Stored,
+        Refused,
+        Refused,
+    ]
     with pytest.raises(MisuseError, match="is not open"):
-        tier.commit(room, [None] * 4)
+        tier.commit_extents(reservation, [None] * 4)
     assert tier.holds(KEYS) == [False, True, False, False]
     assert load(tier, KEYS[1]) == Loaded(NBYTES)
     assert store(tier, key_chain(5, branch="other")) == [Stored()] * 5
@@ -239,25 +244,25 @@ def test_room_that_was_not_used_is_given_back(tier: DiskTier, box: Box) -> None:
 
 
 def test_a_room_is_committed_with_as_many_checksums_as_it_has_chunks(tier: DiskTier) -> None:
-    room = tier.reserve(KEYS[:2], None)
-    with pytest.raises(MisuseError, match="1 checksums for room for 2 chunks"):
-        tier.commit(room, [None])
-    tier.commit(room, [None, None])
+    reservation = tier.reserve_extents(KEYS[:2], None)
+    with pytest.raises(MisuseError, match="1 checksums for a reservation of 2 chunks"):
+        tier.commit_extents(reservation, [None])
+    tier.commit_extents(reservation, [None, None])
 
 
 def test_bytes_that_are_not_what_was_committed_are_a_miss(tier: DiskTier) -> None:
     """A write by the direct road that did not arrive, though it was said to have."""
-    room = tier.reserve(KEYS[:1], None)
-    tier.commit(room, [checksum_of(memoryview(content(KEYS[0], NBYTES)))])
+    reservation = tier.reserve_extents(KEYS[:1], None)
+    tier.commit_extents(reservation, [checksum_of(memoryview(content(KEYS[0], NBYTES)))])
     assert "checksum of the bytes is wrong" in str(load(tier, KEYS[0]))
 
 
 def test_discarded_before_its_commit_it_is_not_found(tier: DiskTier, box: Box) -> None:
-    room = tier.reserve(KEYS[:2], None)
-    for key, extent in zip(KEYS, room.extents, strict=False):
+    reservation = tier.reserve_extents(KEYS[:2], None)
+    for key, extent in zip(KEYS, reservation.extents, strict=False):
         put(extent, content(key, NBYTES))
     tier.discard(KEYS[1:2])
-    tier.commit(room, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
+    tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
     assert tier.holds(KEYS[:2]) == [True, False]
     assert box.restart().holds(KEYS[:2]) == [True, False]
 
@@ -270,9 +275,9 @@ def test_when_the_disk_is_full_there_is_no_room_and_the_tier_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(File, "allocate", full)
-        room = tier.reserve(KEYS[:2], None)
-        assert room.extents == (None, None)
-        assert [type(one) for one in tier.commit(room, [None, None])] == [Refused, Refused]
+        reservation = tier.reserve_extents(KEYS[:2], None)
+        assert reservation.extents == (None, None)
+        assert [type(one) for one in tier.commit_extents(reservation, [None, None])] == [Refused, Refused]
     tier.probe()
     assert carry(tier, KEYS[:2]) == [Stored()] * 2
 
@@ -286,13 +291,13 @@ def test_a_medium_that_fails_the_commit_keeps_nothing_of_it(
         if self.path.name.startswith(name):
             raise OSError(errno.EIO, "Input/output error")
 
-    room = tier.reserve(KEYS[:2], None)
-    for key, extent in zip(KEYS, room.extents, strict=False):
+    reservation = tier.reserve_extents(KEYS[:2], None)
+    for key, extent in zip(KEYS, reservation.extents, strict=False):
         put(extent, content(key, NBYTES))
     with monkeypatch.context() as broken:
         broken.setattr(File, method, fail)
         with pytest.raises(TierDown, match="Input/output error"):
-            tier.commit(room, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
+            tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
     assert tier.holds(KEYS[:2]) == [False, False]
     tier.probe()
     assert carry(tier, KEYS[:2]) == [Stored()] * 2
@@ -300,22 +305,22 @@ def test_a_medium_that_fails_the_commit_keeps_nothing_of_it(
 
 
 def test_a_directory_that_vanished_takes_no_commit(tier: DiskTier, box: Box) -> None:
-    room = tier.reserve(KEYS[:2], None)
+    reservation = tier.reserve_extents(KEYS[:2], None)
     for path in box.paths:
         shutil.rmtree(path)
     with pytest.raises(TierDown, match="removed or replaced"):
-        tier.commit(room, [bytes(16), bytes(16)])
+        tier.commit_extents(reservation, [bytes(16), bytes(16)])
     tier.probe()
     assert carry(tier, KEYS[:2]) == [Stored()] * 2
 
 
 def test_a_directory_is_not_begun_anew_while_bytes_of_it_are_carried(tier: DiskTier, box: Box) -> None:
     store(tier, KEYS[:1])
-    lease = tier.lend(KEYS[:1])
+    lease = tier.lease_extents(KEYS[:1])
     for path in box.paths:
         shutil.rmtree(path)
     with pytest.raises(TierDown, match="still in use"):
         tier.probe()
-    tier.end(lease)
+    tier.end_lease(lease)
     tier.probe()
     assert os.path.isdir(box.paths[0])

@@ -137,7 +137,7 @@ def load(tier: DiskTier, key: ChunkKey) -> LoadOutcome:
     read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_bytes)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):
-        return chunk_header.check(read.header, read.chunk, key=key, format_id=FORMAT) or outcome
+        return chunk_header.check(read.header, read.room, key=key, format_id=FORMAT) or outcome
     return outcome
 
 
@@ -508,7 +508,9 @@ def test_a_chunk_that_cannot_be_read_is_a_miss_and_its_neighbours_are_not(
 
     monkeypatch.setattr(File, "read", read)
     pages = [aligned_pages(CONTEXT.slot_bytes) for _ in keys]
-    outcomes = tier.load([Read(key, bytearray(256), page, 5000) for key, page in zip(keys, pages, strict=True)])
+    outcomes = tier.load(
+        [Read(key, bytearray(chunk_header.HEADER_BYTES), page, 5000) for key, page in zip(keys, pages, strict=True)]
+    )
     assert [type(outcome) for outcome in outcomes] == [Loaded, ReadFailed, Loaded]
     assert tier.holds(keys) == [True, False, True]
     monkeypatch.undo()

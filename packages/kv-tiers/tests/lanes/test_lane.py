@@ -47,7 +47,10 @@ class Bench:
         return self.lane.store(chunks, lambda outcomes: self.stored.update(zip(keys, outcomes, strict=True)))
 
     def load(self, keys: list[ChunkKey]) -> bool:
-        reads = [Read(key, bytearray(256), aligned_pages(slot_bytes_for(NBYTES)), NBYTES) for key in keys]
+        reads = [
+            Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(slot_bytes_for(NBYTES)), NBYTES)
+            for key in keys
+        ]
         self.reads.update({read.key: read for read in reads})
 
         def done(arrivals: list[Arrival]) -> None:
@@ -84,8 +87,8 @@ def test_what_goes_down_comes_back_checked(bench: Bench) -> None:
     bench.run()
     for key in keys:
         assert bench.arrived[key].outcome == Loaded(NBYTES)
-        assert bytes(bench.reads[key].chunk) == content(key, NBYTES)
-        assert bench.arrived[key].checksum == checksum_of(bench.reads[key].chunk)
+        assert bytes(bench.reads[key].room) == content(key, NBYTES)
+        assert bench.arrived[key].checksum == checksum_of(bench.reads[key].room)
     counts = bench.lane.counts()
     assert (counts.stored, counts.loaded, counts.queued) == (3, 3, 0)
 

@@ -1,0 +1,47 @@
+"""The contract of a codec: it makes a chunk smaller on its way to a tier, and whole again on its way back.
+
+A codec is called by a lane's threads, several at once, with memory that the lane owns: it allocates nothing as large as
+a chunk, and keeps nothing. What it is given to decode has passed its checksum, but may have been written by another
+version of it, or by somebody who can write to the tier: it never writes beyond `out`, nor believes a size in its input.
+
+Chunks name their codec in their headers (docs/formats/chunk.md). So a tier may hold chunks of several codecs, and a
+lane reads all whose codec is installed, whatever it is told to write. docs/extend/codec.md shows how to add one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kv_tiers.tier import TierContext
+
+
+class CodecError(Exception):
+    """What is to be decoded is not what this codec makes. The chunk is `Damaged`."""
+
+
+class Codec(Protocol):
+    """Safe to call from several threads at once."""
+
+    name: str
+    """The entry point that it is found by, in every header: at most 16 ASCII letters. What it decodes never changes its
+    meaning; another encoding is another name."""
+
+    is_lossless: bool
+    """What is decoded is, byte for byte, what was encoded; the lane checks it. If not, only sizes and the payload's
+    checksum are checked, and nobody uses it who did not ask for it."""
+
+    def encode(self, chunk: memoryview, out: memoryview) -> int | None:
+        """Write the encoded chunk to the start of `out`; its size in bytes. None: `out` is too small for it, so that it
+        is not worth while; the chunk is then stored as it is."""
+
+    def decode(self, payload: memoryview, out: memoryview) -> None:
+        """Write the chunk to `out`, all of it, whatever the options with which it was encoded.
+
+        Raises:
+            CodecError: this is no encoded chunk of `len(out)` bytes.
+        """
+
+
+CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
+"""What an entry point of the group `kv_tiers.codecs` names: the options that the user wrote (without `type`; none where
+it only decodes), and what the chunks are. It raises `ConfigError` for options that cannot be honoured, and where a
+library that it needs is missing."""

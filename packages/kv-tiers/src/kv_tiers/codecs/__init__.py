@@ -1,0 +1,1 @@
+"""Codecs that come with kv-tiers, each found by its entry point."""

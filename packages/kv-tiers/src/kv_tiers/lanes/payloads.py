@@ -1,0 +1,124 @@
+"""From chunks to what a tier keeps of them, and back: the header, the codec, the checksums.
+
+Without a codec a chunk's own bytes are its payload: they are read once, for the checksum, and moved nowhere. What is
+encoded goes through memory of the thread's own, which it keeps: room for one chunk, and while a batch is stored for
+each chunk of it.
+"""
+
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from kv_core.checksum import checksum_of
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded
+
+from kv_tiers import chunk_header
+from kv_tiers.chunk_header import Header, checksums_of, make_header, pack_header
+from kv_tiers.codec import Codec, CodecError
+from kv_tiers.lanes.jobs import Arrival, Outgoing
+from kv_tiers.tier import Read, Write
+
+_log = limited_logger(__name__)
+
+_PAGE_BYTES: Final = 4096
+
+FindCodec = Callable[[str], Codec]
+"""The codec of this name. Raises `ConfigError` where there is none here."""
+
+
+def no_codec(name: str) -> Codec:
+    """A `FindCodec` for a lane whose tier has only chunks that are stored as they are."""
+    raise ConfigError(f"there is no codec {name!r} here")
+
+
+class Payloads:
+    """Of one lane. Safe to call from any thread."""
+
+    def __init__(self, format_id: bytes, codec: Codec | None = None, find_codec: FindCodec = no_codec) -> None:
+        """codec: what encodes; None: chunks are stored as they are. find_codec: what decodes, asked once a name."""
+        self._format_id = format_id
+        self._codec = codec
+        self._find_codec = find_codec
+        self._known: dict[str, Codec | str] = {} if codec is None else {codec.name: codec}
+        self._mine = threading.local()
+
+    def writes(self, chunks: Sequence[Outgoing]) -> list[Write]:
+        """What the tier is to keep. Encoded payloads are in this thread's memory, until it asks again."""
+        return [self._write(chunk, at) for at, chunk in enumerate(chunks)]
+
+    def arrival(self, read: Read, loaded: Loaded, name: str) -> Arrival:
+        """What became of a chunk that the tier says it brought: checked, and decoded into the read's own pages.
+
+        name: the tier's, for the log.
+        """
+        payload = read.pages[: loaded.nbytes]
+        header = chunk_header.verify(
+            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=read.wanted_bytes
+        )
+        if isinstance(header, Damaged):
+            return Arrival(read.key, header)
+        if not header.codec:
+            return Arrival(read.key, loaded, header.checksum)
+        codec = self._decoder(header.codec)
+        if isinstance(codec, str):
+            _log.warning("tier %s: chunk %s cannot be decoded here: %s", name, read.key.hex(), codec)
+            return Arrival(read.key, Absent())
+        return self._decode(codec, header, payload, read)
+
+    def _write(self, chunk: Outgoing, at: int) -> Write:
+        bytes_ = chunk.pages[: chunk.nbytes]
+        if self._codec is not None and chunk.nbytes > _PAGE_BYTES:
+            out = self._buffer(at, len(chunk.pages))
+            # A page less at least, or nothing is won on any medium.
+            stored_bytes = self._codec.encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
+            if stored_bytes is not None:
+                checksum, pieces = checksums_of(out[:stored_bytes], chunk.nbytes)
+                header = Header(
+                    chunk.key,
+                    chunk.parent,
+                    chunk.nbytes,
+                    stored_bytes,
+                    self._format_id,
+                    self._codec.name,
+                    checksum,
+                    checksum_of(bytes_) if self._codec.is_lossless else None,
+                    pieces,
+                )
+                return Write(chunk.key, chunk.parent, make_header(header), out, stored_bytes)
+        header_bytes = pack_header(chunk.key, chunk.parent, bytes_, self._format_id)
+        return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
+
+    def _decode(self, codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
+        encoded = self._buffer(0, len(read.pages))[: header.stored_bytes]
+        np.copyto(np.frombuffer(encoded, np.uint8), np.frombuffer(payload, np.uint8))  # without the interpreter's lock
+        try:
+            codec.decode(encoded, read.room)
+        except CodecError as error:
+            return Arrival(read.key, Damaged(f"{codec.name}: {error}"))
+        checksum = checksum_of(read.room)
+        if header.decoded_checksum not in (None, checksum):
+            return Arrival(read.key, Damaged(f"{codec.name} made other bytes of it than were encoded"))
+        return Arrival(read.key, Loaded(header.decoded_bytes), checksum)
+
+    def _decoder(self, name: str) -> Codec | str:
+        """The codec, or why there is none."""
+        if name not in self._known:
+            try:
+                self._known[name] = self._find_codec(name)
+            except ConfigError as error:
+                self._known[name] = str(error)
+        return self._known[name]
+
+    def _buffer(self, at: int, nbytes: int) -> memoryview:
+        """This thread's memory number `at`, of so many bytes in whole pages."""
+        try:
+            buffers: list[memoryview] = self._mine.buffers
+        except AttributeError:
+            buffers = self._mine.buffers = []
+        while len(buffers) <= at:
+            buffers.append(memoryview(mmap.mmap(-1, nbytes)))
+        return buffers[at]

@@ -1,0 +1,365 @@
+"""What the calls of a disk tier share: which chunk has which place, and the order of writes that makes it last.
+
+One lock makes what the index in memory decides and what the records in the files say change together: without it, a
+chunk could be discarded between the eviction that emptied its place and the wipe, and come back after a crash. It is
+held for small writes into the system's cache, never while a chunk's bytes move, nor while anything is made durable but
+by a probe.
+"""
+
+import errno
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal
+
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+
+from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.tier import TierContext
+from kv_tiers.tiers.disk_directory import RECORD_BYTES, DiskDirectory
+from kv_tiers.tiers.disk_files import NO_ROOM, File
+from kv_tiers.tiers.disk_records import ChunkRecords
+from kv_tiers.tiers.disk_transfer import Carried, HeaderPages, Run, Segment, bytes_in_files, new_filler, runs_of
+from kv_tiers.tiers.index import Extent, ExtentIndex, Place
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry
+
+_log = limited_logger(__name__)
+
+_MAX_SLOTS_AHEAD: Final = 16
+"""Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
+_FULL_DISK_REST_S: Final = 60.0
+_UNREADABLE_REST_S: Final = 60.0
+"""A chunk that could not be read is passed over for so long, lest a bad sector rests the whole tier at each request."""
+
+
+def geometry_of(context: TierContext) -> Geometry:
+    """Of the slots of a disk tier: each has room for a header's page and a chunk's pages."""
+    return Geometry.of(PAGE_BYTES + context.slot_bytes)
+
+
+def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
+    """The smallest capacity that has room for so many whole chunks."""
+    return chunks * (geometry_of(context).slot_bytes + CHUNKS_A_SLOT * RECORD_BYTES) + directories * PAGE_BYTES
+
+
+class DiskChunks:
+    """Slot i is in directory i % n, and so are entries. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[str],
+        context: TierContext,
+        slots: int,
+        policy: EvictionPolicy,
+        *,
+        direct: Literal["auto", "always", "never"],
+        syncs: bool,
+        clock: Clock,
+    ) -> None:
+        """Raises:
+        ConfigError: a directory cannot be used.
+        """
+        self.name = name
+        self.context = context
+        self.clock = clock
+        self._paths, self._direct, self._syncs = list(paths), direct, syncs
+        self._geometry = geometry_of(context)
+        self._slots_of = [-(-(slots - at) // len(paths)) for at in range(len(paths))]
+        self.index = ExtentIndex(self._slots_of, self._geometry, policy, overhead_bytes=PAGE_BYTES)
+        self._slots_ahead = min(_MAX_SLOTS_AHEAD, slots // 24) if syncs else 0
+        slack_bytes = self._geometry.slot_bytes - PAGE_BYTES - context.slot_bytes
+        self._filler = new_filler(min(slack_bytes, self._geometry.unit_bytes - PAGE_BYTES))
+        self._pages = HeaderPages()
+        self.lock = threading.Lock()
+        # All below change under that lock.
+        self._arriving: dict[int, ChunkKey] = {}  # by entry; not the chunks that were discarded meanwhile
+        self._full_until_s: float | None = None
+        self.full = ""
+        self._told_full = False
+        self._unreadable: dict[ChunkKey, float] = {}  # until when it is passed over
+        self._closed = False
+        self.directories: list[DiskDirectory] = []
+        self._devices: list[int] = []
+        self._open_directories()
+
+    @property
+    def used_bytes(self) -> int:
+        return self.index.used_units * self._geometry.unit_bytes + self.index.chunks * RECORD_BYTES
+
+    # Who is there.
+
+    def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """As `begin_load` of the index, without the chunks that are passed over."""
+        if not self._unreadable:
+            return self.index.begin_load(keys)
+        wanted = [key for key in keys if not self.is_passed_over(key)]
+        entry_of = dict(zip(wanted, self.index.begin_load(list(dict.fromkeys(wanted))), strict=False))
+        return [entry_of.get(key) for key in keys]
+
+    def has_unreadable(self) -> bool:
+        return bool(self._unreadable)
+
+    def is_passed_over(self, key: ChunkKey) -> bool:
+        until_s = self._unreadable.get(key)
+        if until_s is not None and self.clock.now_s() >= until_s:
+            self._unreadable.pop(key, None)
+            return False
+        return until_s is not None
+
+    def pass_over(self, keys: Iterable[ChunkKey]) -> None:
+        """They could not be read. Under the lock."""
+        self._unreadable.update(dict.fromkeys(keys, self.clock.now_s() + _UNREADABLE_REST_S))
+
+    def readable_first(self) -> list[ChunkKey]:
+        """All keys but those that could not be read lately, if there are such."""
+        keys = self.index.all_keys()
+        return [key for key in keys if key not in self._unreadable] or keys
+
+    def directory(self, entry: int) -> DiskDirectory:
+        return self.directories[entry % len(self.directories)]
+
+    def segments(self, entry: int, extent: Extent, stored_bytes: int) -> list[Segment]:
+        """Where the header's page and the payload's first so many bytes are."""
+        return list(self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes)))
+
+    @contextmanager
+    def runs(self, carried: Sequence[Carried]) -> Iterator[tuple[list[memoryview], list[Run]]]:
+        """A header's page for each, and what is to be read or written of these together with them."""
+        pages = [self._pages.take() for _ in carried]
+        try:
+            yield pages, runs_of(carried, pages, self._filler)
+        finally:
+            self._pages.give(pages)
+
+    # A chunk's way in, in this order.
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None
+    ) -> list[Place | None]:
+        """Places for those that get one, and no record of what was there.
+
+        Raises:
+            TierDown: there are records, and they cannot be wiped.
+        """
+        with self.lock:
+            if self._full_until_s is not None and self.clock.now_s() >= self._full_until_s:
+                self._full_until_s = None
+                self.index.resume()
+            if self._unreadable and (unreadable := [key for key in keys if key in self._unreadable]):
+                self.discard(unreadable)  # here are its bytes again, and new ones may be readable
+            places, evicted = self.index.reserve(keys, stored_bytes, parent)
+            taken = [place for place in places if place is not None]
+            self._arriving.update((place.entry, place.key) for place in taken)
+            try:
+                self._records.wipe([*evicted, *(place.entry for place in taken)])
+            except OSError as error:
+                self.abort(taken)
+                raise self.down(error) from error
+        return places
+
+    @contextmanager
+    def aborting(self, places: list[Place]) -> Iterator[None]:
+        """Whatever fails meanwhile frees the places that are in the list then.
+
+        Raises:
+            TierDown: for what the system said.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with self.lock:
+                self.abort(places)
+            if isinstance(error, OSError):
+                raise self.down(error) from error
+            raise
+
+    def make_ready(self, places: list[Place]) -> None:
+        """Return when it lasts that nothing vouches for what these places held, and there is room on the medium. Those
+        for which it has none are taken out of the list, and given up."""
+        self.refuse_vanished(places)
+        self._records.sync_wipes(places)
+        short: list[Place] = []
+        why = ""
+        try:
+            for place in places:
+                try:
+                    self.directory(place.entry).make_room(place.entry // len(self.directories), place.extent.units)
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    short.append(place)
+                    why = error.strerror or ""
+        finally:
+            self.withhold(places, short, why)
+
+    def refuse_vanished(self, places: Sequence[Place]) -> None:
+        if any(directory.has_vanished() for directory in {self.directory(place.entry) for place in places}):
+            raise OSError(errno.ENOENT, "the directory was removed or replaced")
+
+    def withhold(self, places: list[Place], short: Sequence[Place], why: str) -> None:
+        """Give these up, for want of room on the medium; they are taken out of the list."""
+        if not short:
+            return
+        places[:] = [place for place in places if place not in short]
+        path = self.directory(short[0].entry).path
+        with self.lock:
+            for place in short:
+                self._arriving.pop(place.entry, None)
+            self.index.withhold(short)
+            self._full_until_s = self.clock.now_s() + _FULL_DISK_REST_S
+            self.full = f"{path}: {why}; it goes on in the room that it has"
+            if not self._told_full:
+                self._told_full = True
+                _log.warning(
+                    "disk tier %s: %s has no room for more; it goes on with the %d chunks that it has, and tries "
+                    "now and then to grow",
+                    self.name,
+                    path,
+                    self.index.chunks,
+                )
+
+    def sync_files(self, files: Iterable[File]) -> None:
+        """Return when what was written to these lasts."""
+        self._records.sync_files(files)
+
+    def write_records(self, chunks: Sequence[tuple[Place, bytes]], parent: ChunkKey | None) -> None:
+        """Vouch, durably, for the chunks in these places. parent: of the first chunk that was stored."""
+        with self.lock:
+            self._records.write((place, header) for place, header in chunks if place.entry in self._arriving)
+            # What the next store will replace is wiped now, so that one sync makes both durable.
+            self._wipe_if_possible(self.index.evict_ahead(self._slots_ahead, parent))
+        self._records.sync(place.entry for place, _ in chunks)
+
+    def make_findable(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> None:
+        with self.lock:
+            for place in places:
+                self._arriving.pop(place.entry, None)
+            gone = self.index.commit(places, parents)
+            self._wipe_if_possible([place.entry for place in gone])
+
+    def has_room_again(self) -> None:
+        """What was withheld is given again, and was taken."""
+        with self.lock:
+            if self._full_until_s is None:
+                self.full = ""
+
+    # Under the lock.
+
+    def discard(self, keys: Sequence[ChunkKey]) -> bool:
+        """False: a restart may find them still."""
+        entries = self.index.discard(keys)
+        for key in keys if self._unreadable else ():
+            self._unreadable.pop(key, None)
+        gone = set(keys)
+        arriving = [entry for entry, key in self._arriving.items() if key in gone]
+        for entry in arriving:
+            del self._arriving[entry]
+        return self._wipe_if_possible([*entries, *arriving])
+
+    def abort(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self._arriving.pop(place.entry, None)
+        self._wipe_if_possible([place.entry for place in places])
+        self.index.abort(places)
+
+    def mend(self) -> None:
+        """Start over in directories that were replaced, wipe what could not be wiped, try whether there is room.
+
+        Raises:
+            TierDown: it does not work yet.
+        """
+        if any(directory.has_vanished() for directory in self.directories):
+            self._start_over()
+        try:
+            self._records.mend()
+        except OSError as error:
+            raise self.down(error) from error
+        self._full_until_s = None
+        self.index.resume()
+
+    def _wipe_if_possible(self, entries: Iterable[int]) -> bool:
+        try:
+            self._records.wipe(entries)
+        except OSError as error:
+            _log.warning("disk tier %s: records could not be wiped yet: %s", self.name, error.strerror)
+            return False
+        return True
+
+    def _start_over(self) -> None:
+        self.index.discard(self.index.all_keys())
+        self._unreadable.clear()
+        if not self.index.is_idle():
+            raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
+        self._close_directories()
+        try:
+            self._open_directories()
+        except ConfigError as error:
+            raise TierDown(str(error)) from None
+
+    # Directories.
+
+    def sync_all_wipes(self) -> None:
+        """Return when it lasts that what was discarded has gone. Without the lock."""
+        try:
+            self._records.sync(())
+        except OSError as error:
+            raise self.down(error) from error
+
+    def close(self) -> None:
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self._close_directories()
+
+    def _open_directories(self) -> None:
+        paths = self._paths
+        opened: list[DiskDirectory] = []
+        try:
+            for at, path in enumerate(paths):
+                directory = DiskDirectory(
+                    path,
+                    self.context.namespace,
+                    slots=self._slots_of[at],
+                    geometry=self._geometry,
+                    direct=self._direct,
+                )
+                opened.append(directory)
+            devices = [directory.device for directory in opened]
+            if self._devices not in ([], devices):
+                raise ConfigError(
+                    f"disk tier {self.name}: {paths} are not on the devices of the start; mount those again"
+                )
+            records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
+            self.index.adopt(records.take_over())
+            self.directories, self._devices, self._records = opened, devices, records
+        except BaseException as error:
+            for directory in opened:
+                directory.close()
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; mend it or choose another "
+                    "directory"
+                ) from None
+            raise
+        for directory in self.directories:
+            _log.info(
+                "disk tier %s: %s, %s, %d chunks found in all",
+                self.name,
+                directory.path,
+                "direct I/O" if directory.direct else "through the page cache",
+                self.index.chunks,
+            )
+            for note in directory.notes:
+                _log.warning("disk tier %s: %s", self.name, note)
+
+    def _close_directories(self) -> None:
+        for directory in self.directories:
+            directory.close()
+
+    def down(self, error: OSError) -> TierDown:
+        return TierDown(f"disk tier {self.name} at {', '.join(self._paths)}: {error.strerror or error}")

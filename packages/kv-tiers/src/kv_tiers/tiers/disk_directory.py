@@ -1,0 +1,484 @@
+"""The files of one directory of the disk tier: who may use them, what is in them, and how it gets there whole.
+
+    lock        locked (flock) by the one process that uses the directory
+    index       a header page, then records of 512 bytes, one for each chunk: all that a restart reads
+    slab-0000…  units of whole pages (`kv_tiers.tiers.space`): the chunk's header in a page of its own, then the payload
+
+    header  magic 8 | version u32 | record's bytes u32 | unit's bytes u64 | units of a slot u32 | zero u32
+            | slab's slots u64 | namespace 16 | xxh3_64 of the above
+    record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
+
+Everything is little-endian. A record names the units that its chunk takes, in the order of the bytes; how many follows
+from the payload's size. It vouches for them as they were when it was written, so it must be wiped (with zeros) before
+the bytes of any of them are replaced. Entries, slots and units are this directory's own, from 0, so directories can be
+striped, moved and left out in any combination.
+
+Nothing here knows what is resident, and nothing is decided: `OSError` is what the system said. Only the constructor
+turns it into a `ConfigError`.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+from kv_core.errors import ConfigError
+
+from kv_tiers import chunk_header
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.pool.machine import spelled
+from kv_tiers.pool.private_files import open_own_directory
+from kv_tiers.tiers.disk_files import NO_ROOM, File
+from kv_tiers.tiers.index import Extent
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, runs
+
+VERSION: Final = 2
+RECORD_BYTES: Final = 512
+
+_MAGIC: Final = b"kvdisk\r\n"
+_HEADER: Final = struct.Struct("<8sIIQI4xQ16s")
+_RECORD_MAGIC: Final = b"kvslot\r\n"
+_UNITS: Final = struct.Struct(f"<{MAX_UNITS}I")
+_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{_UNITS.size}s")
+_RECORD_HEADER_AT: Final = 24
+_RECORD_LAYOUT: Final = np.dtype(
+    [
+        ("magic", "S8"),
+        ("number", "<u8"),
+        ("entry", "<u8"),
+        ("before", f"V{chunk_header.STORED_BYTES_AT}"),
+        ("stored_bytes", "<u8"),
+        ("after", f"V{chunk_header.HEADER_BYTES - chunk_header.STORED_BYTES_AT - 8}"),
+        ("units", "<u4", MAX_UNITS),
+        ("checksum", "<u8"),
+    ]
+)
+_U64: Final = struct.Struct("<Q")
+_SLAB_BYTES: Final = 1 << 30
+_MAX_SLABS: Final = 64
+"""Larger slabs for larger directories: every slab is an open file."""
+_RECORDS_AT_ONCE: Final = 16384
+_INDEX_STEPS: Final = 64
+_MIN_INDEX_STEP_BYTES: Final = 16 << 10
+"""The index grows in so many steps, none smaller than this: most of its room is only for payloads that are small."""
+_SLAB_NAME: Final = re.compile(r"slab-[0-9]{4}|slab-[1-9][0-9]{4,8}")
+_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskDirectory:
+    """The slots of one directory. Safe to call from any thread; close it last."""
+
+    def __init__(self, root: str, namespace: str, *, slots: int, geometry: Geometry, direct: str) -> None:
+        """Take possession of the directory, made if its parent is there.
+
+        Raises:
+            ConfigError: it cannot be used, is in use, or what lies there is not ours.
+        """
+        self.path = Path(root) / namespace
+        self.slots = slots
+        self._geometry = geometry
+        self.notes: list[str] = []
+        """What the user should read of what was found; for the log."""
+        self._growing = threading.Lock()
+        self._slabs: dict[int, File] = {}
+        self._backed: dict[int, int] = {}  # bytes that have room on the medium, by slab
+        self._index_bytes = 0
+        self._open_files: list[File] = []
+        self._namespace = bytes.fromhex(namespace)
+        self._fd = -1
+        try:
+            _make(Path(root))
+            _make(self.path)
+            self._fd = open_own_directory(self.path, "remove it or choose another directory")
+            lock = self._open("lock")
+            opened = os.fstat(lock.fd)
+            self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
+            self.device = opened.st_dev
+            self._take_possession(lock)
+            self.direct = direct != "never" and self._takes_direct()
+            if direct == "always" and not self.direct:
+                raise ConfigError(
+                    f"{self.path} has no direct I/O (O_DIRECT); write `direct: auto` or another directory"
+                )
+            self.index = self._open("index")
+            self._slab_slots = -(-max(_SLAB_BYTES, slots * geometry.slot_bytes // _MAX_SLABS) // geometry.slot_bytes)
+            self._begin_or_continue()
+            self._look_around()
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{self.path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def has_vanished(self) -> bool:
+        """What is at our path is not what we opened: removed, replaced, or no longer mounted."""
+        if self._fd < 0:
+            return True
+        try:
+            found = os.lstat(self._lock_path)
+        except OSError:
+            return True
+        return (found.st_ino, found.st_dev) != self._lock_is
+
+    def records(self) -> Iterator[tuple[int, int, bytes, bytes | None, Extent | None]]:
+        """Entry, number, key, parent and extent of every record that reads well. Other entries are free.
+
+        number: counts commits, so what was committed later has the larger one. extent: None where it is not within the
+        room that there is, as after a slab was lost.
+        """
+        # Plain tuples of plain bytes: the garbage collector would spend half a second on a hundred thousand records.
+        piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
+        records = np.frombuffer(piece, _RECORD_LAYOUT)
+        slot_units, entries = self._geometry.slot_units, CHUNKS_A_SLOT * self.slots
+        slabs = range(-(-self.slots // self._slab_slots))
+        backed = np.array([self._backed.get(number, 0) // self._geometry.slot_bytes for number in slabs])
+        for start in range(0, entries, _RECORDS_AT_ONCE):
+            got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
+            found = records[: min(got, entries - start)]
+            ours = (found["magic"] == _RECORD_MAGIC) & (found["entry"] == np.arange(start, start + len(found)))
+            (at_all,) = np.nonzero(ours)
+            some = found[at_all]
+            units = some["units"].astype(np.int64)
+            counts = -(-(PAGE_BYTES + some["stored_bytes"].astype(np.int64)) // self._geometry.unit_bytes)
+            used = np.arange(MAX_UNITS) < counts[:, None]
+            slots = np.where(used, units, 0) // slot_units
+            slab_of = np.minimum(slots // self._slab_slots, len(slabs) - 1)
+            lies = (slots < self.slots) & (slots - slab_of * self._slab_slots < backed[slab_of])
+            within = (counts > 0) & (counts <= slot_units) & lies.all(axis=1)
+            is_slot = (units[:, 0] % slot_units == 0) & (counts == slot_units)
+            is_slot &= ((units == units[:, :1] + np.arange(MAX_UNITS)) | ~used).all(axis=1)
+            columns = (
+                at_all,
+                some["number"],
+                some["checksum"],
+                some["stored_bytes"],
+                counts,
+                units[:, 0],
+                is_slot,
+                within,
+            )
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            for row, (at, number, checksum, stored_bytes, count, first, is_whole, is_within) in enumerate(rows):
+                fields = bytes(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES - _U64.size])
+                if xxhash.xxh3_64_intdigest(fields) != checksum:
+                    continue
+                extent = None
+                if is_within:
+                    where = range(first, first + count) if is_whole else tuple(units[row, :count].tolist())
+                    extent = Extent(where, stored_bytes)
+                yield start + at, number, *chunk_header.names_in(fields, _RECORD_HEADER_AT), extent
+
+    def header_in(self, entry: int) -> bytes | None:
+        """The chunk's header in this record; None if the record does not read well."""
+        found = bytearray(RECORD_BYTES)
+        got = self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
+        fields, checksum = bytes(found[: _RECORD.size]), found[_RECORD.size :]
+        magic, _, place, header, _ = _RECORD.unpack(fields)
+        if got < RECORD_BYTES or magic != _RECORD_MAGIC or place != entry:
+            return None
+        return bytes(header) if _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields) else None
+
+    def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
+        """By entry; neighbours in one call."""
+        together: list[tuple[int, list[bytes]]] = []
+        for entry, record in sorted(records):
+            if together and entry == together[-1][0] + len(together[-1][1]):
+                together[-1][1].append(record)
+            else:
+                together.append((entry, [record]))
+        for first, run in together:
+            self.index.write([b"".join(run)], PAGE_BYTES + first * RECORD_BYTES)
+
+    def make_room(self, entry: int, units: Sequence[int]) -> None:
+        """Have room on the medium for a record and for what lies in these units."""
+        record_end = PAGE_BYTES + (entry + 1) * RECORD_BYTES
+        if self._index_bytes < record_end:
+            with self._growing:
+                self._grow_index(record_end)
+        for number, _, end in self._stretches(units):
+            if self._backed.get(number, 0) < end:
+                with self._growing:
+                    self._grow(number, end)
+
+    def segments(self, units: Sequence[int], nbytes: int) -> Iterator[tuple[File, int, int]]:
+        """File, offset and size of each stretch that the first so many bytes in these units lie in, in their order."""
+        for number, offset, end in self._stretches(units):
+            yield self._slabs[number], offset, min(end - offset, nbytes)
+            nbytes -= end - offset
+            if nbytes <= 0:
+                return
+
+    def _stretches(self, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Slab, offset and end of units that follow each other."""
+        slab_units, unit_bytes = self._slab_slots * self._geometry.slot_units, self._geometry.unit_bytes
+        for first, count in runs(units):
+            unit, end = first, first + count
+            while unit < end:
+                slab, at = divmod(unit, slab_units)
+                step = min(end - unit, slab_units - at)
+                yield slab, at * unit_bytes, (at + step) * unit_bytes
+                unit += step
+
+    def records_there(self) -> int:
+        """How many records the index has room for on the medium."""
+        return (self._index_bytes - PAGE_BYTES) // RECORD_BYTES
+
+    def write_header(self) -> None:
+        """Again, with the bytes that it has: to see whether the medium takes them."""
+        self.index.write([self._header()], 0)
+
+    def files(self) -> list[File]:
+        """Those that chunks depend on."""
+        return [self.index, *self._slabs.values()]
+
+    def close(self) -> None:
+        """Closing again does nothing. Whatever the system says of one file, the others are closed, the lock too."""
+        with ExitStack() as closing:
+            opened, self._fd = self._fd, -1
+            if opened >= 0:
+                closing.callback(os.close, opened)
+            for file in self._open_files:
+                closing.callback(file.close)
+
+    def _open(self, name: str, *, direct: bool = False) -> File:
+        file = File(self._fd, self.path / name, direct=direct)
+        self._open_files.append(file)
+        return file
+
+    def _take_possession(self, lock: File) -> None:
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path} is in use by another disk tier, in this process or another, and has one owner: "
+                "end that one or choose another directory"
+            ) from None
+        if self.has_vanished():
+            raise ConfigError(f"{self.path} was removed while it was opened; start again")
+
+    def _takes_direct(self) -> bool:
+        """Try it: file systems refuse at the open or at the first write."""
+        try:
+            file = File(self._fd, self.path / "direct", direct=True)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return False
+            raise
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+                file.write([view], 0)
+        except OSError as error:
+            if error.errno not in NO_ROOM:  # a full disk still has what it has
+                if error.errno in _NO_DIRECT:
+                    return False
+                raise
+        finally:
+            file.close()
+            os.unlink("direct", dir_fd=self._fd)
+        return True
+
+    def _header(self) -> bytes:
+        unit_bytes, slot_units = self._geometry.unit_bytes, self._geometry.slot_units
+        fields = _HEADER.pack(_MAGIC, VERSION, RECORD_BYTES, unit_bytes, slot_units, self._slab_slots, self._namespace)
+        return (fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_BYTES, b"\0")
+
+    def _begin_or_continue(self) -> None:
+        found = bytearray(PAGE_BYTES)
+        got = self.index.read([memoryview(found)], 0)
+        if any(found) and found[: len(_MAGIC)] != _MAGIC:
+            raise ConfigError(
+                f"{self.index.path} is not the index of a disk tier; move it away or choose another directory"
+            )
+        fields, checksum = found[: _HEADER.size], found[_HEADER.size : _HEADER.size + _U64.size]
+        _, version, record_bytes, unit_bytes, slot_units, slab_slots, namespace = _HEADER.unpack(fields)
+        geometry = Geometry(unit_bytes, slot_units)
+        if (
+            got == PAGE_BYTES
+            and _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields)
+            and (version, record_bytes, namespace) == (VERSION, RECORD_BYTES, self._namespace)
+            and geometry == self._geometry
+            and slab_slots > 0
+        ):
+            self._slab_slots = slab_slots
+            self._continue()
+            return
+        if any(found):
+            self.notes.append(f"starts empty: {self.index.path} is damaged or of another version")
+        self.index.truncate(0)
+        self.index.sync()
+        for number in self._slabs_found():
+            os.unlink(_slab_name(number), dir_fd=self._fd)
+        self.index.write([self._header()], 0)
+        self.index.sync()
+        self._index_bytes = PAGE_BYTES
+        os.fsync(self._fd)
+
+    def _continue(self) -> None:
+        # A smaller capacity than last time: forgotten for good, lest what was discarded meanwhile comes back later.
+        end = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
+        if self.index.nbytes > end:
+            self.index.truncate(end)
+        for number in self._slabs_found():
+            slots = self._slots_in(number)
+            if slots <= 0:
+                os.unlink(_slab_name(number), dir_fd=self._fd)
+                continue
+            slab = self._slabs[number] = self._open(_slab_name(number), direct=self.direct)
+            if slab.nbytes > slots * self._geometry.slot_bytes:
+                slab.truncate(slots * self._geometry.slot_bytes)
+            self._backed[number] = slab.nbytes
+            slab.sync()
+        # The last process may have died before this was durable, or have feared no power cut; we rely on all of it.
+        self.index.sync()
+        self._index_bytes = self.index.nbytes
+
+    def _look_around(self) -> None:
+        """Say what else takes room here: nobody else would."""
+        other_bytes: Counter[bool] = Counter()
+        old = []
+        for directory in self.path.parent.glob("[0-9a-f]" * 32):
+            if directory == self.path or not directory.is_dir():
+                continue
+            is_old = _version_of(directory / "index") not in (None, VERSION)
+            old += [directory.name] * is_old
+            other_bytes[is_old] += sum(os.lstat(file).st_blocks * 512 for file in directory.iterdir())
+        if old:
+            self.notes.append(
+                f"chunks that another release stored take {spelled(other_bytes[True])} in {self.path.parent}; this one "
+                f"does not read them, and leaves them alone: remove {', '.join(sorted(old))} if that one is not used "
+                "any more"
+            )
+        if other_bytes[False]:
+            self.notes.append(
+                f"chunks of other formats take {spelled(other_bytes[False])} in {self.path.parent}; remove the "
+                "directories there that are not used any more"
+            )
+
+    def _slabs_found(self) -> list[int]:
+        return [int(name[5:]) for name in os.listdir(self._fd) if _SLAB_NAME.fullmatch(name)]
+
+    def _slots_in(self, number: int) -> int:
+        return min(self._slab_slots, self.slots - number * self._slab_slots)
+
+    def _grow_index(self, least: int) -> None:
+        most = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
+        end = max(
+            least,
+            min(
+                self._index_bytes + max(_MIN_INDEX_STEP_BYTES, most // _INDEX_STEPS // RECORD_BYTES * RECORD_BYTES),
+                most,
+            ),
+        )
+        if self._index_bytes < least:
+            self._index_bytes = _allocate(self.index, self._index_bytes, least, end, RECORD_BYTES)
+
+    def _grow(self, number: int, least: int) -> None:
+        """Give the slab all of its room, or as much as there is, but `least` bytes."""
+        have = self._backed.get(number, 0)
+        if have >= least:
+            return
+        slab = self._slabs.get(number)
+        if slab is None:
+            slab = self._open(_slab_name(number), direct=self.direct)
+            os.fsync(self._fd)
+        stride = self._geometry.slot_bytes
+        # Whole slots, as all of a slot's units are given when its first is.
+        least = -(-least // stride) * stride
+        try:
+            end = _allocate(slab, have, least, self._slots_in(number) * stride, stride)
+        except OSError:
+            if slab is not self._slabs.get(number):
+                self._open_files.remove(slab)
+                slab.close()
+            raise
+        self._slabs[number] = slab
+        self._backed[number] = end
+
+
+def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
+    """Give a file that has room for `have` bytes as much of what it may have at most as there is: `least` and some
+    steps. How much it has then."""
+    while True:
+        try:
+            file.allocate(have, most)
+            return most
+        except OSError as error:
+            if error.errno not in NO_ROOM or most == least:
+                raise
+            most = least + (most - least) // step // 2 * step
+
+
+BLANK_RECORD: Final = bytes(RECORD_BYTES)
+
+
+def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
+    """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
+    fields = _RECORD.pack(_RECORD_MAGIC, number, entry, header, _UNITS.pack(*units, *[0] * (MAX_UNITS - len(units))))
+    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def _version_of(index: Path) -> int | None:
+    """Of what has its index there; None: it is none."""
+    try:
+        with index.open("rb") as file:
+            magic, version, *_ = _HEADER.unpack(file.read(_HEADER.size))
+    except (OSError, struct.error):
+        return None
+    return int(version) if magic == _MAGIC else None
+
+
+def _slab_name(number: int) -> str:
+    return f"slab-{number:04}"
+
+
+def _make(path: Path) -> None:
+    """The directory, if it is not there; its parent must be."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def check_place(path: Path) -> None:
+    """What can be seen, without making anything, of whether the directory is there or can be made.
+
+    Raises:
+        ConfigError: it is not and cannot.
+    """
+    # Each format has a directory of its own in there, 0700; who may read this one is the user's to say.
+    parent = path.absolute().parent
+    if path.exists():
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} cannot be used for the disk tier: it is not a directory; choose another directory"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"the disk tier's directory {path} cannot be written to by this user; write another path")
+    elif not parent.is_dir():
+        raise ConfigError(
+            f"the disk tier's directory {path} cannot be made, as there is no directory {parent}; make that one "
+            f"(mkdir -p {parent}), or write another path"
+        )
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"the disk tier's directory {path} cannot be made, as {parent} cannot be written to by this user; make "
+            "it for this user, with mode 0700, or write another path"
+        )

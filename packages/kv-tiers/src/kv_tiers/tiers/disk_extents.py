@@ -1,0 +1,159 @@
+"""Extents of a disk tier's files, lent to others who move the bytes (`kv_tiers.tier.SupportsFileExtents`).
+
+Only chunks that are stored as they are, and lie in one piece, have an extent; all others are left to the tier's own
+`load` and `store`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.errors import MisuseError
+from kv_core.extent import FileExtent
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Refused, Stored, StoreOutcome
+
+from kv_tiers import chunk_header
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.tier import FileLease, FileReservation
+from kv_tiers.tiers.disk_chunks import DiskChunks
+from kv_tiers.tiers.disk_files import File
+from kv_tiers.tiers.disk_transfer import HeaderPages
+from kv_tiers.tiers.index import Extent, Place
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A chunk whose bytes another has written into its place."""
+
+    place: Place
+    parent: ChunkKey | None
+    checksum: bytes
+
+
+class LentExtents:
+    """The leases and reservations of one tier. Safe to call from any thread."""
+
+    def __init__(self, chunks: DiskChunks) -> None:
+        self._chunks = chunks
+        self._context = chunks.context
+        self._format_id = chunk_header.format_id(self._context.fingerprint)
+        self._pages = HeaderPages()
+        self._ids = itertools.count()
+        # Under the lock of the chunks.
+        self._leases: dict[int, list[int | None]] = {}
+        self._reservations: dict[int, list[tuple[Place | None, ChunkKey | None]]] = {}
+
+    def lease(self, keys: Sequence[ChunkKey]) -> FileLease:
+        entries = self._chunks.begin_load(keys)
+        try:
+            extents = [
+                None if entry is None else self._leased(key, entry) for key, entry in zip(keys, entries, strict=True)
+            ]
+        except BaseException as error:
+            self._chunks.index.end_load(entries)
+            if isinstance(error, OSError):
+                raise self._chunks.down(error) from error
+            raise
+        lease = FileLease(next(self._ids), tuple(extents))
+        with self._chunks.lock:
+            self._leases[lease.id] = entries
+        return lease
+
+    def end_lease(self, lease: FileLease) -> None:
+        with self._chunks.lock:
+            entries = self._leases.pop(lease.id, None)
+        if entries is None:
+            raise MisuseError(f"file lease {lease.id} is not open")
+        self._chunks.index.end_load(entries)
+
+    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
+        places = self._chunks.reserve(keys, [self._context.chunk_bytes] * len(keys), parent)
+        scattered = [place for place in places if place is not None and not isinstance(place.extent.units, range)]
+        if scattered:
+            with self._chunks.lock:
+                self._chunks.abort(scattered)
+        ready = [place for place in places if place is not None and place not in scattered]
+        with self._chunks.aborting(ready):
+            self._chunks.make_ready(ready)
+            extents = {place.entry: self._extent(place.entry, place.extent, None) for place in ready}
+        given = [place if place is not None and place.entry in extents else None for place in places]
+        reservation = FileReservation(
+            next(self._ids), tuple(None if place is None else extents[place.entry] for place in given)
+        )
+        with self._chunks.lock:
+            self._reservations[reservation.id] = list(zip(given, [parent, *keys], strict=False))
+        return reservation
+
+    def commit(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
+        if len(checksums) != len(reservation.extents):
+            raise MisuseError(f"{len(checksums)} checksums for a reservation of {len(reservation.extents)} chunks")
+        with self._chunks.lock:
+            given = self._reservations.pop(reservation.id, None)
+            if given is None:
+                raise MisuseError(f"file reservation {reservation.id} is not open")
+            written = [
+                _Written(place, parent, checksum)
+                for (place, parent), checksum in zip(given, checksums, strict=True)
+                if place is not None and checksum is not None
+            ]
+            kept = {one.place.entry for one in written}
+            self._chunks.abort([place for place, _ in given if place is not None and place.entry not in kept])
+        if written:
+            self._keep(written)
+        why = "there was no room for it, or it was not written"
+        return [Stored() if place is not None and place.entry in kept else Refused(why) for place, _ in given]
+
+    def _keep(self, written: Sequence[_Written]) -> None:
+        """What is left of the order of writes when the bytes are there.
+
+        Raises:
+            TierDown: none was kept.
+        """
+        places = [one.place for one in written]
+        files: set[File] = set()
+        records = []
+        with self._chunks.aborting(places):
+            self._chunks.refuse_vanished(places)
+            for one in written:
+                place, nbytes = one.place, self._context.chunk_bytes
+                header = chunk_header.make_header(
+                    chunk_header.Header(
+                        place.key, one.parent, nbytes, nbytes, self._format_id, "", one.checksum, one.checksum, ()
+                    )
+                )
+                records.append((place, header))
+                ((file, offset, _),) = self._chunks.segments(place.entry, place.extent, nbytes)
+                self._write_header(file, offset, header)
+                files.add(file)
+            self._chunks.sync_files(files)
+            self._chunks.write_records(records, written[0].parent)
+        self._chunks.make_findable(places, [one.parent for one in written])
+
+    def _write_header(self, file: File, offset: int, header: bytes) -> None:
+        page = self._pages.take()
+        page[: chunk_header.HEADER_BYTES] = header
+        try:
+            file.write([page], offset)
+            if not file.direct:
+                file.drop_cached(offset, PAGE_BYTES)
+        finally:
+            self._pages.give([page])
+
+    def _leased(self, key: ChunkKey, entry: int) -> FileExtent | None:
+        """None where it is encoded or in pieces, or its record was wiped meanwhile, or damaged: a load may tell
+        which."""
+        extent = self._chunks.index.extent(entry)
+        if not isinstance(extent.units, range):
+            return None
+        found = self._chunks.directory(entry).header_in(entry // len(self._chunks.directories))
+        header = None if found is None else chunk_header.read_header(found)
+        if not isinstance(header, chunk_header.Header) or header.key != key or header.codec:
+            return None
+        if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):
+            return None
+        return self._extent(entry, extent, header.checksum)
+
+    def _extent(self, entry: int, extent: Extent, checksum: bytes | None) -> FileExtent:
+        ((file, offset, _),) = self._chunks.segments(entry, extent, self._context.chunk_bytes)
+        return FileExtent(str(file.path.absolute()), offset + PAGE_BYTES, self._context.chunk_bytes, checksum)

@@ -1,0 +1,173 @@
+"""Room for payloads of any size on a medium, with bounded waste.
+
+The room is *slots*, each as large as a whole chunk needs, and a slot is cut into equal *units*. A payload takes as many
+units as it needs, from any slots, in any order: no gap is ever too small for another payload, so nothing fragments, and
+what is lost is less than one unit a chunk. A whole chunk takes a whole slot while there is one, so that its bytes
+lie together; smaller ones share slots, and lie together where that is possible.
+
+A unit is at most a twelfth of a slot (8.4 %), so each chunk loses less than that of a whole chunk's room, and half of
+it on average. A chunk stored whole loses only what rounds its slot to whole units: nothing up to 24 pages, at most 4.2
+% beyond, and at most 1.6 % from 256 pages (1 MiB) on.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from kv_tiers.pool.host_pool import PAGE_BYTES
+
+MAX_UNITS: Final = 24
+_MIN_UNITS: Final = 12
+CHUNKS_A_SLOT: Final = 4
+"""As many chunks as have room in so many slots on average, however small they are: each costs memory and a record."""
+_SLOTS_LOOKED_AT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """unit_bytes: size of a unit, in whole pages. slot_units: units of a slot, at most `MAX_UNITS`."""
+
+    unit_bytes: int
+    slot_units: int
+
+    @classmethod
+    def of(cls, chunk_bytes: int) -> "Geometry":
+        """For chunks that take so many bytes when they are stored whole, what goes with them included."""
+        pages = -(-chunk_bytes // PAGE_BYTES)
+        if pages <= MAX_UNITS:
+            return cls(PAGE_BYTES, pages)
+        # What rounding loses, weighed against what the last unit of a smaller payload will lose.
+        slot_units = min(range(MAX_UNITS, _MIN_UNITS - 1, -1), key=lambda units: 8 * (-pages % units) - -pages // units)
+        return cls(-(-pages // slot_units) * PAGE_BYTES, slot_units)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.unit_bytes * self.slot_units
+
+    def units_for(self, stored_bytes: int) -> int:
+        return max(1, -(-stored_bytes // self.unit_bytes))
+
+
+def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First unit and number of units of each run of neighbours among them, in their order."""
+    if isinstance(units, range):
+        yield units.start, len(units)
+        return
+    first = count = 0
+    for unit in units:
+        if count and unit == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = unit, 1
+    yield first, count
+
+
+class Space:
+    """Which units of one medium are free. Slots are numbered from 0, and the units of slot n from n × `slot_units`."""
+
+    def __init__(self, slots: int, slot_units: int) -> None:
+        self._slots, self._slot_units = slots, slot_units
+        self.grows = True
+        """Slots that were never used may be given."""
+        self._untouched_from = 0
+        self._whole: deque[int] = deque()
+        self._parts: dict[int, list[int]] = {}  # the free units of slots of which others are taken
+        self._part_units = 0
+
+    @property
+    def free_units(self) -> int:
+        """Those of slots that were used before."""
+        return self._part_units + len(self._whole) * self._slot_units
+
+    @property
+    def used_units(self) -> int:
+        return self._untouched_from * self._slot_units - self.free_units
+
+    def has_untouched(self) -> bool:
+        return self.grows and self._untouched_from < self._slots
+
+    def adopt(self, taken: Iterable[Sequence[int]]) -> None:
+        """These are taken, as they were before. Of a space of which nothing is."""
+        whole: set[int] = set()
+        parts: dict[int, set[int]] = {}
+        for units in taken:
+            if len(units) == self._slot_units and isinstance(units, range):
+                whole.add(units.start // self._slot_units)
+            else:
+                for unit in units:
+                    parts.setdefault(unit // self._slot_units, set()).add(unit)
+        self._untouched_from = max(*whole, *parts, -1, -1) + 1
+        self._whole = deque(slot for slot in range(self._untouched_from) if slot not in whole and slot not in parts)
+        self._parts = {
+            slot: free for slot, units in parts.items() if (free := [u for u in self._units_of(slot) if u not in units])
+        }
+        self._part_units = sum(map(len, self._parts.values()))
+
+    def take(self, count: int) -> Sequence[int] | None:
+        """So many units; a whole slot's as a `range`. None: there are not so many."""
+        if count < self._slot_units:
+            for slot, free in islice(self._parts.items(), _SLOTS_LOOKED_AT):
+                if len(free) >= count:
+                    return self._take_of(slot, count)
+        slot_or_none = self._next_whole()
+        if slot_or_none is not None:
+            units = self._units_of(slot_or_none)
+            if count == self._slot_units:
+                return units
+            self._parts[slot_or_none] = list(units[count:])
+            self._part_units += self._slot_units - count
+            return tuple(units[:count])
+        if self._part_units < count:
+            return None
+        scattered: list[int] = []
+        while len(scattered) < count:
+            slot, free = next(iter(self._parts.items()))
+            scattered += self._take_of(slot, min(len(free), count - len(scattered)))
+        return tuple(scattered)
+
+    def give(self, units: Sequence[int], *, last: bool = False) -> None:
+        """They are free. last: whole slots among them are taken after all others that are free."""
+        if isinstance(units, range):
+            self._add_whole(units.start // self._slot_units, last)
+            return
+        for unit in units:
+            slot = unit // self._slot_units
+            free = self._parts.setdefault(slot, [])
+            free.append(unit)
+            self._part_units += 1
+            if len(free) == self._slot_units:
+                del self._parts[slot]
+                self._part_units -= self._slot_units
+                self._add_whole(slot, last)
+
+    def _units_of(self, slot: int) -> range:
+        return range(slot * self._slot_units, (slot + 1) * self._slot_units)
+
+    def _add_whole(self, slot: int, last: bool) -> None:
+        if last:
+            self._whole.appendleft(slot)
+        else:
+            self._whole.append(slot)
+
+    def _next_whole(self) -> int | None:
+        if self._whole:
+            return self._whole.pop()
+        if not self.has_untouched():
+            return None
+        self._untouched_from += 1
+        return self._untouched_from - 1
+
+    def _take_of(self, slot: int, count: int) -> tuple[int, ...]:
+        free = self._parts[slot]
+        free.sort()
+        taken, left = free[:count], free[count:]
+        self._part_units -= count
+        if left:
+            self._parts[slot] = left
+        else:
+            del self._parts[slot]
+        return tuple(taken)
