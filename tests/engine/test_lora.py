@@ -1,0 +1,112 @@
+"""Adapters on the real engine: KV computed under one is never found under another, nor without one.
+
+A random LoRA on the attention's projections changes every token, so a wrong hit would show in the tokens as well.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import NEW_TOKENS, SHARED, Answer, Engine, started
+from kv_cuda.tiny import TinyLlama
+from kv_tiers.testing.wait import until
+
+PROMPT = SHARED[:700]
+RANK = 4
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA for the queries and values of every layer of the tiny Llama, large enough to change what is generated."""
+    from safetensors.numpy import save_file
+
+    shape, random = TinyLlama(), np.random.default_rng(seed)
+    out = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
+    tensors = {}
+    for layer in range(shape.layers):
+        for name, size in out.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = random.normal(0, 0.2, (RANK, shape.hidden)).astype(np.float32)
+            tensors[f"{place}.lora_B.weight"] = random.normal(0, 0.2, (size, RANK)).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"r": RANK, "lora_alpha": RANK, "target_modules": sorted(out), "peft_type": "LORA", "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    return directory
+
+
+Adapter = tuple[str, int, Path]
+"""Its name, vLLM's number for it, and its directory."""
+
+
+def ask(engine: Engine, adapter: Adapter | None) -> Answer:
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
+
+    (output,) = engine.llm.generate(
+        [TokensPrompt(prompt_token_ids=PROMPT)],
+        SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True),
+        lora_request=None if adapter is None else LoRARequest(adapter[0], adapter[1], str(adapter[2])),
+        use_tqdm=False,
+    )
+    engine.hits = [output.num_cached_tokens or 0]
+    return tuple(output.outputs[0].token_ids)
+
+
+def found(engine: Engine, adapter: Adapter | None, expected: Answer) -> bool:
+    """Whether the prompt's whole chunks were found. However that is, the tokens are right."""
+    assert ask(engine, adapter) == expected
+    return engine.hits == [512]
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[Adapter]:
+    return [(name, number, write_adapter(tmp_path / name, seed=number)) for number, name in ((1, "one"), (2, "two"))]
+
+
+@contextmanager
+def engine_with_adapters(model: str, cache: dict[str, Any] | None) -> Iterator[Engine]:
+    with started(model, cache=cache, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
+        yield engine
+
+
+def test_what_is_computed_under_an_adapter_is_found_under_it_alone(
+    tiny_llama: str, adapters: list[Adapter], tmp_path: Path
+) -> None:
+    """In one engine, in the next one from disk, and after the files of an adapter have changed under its path."""
+    changed = write_adapter(tmp_path / "changed", seed=3)
+    with engine_with_adapters(tiny_llama, None) as engine:
+        alone = ask(engine, None)
+        own = [ask(engine, adapter) for adapter in adapters]
+        after_change = ask(engine, ("changed", 3, changed))
+    assert len({alone, *own, after_change}) == 4, "an adapter that changes no token proves nothing"
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    (one, two), (of_one, of_two) = adapters, own
+
+    with engine_with_adapters(tiny_llama, cache) as engine:
+        assert not found(engine, None, alone)
+        assert found(engine, None, alone)
+        for adapter, expected in zip(adapters, own, strict=True):
+            assert not found(engine, adapter, expected), "it was stored under another adapter, or under none"
+            # Its files are read by a thread, and until that is done nothing is stored.
+            until(lambda adapter=adapter, expected=expected: found(engine, adapter, expected), within_s=60)
+
+    with engine_with_adapters(tiny_llama, cache) as engine:
+        assert found(engine, None, alone)
+        until(lambda: found(engine, two, of_two), within_s=60)
+        until(lambda: found(engine, one, of_one), within_s=60)
+        for file in changed.iterdir():
+            shutil.copy(file, one[2] / file.name)
+        # vLLM goes on with what it read. Nothing can tell which of the two it has, so neither is found any more.
+        until(lambda: not found(engine, one, of_one), within_s=60)
+        assert not found(engine, one, of_one)
+        reloaded = ("one", 9, one[2])
+        assert not found(engine, reloaded, after_change)
+        until(lambda: found(engine, reloaded, after_change), within_s=60)
+        assert found(engine, two, of_two)
+        engine.assert_at_rest()
