@@ -1,0 +1,78 @@
+"""The interface of vLLM is looked at when an engine starts: another than kv_vllm was written for turns the cache off."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from engines import started
+from kv_tiers.attach.engine import engines
+from kv_vllm import interface
+from kv_vllm.connector import KVTiersConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.v1.core.sched.output import SchedulerOutput
+
+PROMPTS = [[3 + (7919 * i) % 2000 for i in range(300)]] * 2
+CACHE: dict[str, Any] = {"chunk_tokens": 64, "host": {"capacity_bytes": "64MiB"}}
+
+
+def test_this_vllm_is_the_one_that_was_tested() -> None:
+    assert list(interface.interface_differences()) == []
+    assert interface.check_interface() == ""
+
+
+def test_every_call_that_is_checked_is_implemented_with_these_names() -> None:
+    for name, parameters in interface.CALLS.items():
+        assert name in vars(KVTiersConnector), name
+        hook = vars(KVTiersConnector)[name]
+        hook = getattr(hook, "__wrapped__", hook)
+        assert hook.__code__.co_varnames[1 : 1 + len(parameters)] == tuple(parameters), name
+
+
+def other_match(self: Any, waiting: Any, computed: int) -> None:
+    """Another release's."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (KVConnectorBase_V1, "get_num_new_matched_tokens", other_match, r"takes \['waiting', 'computed'\]"),
+        (KVConnectorBase_V1, "wait_for_save", None, "has no wait_for_save"),
+        (KVConnectorTransferResults, "failed_recving", None, "has no failed_recving"),
+        (SchedulerOutput, "kv_connector_block_state", None, "has no kv_connector_block_state"),
+    ],
+)
+def test_what_differs_is_said_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, value: Any, said: str
+) -> None:
+    if value is None:
+        monkeypatch.delattr(owner, name, raising=False)
+        if name in getattr(owner, "__annotations__", {}):
+            monkeypatch.delitem(owner.__annotations__, name)
+    else:
+        monkeypatch.setattr(owner, name, value)
+    assert re.search(said, interface.check_interface())
+    assert f"install vllm=={interface.TESTED}" in interface.check_interface()
+
+
+def test_another_version_with_the_same_interface_is_served_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "0.99.1")
+    with caplog.at_level(logging.WARNING, logger="kv_vllm.interface"):
+        assert interface.check_interface() == ""
+    assert "tested with vLLM 0.32, and this is 0.99.1" in caplog.text
+
+
+def test_an_engine_with_another_interface_runs_without_us_and_says_why(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tiny_llama, cache=None) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    monkeypatch.setattr(KVConnectorBase_V1, "update_connector_output", lambda self, other: None)
+    with started(tiny_llama, cache=CACHE) as ours:
+        assert ours.ask_in_turn(PROMPTS) == expected
+        assert ours.hits == [0, 0]
+        (inner,) = engines().values()
+        assert "update_connector_output takes ['other']" in inner.off
+        assert inner.cache is None and inner.faults == []
