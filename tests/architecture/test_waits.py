@@ -7,7 +7,7 @@ TESTS = sorted((Path(__file__).parents[2] / "packages" / "kv-tiers" / "tests").r
 BOUNDED_AT_THEIR_END = {
     ("test_redis.py", "self.listener.accept"),  # the listener is shut down by `close`
     ("test_objects.py", "listener.accept"),  # has a timeout of its own
-    ("test_server.py", "listener.accept"),
+    ("test_fuzzed.py", "listener.accept"),
 }
 CACHES = ("served", "here", "there", "quiet", "Served()")
 """Whose `join` is a client's, not a thread's."""

@@ -224,7 +224,7 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
 
 def test_the_examples_on_the_formats_page_are_true() -> None:
     """Whoever writes a client in another language checks it against these."""
-    page = (Path(__file__).parents[3] / "docs" / "formats" / "wire.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "formats" / "wire.md").read_text()
     blocks = page.split("```")[1].strip().split("\n\n")
     hello, lookup, planned = (bytes.fromhex(block.replace("\n", " ")) for block in blocks)
     assert hello == wire.frame(wire.Hello("0.1.0"))

@@ -16,9 +16,8 @@ from kv_tiers.config import HostConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_tiers.server import connections as clients_module
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
+from kv_tiers.testing.cache_servers import join_at, report_of
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.wait import line, until
 
@@ -59,16 +58,6 @@ def server() -> Iterator[ServerProcess]:
     made.stop()
 
 
-def join(server: ServerProcess, **options: object) -> RemoteCache:
-    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", **options)  # type: ignore[arg-type]
-
-
-def report(server: ServerProcess) -> Report:
-    stated = ask_server(server.socket, wire.Status(), timeout_s=10)
-    assert isinstance(stated, wire.Stated)
-    return stated.report
-
-
 def cut(cache: RemoteCache) -> None:
     """Its connection breaks, and it has not noticed."""
     assert cache._link.connection is not None
@@ -94,7 +83,7 @@ def said(process: "subprocess.Popen[str]", word: str) -> None:
 
 def test_a_client_that_has_nothing_more_to_do_gives_back_what_it_was_writing(server: ServerProcess) -> None:
     """It noticed when it wanted to commit, and nobody calls it again."""
-    writer, other = join(server), join(server)
+    writer, other = join_at(server.socket), join_at(server.socket)
     lease = writer.begin_store(key_chain(SLOTS), "w")
     assert len(lease.keys) == SLOTS
     cut(writer)
@@ -106,7 +95,7 @@ def test_a_client_that_has_nothing_more_to_do_gives_back_what_it_was_writing(ser
 
 
 def test_what_it_still_writes_stays_its_own(server: ServerProcess) -> None:
-    writer, other = join(server), join(server)
+    writer, other = join_at(server.socket), join_at(server.socket)
     given_up, writing = writer.begin_store(key_chain(3), "x"), writer.begin_store(key_chain(2, branch="y"), "y")
     cut(writer)
     assert not writer.release(given_up)
@@ -119,10 +108,10 @@ def test_what_it_still_writes_stays_its_own(server: ServerProcess) -> None:
 
 
 def test_one_that_is_closed_without_its_connection_gives_everything_back(server: ServerProcess) -> None:
-    writer, other = join(server), join(server)
+    writer, other = join_at(server.socket), join_at(server.socket)
     assert writer.begin_store(key_chain(SLOTS), "w").keys
     cut(writer)
-    until(lambda: report(server).orphans == 1)
+    until(lambda: report_of(server.socket).orphans == 1)
     writer.counts()  # it notices
     writer.close()
     until(lambda: other.counts().slots_used == 0)
@@ -135,7 +124,7 @@ def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> No
     settings = {"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}}
     first = launch(settings, socket=home / "kv.sock")
     pools: list[str] = []
-    cache = join(first, on_new_pool=lambda pool: pools.append(pool.name))
+    cache = join_at(first.socket, on_new_pool=lambda pool: pools.append(pool.name))
     lease = cache.begin_store(key_chain(2), "w")
     os.kill(first.pid, 9)
     first.stop()
@@ -152,7 +141,7 @@ def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> No
 
 
 def test_a_process_that_has_let_go_of_the_pool_writes_nowhere(server: ServerProcess) -> None:
-    other = join(server)
+    other = join_at(server.socket)
     with lost_process(server, "never") as process:
         said(process, "lost")
         until(lambda: other.counts().slots_used == 0, 30)
@@ -203,7 +192,7 @@ def test_a_greeting_that_does_not_come_is_not_waited_for(server: ServerProcess, 
 
 def is_served(server: ServerProcess) -> bool:
     with contextlib.suppress(Exception):
-        join(server).close()
+        join_at(server.socket).close()
         return True
     return False
 

@@ -1,0 +1,205 @@
+"""Who is served, and how much of it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from kv_core.errors import ConfigError
+from kv_core.lookup import Ended
+from kv_core.service import LoadFailed
+from kv_core.testing import key_chain
+from kv_tiers.config import HostConfig
+from kv_tiers.server import RemoteCache, ServerConfig, wire
+from kv_tiers.server import caches as caches_module
+from kv_tiers.server import session as session_module
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.server import CacheServer
+from kv_tiers.testing.cache_servers import (
+    ThreadedServer,
+    held,
+    read,
+    register,
+    store,
+)
+from kv_tiers.testing.wait import joined, until
+
+
+def test_another_user_is_refused(served: ThreadedServer) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    assert served.path.stat().st_mode & 0o777 == 0o600
+    assert served.path.parent.stat().st_mode & 0o777 == 0o700
+    served.path.parent.chmod(0o755)  # the kernel keeps others out already; see that we would
+    served.path.chmod(0o666)
+    code = (
+        "import os, socket, sys\n"
+        "connection = socket.socket(socket.AF_UNIX)\n"
+        "connection.settimeout(60)\n"
+        "os.setgid(65534), os.setuid(65534)\n"
+        "connection.connect(sys.argv[1])\n"
+        "print(connection.recv(999))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(served.path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "you are user 65534" in done.stdout, done.stderr
+    assert ask_server(served.path, wire.Ping()) == wire.Done()
+
+
+def test_one_owner_of_an_address(home: Path) -> None:
+    config = ServerConfig(host=HostConfig(capacity_bytes=1 << 20), socket=str(home / "s"))
+    first = CacheServer(config)
+    with pytest.raises(ConfigError, match="another server listens"):
+        CacheServer(config)
+    assert (home / "s").exists()
+    first.stop()
+    first.serve()
+    assert not (home / "s").exists()
+    (home / "s").touch()  # left by one that was killed
+    again = CacheServer(config)
+    again.stop()
+    again.serve()
+
+
+def test_a_directory_open_to_others_is_no_place_for_a_socket(home: Path) -> None:
+    config = ServerConfig(host=HostConfig(capacity_bytes=1 << 20), socket=str(home / "s"))
+    home.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        CacheServer(config)
+
+
+def test_so_many_sessions_and_formats_and_no_more() -> None:
+    served = ThreadedServer(max_sessions=3, max_formats=2)
+    caches = [served.join("one"), served.join("two")]
+    with pytest.raises(ConfigError, match="max_formats"):
+        served.join("three")
+    until(lambda: len(served.report().sessions) == 2)
+    caches.append(served.join("one"))
+    with pytest.raises(ConfigError, match="max_sessions"):
+        served.join("one")
+    for cache in caches:
+        cache.close()
+    served.close()
+
+
+def test_settings_that_cannot_be_honoured_are_told_to_the_client() -> None:
+    served = ThreadedServer(tiers=[{"type": "dsik"}])
+    with pytest.raises(ConfigError, match="dsik"):
+        served.join()
+    assert ask_server(served.path, wire.Ping()) == wire.Done()
+    served.close()
+
+
+def test_opening_a_new_models_tiers_delays_nobody_else(served: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(10)
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    before = served.join()
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    met: list[RemoteCache] = []
+    threads = [threading.Thread(target=lambda: met.append(served.join("new"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        store(before, key_chain(2, branch=str(number)))
+    assert met == []
+    go_on.set()
+    for thread in threads:
+        joined(thread)
+    assert len(met) == 2
+    store(met[0], key_chain(2))
+    assert read(met[1], key_chain(2))
+    for cache in (before, *met):
+        cache.close()
+
+
+def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_KEYS_HELD", 10)
+    cache, other = served.join(), served.join()
+    keys = key_chain(3)
+    store(cache, keys)
+    for holder in ("a", "b", "c"):
+        assert cache.lookup(keys, holder).chunks == 3
+    assert cache.lookup(keys, "d").ended is Ended.REFUSED
+    assert cache.load(keys, "d") == LoadFailed(tuple(keys), "this session holds as much as one may")
+    refused = cache.begin_store(key_chain(2, branch="more"), "w")
+    assert refused.keys == ()
+    assert "as much as" in refused.refused
+    cache.commit(refused)
+    assert other.lookup(keys, "d").chunks == 3
+    cache.end("a")
+    assert cache.lookup(keys, "d").chunks == 3
+    served.clock.advance(300)
+    assert cache.lookup(keys, "a").chunks == 3
+    assert cache.renew("a")
+    monkeypatch.setattr(session_module, "MAX_WRITES", 0)
+    assert cache.begin_store(keys, "w").refused
+    cache.close()
+    other.close()
+
+
+def test_the_holder_not_heard_of_for_longest_goes_first(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "MAX_HOLDERS", 2)
+    cache = served.join()
+    store(cache, key_chain(1))
+    for holder in ("a", "b", "c"):
+        cache.lookup(key_chain(1), holder)
+    assert [cache.renew(holder) for holder in ("a", "b", "c")] == [False, True, True]
+    cache.close()
+
+
+def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = ThreadedServer(slots=20)
+    cache = served.join()
+    monkeypatch.setattr(wire, "MAX_KEYS", 6)
+    keys = key_chain(10)
+    assert "at most 6" in store(cache, keys).refused
+    plan = cache.lookup(keys, "r")
+    assert (plan.chunks, plan.ended) == (6, Ended.REFUSED)
+    assert cache.lookup(keys, "r", keys_per_chunk=5).chunks == 1
+    assert isinstance(cache.load(keys, "l"), LoadFailed)
+    cache.forget(keys)
+    assert held(cache, keys) == 0
+    cache.close()
+    served.close()
+
+
+def test_who_does_not_read_is_dropped(served: ThreadedServer) -> None:
+    stays = served.join()
+    with served.raw(wire.Hello("t"), register()) as deaf, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        deaf.sendall(wire.frame(wire.Status()) * 1_000_000)
+    assert stays.counts().slots_total == 8
+    assert len(served.report().sessions) == 1
+    stays.close()
+
+
+def test_who_floods_the_server_delays_nobody(served: ThreadedServer) -> None:
+    stays = served.join()
+    store(stays, key_chain(3))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
+                served.raw(wire.Hello("t"), wire.frame(wire.Status()) * 1000).close()
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    answered = sum(held(stays, key_chain(3)) == 3 for _ in range(50))
+    stop.set()
+    for thread in threads:
+        joined(thread)
+    assert answered == 50
+    stays.close()

@@ -1,0 +1,256 @@
+"""Clients that go, however they go: what they held is given back, and only what nobody can be writing."""
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import MisuseError
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.testing import key_chain
+from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server import connections as clients_module
+from kv_tiers.server import orphans as orphans_module
+from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
+from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up
+from kv_tiers.testing.wait import until
+
+
+def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedServer) -> None:
+    stays = served.join()
+    store(stays, key_chain(3))
+    with raw_session(served) as ask:
+        keys = wire.pack_keys(key_chain(3))
+        for number in range(5):
+            ask(wire.Lookup(keys, f"r{number}", 1, False))
+        ask(wire.Load(keys, "l"))
+        ask(wire.Load(keys, "never released"))
+        assert stays.counts().read_leases == 7
+    until(lambda: stays.counts().read_leases == 0)
+    (behind,) = served.server.caches.values()
+    assert not behind._leases.holders()
+    stays.close()
+
+
+def test_who_lost_only_the_connection_may_still_be_writing(served: ThreadedServer) -> None:
+    """Its slots are nobody else's until it says what it still has; then the copy goes on where it was."""
+    writer, other = served.join(), served.join()
+    keys = key_chain(5)
+    kept, lost = writer.begin_store(keys[:3], "w"), writer.begin_store(keys, "x")
+    assert writer._link.connection is not None
+    writer._link.connection.close()  # as after a time-out
+    until(lambda: served.report().orphans == 1)
+    assert other.counts().write_leases == 2
+    greedy = other.begin_store(key_chain(8, branch="greedy"), "g")
+    assert len(greedy.keys) == 3
+    assert set(greedy.extents).isdisjoint(kept.extents + lost.extents)
+    fill(writer, kept)
+    until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
+    assert writer.generation == 0
+    assert served.report().orphans == 0
+    writer.end("x")
+    assert other.counts().write_leases == 2
+    writer.commit(kept)
+    assert read(other, keys[:3])
+    assert other.release(greedy)
+    writer.close()
+    assert other.counts().slots_used == 3
+    other.close()
+
+
+def test_what_was_given_up_while_away_is_given_back_at_the_return(served: ThreadedServer) -> None:
+    writer, other = served.join(), served.join()
+    leases = [writer.begin_store(key_chain(2, branch=str(number)), f"w{number}") for number in range(4)]
+    assert writer._link.connection is not None
+    writer._link.connection.close()
+    until(lambda: served.report().orphans == 1)
+    writer._link.lose("for the test")
+    writer._link.rest(1000)
+    writer.commit(leases[0])
+    assert not writer.release(leases[1])
+    writer.end("w2")
+    with pytest.raises(MisuseError, match="not open"):
+        writer.commit(leases[2])
+    writer._link.rest(0)
+    until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
+    assert other.counts().write_leases == 1
+    fill(writer, leases[3])
+    writer.commit(leases[3])
+    assert held(other, leases[3].keys) == 2
+    assert other.counts().slots_used == 2
+    writer.close()
+    other.close()
+
+
+def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients_module, "open_pidfd", lambda pid: -1)
+    monkeypatch.setattr(orphans_module, "_LOOK_S", 0.01)
+    served = ThreadedServer()
+    stays = served.join()
+    with raw_session(served) as ask:
+        ask(wire.BeginStore(wire.pack_keys(key_chain(3)), "w"))
+    until(lambda: served.report().orphans == 1)
+    served.clock.advance(299)
+    assert stays.counts().write_leases == 1
+    served.clock.advance(1)
+    until(lambda: served.report().orphans == 0)
+    assert stays.counts().slots_used == 0
+    stays.close()
+    served.close()
+
+
+DEEDS = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(["store", "lookup", "write", "end", "die", "leave"]),
+    st.sampled_from("ab"),
+    st.builds(lambda chunks, branch: key_chain(chunks, branch=branch), st.integers(1, 4), st.sampled_from("xyz")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DEEDS, max_size=25))
+def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, str, list[ChunkKey]]]) -> None:
+    """Whatever clients do and whenever they die, in any order."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(orphans_module, "is_gone", lambda pidfd: True)
+        served = ThreadedServer()
+        judge = served.join()
+        clients = [served.join() for _ in range(3)]
+        reads: list[set[str]] = [set(), set(), set()]
+        writes: list[list[str]] = [[], [], []]
+        for who, deed, holder, keys in deeds:
+            cache = clients[who]
+            match deed:
+                case "store":
+                    store(cache, keys, holder)
+                case "lookup":
+                    reads[who].discard(holder)
+                    if cache.lookup(keys, holder).chunks:
+                        reads[who].add(holder)
+                case "write":
+                    cache.begin_store(keys, holder)
+                    writes[who].append(holder)
+                case "end":
+                    cache.end(holder)
+                    reads[who].discard(holder)
+                    writes[who] = [writer for writer in writes[who] if writer != holder]
+                case "die" | "leave":
+                    if deed == "die":
+                        assert cache._link.connection is not None
+                        cache._link.connection.close()
+                    else:
+                        cache.close()
+                    reads[who], writes[who] = set(), []
+                    clients[who] = served.join()
+                    until(lambda: len(served.report().sessions) == 4)
+            counts = judge.counts()
+            assert counts.read_leases == sum(map(len, reads))
+            assert counts.write_leases == sum(map(len, writes))
+            assert_adds_up(counts)
+        for cache in clients:
+            cache.close()
+        counts = judge.counts()
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+        assert counts.slots_used == counts.chunks_resident
+        (behind,) = served.server.caches.values()
+        assert not behind._leases.holders()
+        judge.close()
+        served.close()
+
+
+def test_a_process_that_comes_and_goes_costs_one_descriptor(served: ThreadedServer) -> None:
+    stays = served.join()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(12):
+        with raw_session(served) as ask:
+            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w"))
+        until(lambda: len(served.report().sessions) == 1)
+    assert served.report().orphans == 8  # one for each slot; who got no room leaves nothing
+    # The server closes its end of what asked it a moment after that was answered.
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+    stays.close()
+
+
+def test_killed_at_any_moment() -> None:
+    """Nothing of a killed client is left, and what it committed is whole."""
+    done = subprocess.run([sys.executable, __file__, "150"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    assert counted["kills"] == 150
+    assert counted["writing"] > 5  # were in the middle of a store
+    assert counted["verified"] > 100
+
+
+def child_lives(path: Path, seed: int, writer: int) -> NoReturn:
+    try:
+        rng = random.Random(seed)
+        cache = RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+        os.write(writer, b"r")
+        while True:
+            keys = key_chain(rng.randint(1, 6), branch=str(rng.randrange(8)))
+            match rng.randrange(5):
+                case 0:
+                    cache.lookup(keys, f"r{rng.randrange(9)}")
+                case 1:
+                    cache.load(keys, "l")
+                case 2:
+                    fill(cache, cache.begin_store(keys, "left open"))
+                    if rng.random() < 0.5:
+                        cache.end("left open")
+                case _:
+                    store(cache, keys)
+    finally:
+        os._exit(1)  # not reached: it is killed
+
+
+def kill_often(kills: int) -> dict[str, int]:
+    """Run in a process of its own without threads, as it forks."""
+    rng = random.Random(kills)
+    counted = {"kills": kills, "writing": 0, "verified": 0}
+    server = launch({"host": {"capacity_bytes": 32 * SLOT_BYTES}})
+    stays = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    for number in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            child_lives(server.socket, number, writer)
+        os.close(writer)
+        if rng.random() < 0.9:  # else while it connects
+            assert select.select([reader], [], [], 60)[0] and os.read(reader, 1) == b"r"
+        select.select([], [], [], rng.random() ** 2 * 0.02)
+        os.kill(child, signal.SIGKILL)
+        counted["writing"] += stays.counts().write_leases > 0
+        ended = os.pidfd_open(child)
+        assert select.select([ended], [], [], 60)[0]
+        os.close(ended)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the child ended by itself"
+        os.close(reader)
+        until(lambda: len(report_of(server.socket).sessions) == 1 and not report_of(server.socket).orphans)
+        counts = stays.counts()
+        assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0, counts
+        assert counts.slots_used == counts.chunks_resident, counts
+        assert_adds_up(counts)
+        for branch in range(8):
+            keys = key_chain(6, branch=str(branch))
+            keys = keys[: stays.lookup(keys, "r").chunks]
+            assert read(stays, keys)
+            counted["verified"] += len(keys)
+        stays.end("r")
+    assert stays.generation == 0
+    stays.close()
+    server.stop()
+    return counted
+
+
+if __name__ == "__main__":
+    print(json.dumps(kill_often(int(sys.argv[1]))))

@@ -1,0 +1,195 @@
+"""A server's process, and the pool that it shares."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from kv_core.errors import ConfigError, MisuseError
+from kv_core.testing import key_chain
+from kv_tiers import HostPool
+from kv_tiers.server import launch
+from kv_tiers.server.config import default_socket, read_config
+from kv_tiers.server.mapped import MappedPool
+from kv_tiers.testing.cache_servers import (
+    SLOT_BYTES,
+    held,
+    join_server,
+    peak_rss_bytes,
+    read,
+    settings_for,
+    start_server,
+    store,
+)
+from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.wait import line
+
+
+def test_it_is_ready_at_once_and_small(home: Path) -> None:
+    """The pool is large and not touched; no torch, no plotting, no network library is loaded."""
+    began = time.monotonic()
+    server = launch({"host": {"capacity_bytes": "1GiB"}}, socket=home / "s")
+    assert time.monotonic() - began < 1
+    cache = join_server(home)
+    store(cache, key_chain(4))
+    assert peak_rss_bytes(server.pid) < 100 << 20
+    cache.close()
+    server.stop()
+    code = "import sys, kv_tiers.server.cli; print(sorted(name for name in sys.modules if '.' not in name))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    for name in ("torch", "vllm", "matplotlib", "redis", "obstore", "asyncio", "pickle5"):
+        assert f"'{name}'" not in loaded
+
+
+def test_a_private_server_ends_with_whoever_started_it() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from kv_tiers.server import launch\n"
+        "server = launch({'host': {'capacity_bytes': '1MiB'}})\n"
+        "print(server.pid, server.socket, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    pid, path = line(process.stdout).split()
+    watched = os.pidfd_open(int(pid))
+    process.kill()
+    process.wait(60)
+    process.stdout.close()
+    process.stdin.close()
+    assert select.select([watched], [], [], 10)[0]
+    os.close(watched)
+    assert not Path(path).parent.exists()
+
+
+def test_a_detached_server_stores_what_was_to_be_written_back_after_its_engine_was_killed(home: Path) -> None:
+    """It is no descendant and not in the session of whoever started it, which is how engines find what to kill."""
+    code = (
+        "import json, pathlib, sys\n"
+        "from kv_tiers.server import launch\n"
+        "server = launch(json.loads(sys.argv[1]), socket=pathlib.Path(sys.argv[2]), detached=True)\n"
+        "print(server.pid, server.is_running(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    config = settings_for(home, slots=40, disk=True, write="back")
+    command = [sys.executable, "-c", code, json.dumps(config), str(home / "s")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    pid, is_running = line(process.stdout).split()
+    assert is_running == "True" and os.getsid(int(pid)) == int(pid) != process.pid
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) not in (process.pid, os.getpid())
+    cache = join_server(home)
+    store(cache, key_chain(5))
+    watched = os.pidfd_open(int(pid))
+    process.kill()
+    process.wait(60)
+    assert select.select([watched], [], [], 10)[0]
+    os.close(watched)
+    process.stdout.close()
+    process.stdin.close()
+    cache.close()
+    server = start_server(home, slots=40, disk=True)
+    again = join_server(home)
+    assert held(again, key_chain(5)) == 5
+    assert read(again, key_chain(5))
+    again.close()
+    server.stop()
+
+
+def test_a_detached_server_is_stopped_like_a_child(home: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        server = launch(settings_for(home), socket=home / "s", detached=True)
+        watched = os.pidfd_open(server.pid)
+        assert server.is_running()
+        if number == signal.SIGKILL:
+            os.kill(server.pid, number)
+        server.stop()
+        assert select.select([watched], [], [], 10)[0] and not server.is_running()
+        os.close(watched)
+        server.stop()
+
+
+def test_a_private_server_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="the cache server"):
+        launch({"host": {"capacity_bytes": "1MiB"}, "teirs": []})
+    assert "did you mean 'tiers'" in capfd.readouterr().err
+
+
+def test_a_private_server_that_ended_can_be_stopped_twice() -> None:
+    server = launch({"host": {"capacity_bytes": "1MiB"}})
+    assert server.is_running()
+    home = server.socket.parent
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    server.stop()
+    assert not server.is_running()
+    assert not home.exists()
+
+
+def test_where_a_server_is_and_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
+    assert default_socket("x") == home / f"kv-tiers-{os.geteuid()}" / "x.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "nowhere"))
+    assert default_socket("x").parent.parent == Path(tempfile.gettempdir())
+    for wrong in (
+        {"host": {"name": "n"}},
+        {"server": {"max_formats": 0}},
+        {"server": {"name": "a/b"}},
+        {"server": {"socket": "/" + "a" * 120}},
+        {"server": {"sokcet": "s"}},
+    ):
+        with pytest.raises(ConfigError):
+            read_config(wrong)
+
+
+def test_the_command_says_what_is_wrong(home: Path) -> None:
+    for arguments in (["--config", str(home / "none")], ["--capacity", "lots"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kv_tiers.server", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("kv-server: ")
+
+
+def test_a_shared_pool_cannot_be_cut_short() -> None:
+    pool = HostPool.shared("s", CHUNK_BYTES, 4)
+    seen = MappedPool("s", CHUNK_BYTES, 4, os.dup(pool.descriptor))
+    slot = pool.allocate()
+    assert slot is not None
+    assert pool.back([slot]) == set()
+    seen.view[:3] = b"abc"
+    with pool.chunk(slot) as chunk:
+        assert bytes(chunk[:3]) == b"abc"
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(pool.descriptor, 0)
+    pool.close()
+    assert bytes(seen.view[:3]) == b"abc"
+
+
+def test_without_memfd_an_unlinked_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    pool = HostPool.shared("s", CHUNK_BYTES, 4)
+    assert os.fstat(pool.descriptor).st_nlink == 0
+    assert pool.back([0, 1]) == set()
+    assert os.fstat(pool.descriptor).st_blocks * 512 == 2 * SLOT_BYTES
+    pool.close()
+
+
+def test_only_a_shared_pool_has_a_descriptor() -> None:
+    pool = HostPool.anonymous("p", CHUNK_BYTES, 1)
+    with pytest.raises(MisuseError, match="not shared"):
+        _ = pool.descriptor
+    pool.close()

@@ -1,0 +1,146 @@
+"""One cache, many engines: what crosses the socket means what it means in one process."""
+
+import os
+from unittest import mock
+
+from hypothesis import settings
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import CacheService
+from kv_core.testing import key_chain
+from kv_tiers.config import ObserveConfig
+from kv_tiers.events.bus import Occurred, Subscriber
+from kv_tiers.events.events import BlocksAllocated
+from kv_tiers.server import wire
+from kv_tiers.server.connection import Connection, ask_server
+from kv_tiers.testing.cache_servers import ThreadedServer, fill, raw_session, read, store
+from kv_tiers.testing.contract import CHUNK_BYTES, ServiceContract
+from kv_tiers.testing.model import ServiceMachine
+from kv_tiers.testing.wait import until
+
+
+class TestThroughASocket(ServiceContract):
+    def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
+        self.teardown_method()
+        self.served = ThreadedServer(slots, clock)
+        self.cache = self.served.join()
+        return self.cache, self.cache.pool.view
+
+    def teardown_method(self) -> None:
+        if hasattr(self, "served"):
+            self.cache.close()
+            self.served.close()
+
+
+class RemoteMachine(ServiceMachine):
+    def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
+        self.served = ThreadedServer(slots, clock)
+        self.cache = self.served.join()
+        (self.behind,) = self.served.server.caches.values()
+        return self.cache, self.cache.pool.view
+
+    def resident(self) -> list[ChunkKey]:
+        return self.behind.admin.resident_keys()
+
+    def close(self) -> None:
+        assert not self.behind._leases.holders()
+        assert not any(self.behind._index._leases)
+        self.cache.close()
+        self.served.close()
+
+
+TestRemoteCacheAgainstTheModel = RemoteMachine.TestCase
+
+TestRemoteCacheAgainstTheModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_engines_share_what_one_of_them_stored(served: ThreadedServer) -> None:
+    first, second, other = served.join(engine="a"), served.join(engine="b"), served.join("another model")
+    keys = key_chain(4)
+    store(first, keys)
+    assert second.lookup(keys, "r").chunks == 4
+    assert read(second, keys)
+    assert other.lookup(keys, "r").chunks == 0
+    second.forget(keys[3:])
+    assert first.lookup(keys, "r").chunks == 3
+    for cache in (first, second, other):
+        cache.close()
+
+
+def test_one_shard_each_and_a_chunk_counts_when_all_are_there(served: ThreadedServer) -> None:
+    ranks = [served.join(engine="tp", shards=2, facts={"rank": str(rank)}) for rank in range(2)]
+    asker = served.join(engine="tp", shards=2)
+    keys = key_chain(3, shards=2)
+    store(ranks[0], keys[0::2])
+    assert asker.lookup(keys, "r", keys_per_chunk=2).ended is Ended.INCOMPLETE
+    store(ranks[1], keys[1::2])
+    assert asker.lookup(keys, "r", keys_per_chunk=2).chunks == 3
+    for cache in (*ranks, asker):
+        cache.close()
+
+
+def test_whoever_watches_the_server_hears_of_an_engines_blocks(served: ThreadedServer) -> None:
+    """Without a round trip; and a question right behind it is answered by its own answer."""
+    heard: list[tuple[str, int]] = []
+
+    class Ear(Subscriber):
+        def take(self, occurred: Occurred) -> None:
+            if isinstance(occurred.event, BlocksAllocated):
+                heard.append((occurred.event.holder.partition("/")[2], occurred.event.blocks))
+
+    served.server.bus.subscribe(Ear())
+    cache = served.join()
+    cache.allocated({"one": 5, "two": 0})
+    assert cache.lookup(key_chain(2), "one").chunks == 0
+    until(lambda: heard == [("one", 5), ("two", 0)])
+    cache.close()
+
+
+def test_where_nobody_watches_blocks_are_not_told() -> None:
+    quiet = ThreadedServer(observe=ObserveConfig(history_keys=0))
+    cache = quiet.join()
+    with mock.patch.object(Connection, "send", autospec=True, side_effect=Connection.send) as sent:
+        cache.allocated({"one": 5})
+        assert sent.call_count == 0
+        cache.counts()
+        assert sent.call_count == 1
+    cache.close()
+    quiet.close()
+
+
+def test_an_engines_processes_find_what_its_workers_registered(served: ThreadedServer) -> None:
+    worker = served.join(engine="e", shards=2, facts={"space": "model@1"})
+    stranger = served.join(engine="other")
+    registered = ask_server(served.path, wire.Registered("e"))
+    assert isinstance(registered, wire.Registrations)
+    (found,) = registered.sessions
+    assert (found.chunk_bytes, found.fingerprint, found.shards) == (CHUNK_BYTES, "f", 2)
+    assert (found.facts, found.pid) == ({"space": "model@1"}, os.getpid())
+    worker.close()
+    assert ask_server(served.path, wire.Registered("e")) == wire.Registrations([])
+    stranger.close()
+
+
+def test_no_client_touches_what_is_anothers(served: ThreadedServer) -> None:
+    mine, yours = served.join(), served.join()
+    keys = key_chain(2)
+    writing = mine.begin_store(keys, "same name")
+    with raw_session(served) as ask:
+        for request in (wire.Commit(writing.id), wire.Release(writing.id, True), wire.Release(writing.id, False)):
+            refused = ask(request)
+            assert isinstance(refused, wire.Failed)
+            assert refused.kind == "misuse"
+        assert isinstance(ask(wire.Commit(999)), wire.Failed)
+        assert ask(wire.Release(999, False)) == wire.Truth(False)
+    yours.end("same name")
+    fill(mine, writing)
+    mine.commit(writing)
+    mine.lookup(keys, "same name")
+    yours.end("same name")
+    assert mine.renew("same name")
+    assert not yours.renew("same name")
+    mine.close()
+    assert yours.counts().read_leases == 0
+    assert yours.lookup(keys, "r").chunks == 2
+    yours.close()
