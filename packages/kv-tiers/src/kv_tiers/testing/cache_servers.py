@@ -23,7 +23,7 @@ from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_BYTES, content
 from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import TierContext
-from kv_tiers.tiers.disk import bytes_for
+from kv_tiers.tiers.disk_chunks import bytes_for
 
 SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
 
