@@ -66,6 +66,18 @@ class DiskContract(BoundedTierContract, PersistentTierContract):
         assert isinstance(self.tier, DiskTier)
         return unreadable_device(slabs_of(self.tier))
 
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        assert isinstance(self.tier, DiskTier)
+        (entry,) = self.tier._index.begin_load([key], touch=False)
+        assert entry is not None
+        left = CHUNK_AT + at
+        for file, offset, nbytes in self.tier._chunks.segments(entry, self.tier._index.extent(entry), 1 << 20):
+            if left < nbytes:
+                flip(file.path, offset + left, at % 8)
+                break
+            left -= nbytes
+        self.tier._index.end_load([entry])
+
     def wait_until_tried_again(self) -> None:
         self.clock.advance(60)
 

@@ -17,8 +17,10 @@ from pathlib import Path
 import obstore
 import pytest
 from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
+from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.testing.wait import joined, until
@@ -55,6 +57,13 @@ class TestObjects(PersistentTierContract):
 
     def reopen(self, context: TierContext, chunks: int) -> Tier:
         return make_objects_tier(self.options, context)
+
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        assert isinstance(self.tier, ObjectsTier)
+        path = self.tier._path(key)
+        data = bytearray(obstore.get(self.tier._store, path).bytes())
+        data[HEADER_BYTES + at] ^= 1 << at % 8
+        obstore.put(self.tier._store, path, bytes(data))
 
     def objects(self) -> tuple[ObjectsTier, list[str]]:
         assert isinstance(self.tier, ObjectsTier)

@@ -40,6 +40,7 @@ from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
+from kv_tiers.tiers.resp import Connection, command
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -85,6 +86,23 @@ class OnAServer(TierContract):
 
     def make(self, context: TierContext, chunks: int) -> Tier:
         return make_redis_tier(self.options() | {"prefix": f"test{next(self.numbers)}"}, context)
+
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        assert isinstance(self.tier, RedisTier)
+        piece, offset = divmod(at, self.tier._piece_bytes)
+        name = self.tier._names(key)[piece]
+        offset += 0 if piece else chunk_header.HEADER_BYTES
+        byte = bytearray(1)
+
+        def flip(connection: Connection) -> None:
+            where = b"%d" % offset
+            connection.send([command(b"GETRANGE", name, where, where)])
+            assert connection.read_value([memoryview(byte)]) == 1
+            connection.send([command(b"SETRANGE", name, where, bytes([byte[0] ^ 4]))])
+            connection.read_numbers(1)
+
+        (address,) = self.tier._addresses([key])
+        self.tier._servers.talk(address, flip)
 
 
 class TestValkeyOverAUnixSocket(OnAServer):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.registry import tier_factory
@@ -45,6 +46,12 @@ class TestSharedFs(PersistentTierContract):
         self.mine = make_shared_fs_tier(self.options, context)
         assert isinstance(self.mine, SharedFsTier)
         return self.mine
+
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        path = Path(self.mine._path(key))
+        data = bytearray(path.read_bytes())
+        data[4096 + at] ^= 1 << at % 8
+        path.write_bytes(data)
 
     @contextmanager
     def unreadable_medium(self) -> Iterator[None]:

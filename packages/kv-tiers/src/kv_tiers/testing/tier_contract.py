@@ -8,15 +8,16 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
+import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
-from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
 
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
-from kv_tiers.tier import ClearsTenants, Read, Tier, TierContext, Write
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierContext, Write
 
 CHUNK_BYTES = 10_000
 """No multiple of a page, on purpose."""
@@ -34,6 +35,10 @@ class TierContract:
         """While it is entered the medium of `self.tier` fails every read. None: there is nothing that could."""
         return None
 
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        """Flip a bit of byte `at` of the payload that `self.tier` keeps under this key, past the tier."""
+        pytest.skip("this test cannot reach what its tier keeps")
+
     def wait_until_tried_again(self) -> None:
         """Until the tier reads what it could not read before, where it remembers that: by its clock."""
 
@@ -50,13 +55,24 @@ class TierContract:
         self.tier = self.make(context, chunks)
         return self.tier
 
-    def write(self, key: ChunkKey, parent: ChunkKey | None = None, salt: bytes = b"") -> Write:
-        """A chunk that is known by its key (and `salt`, for another under the same key)."""
+    def write(
+        self, key: ChunkKey, parent: ChunkKey | None = None, salt: bytes = b"", *, stored_bytes: int | None = None
+    ) -> Write:
+        """A chunk that is known by its key (and `salt`, for another under the same key).
+
+        stored_bytes: size of its payload, as if a codec had made it; None: a chunk as it is.
+        """
         nbytes = self.context.chunk_bytes
         pages = aligned_pages(self.context.slot_bytes)
-        pages[:nbytes] = content(ChunkKey(salt + key), nbytes)
-        header = chunk_header.pack_header(key, parent, pages[:nbytes], chunk_header.format_id(self.context.fingerprint))
-        return Write(key, parent, header, pages, nbytes)
+        form = chunk_header.format_id(self.context.fingerprint)
+        if stored_bytes is None:
+            pages[:nbytes] = content(ChunkKey(salt + key), nbytes)
+            header = chunk_header.pack_header(key, parent, pages[:nbytes], form)
+            return Write(key, parent, header, pages, nbytes)
+        pages[:stored_bytes] = content(ChunkKey(salt + key), stored_bytes)
+        checksum, pieces = chunk_header.checksums_of(pages[:stored_bytes], nbytes)
+        described = chunk_header.Header(key, parent, nbytes, stored_bytes, form, "contract", checksum, None, pieces)
+        return Write(key, parent, chunk_header.make_header(described), pages, stored_bytes)
 
     def writes(self, keys: Sequence[ChunkKey]) -> list[Write]:
         return [self.write(key, parent) for parent, key in zip([None, *keys], keys, strict=False)]
@@ -66,19 +82,24 @@ class TierContract:
 
     def load(self, keys: Sequence[ChunkKey]) -> list[LoadOutcome]:
         """Load and check: what is called loaded is what was stored, and its header says so."""
-        reads = []
-        for key in keys:
-            pages = aligned_pages(self.context.slot_bytes)
-            pages[:] = b"\xa5" * len(pages)
-            reads.append(Read(key, bytearray(chunk_header.HEADER_BYTES), pages, self.context.chunk_bytes))
+        reads = [self.read(key) for key in keys]
         outcomes = self.tier.load(reads)
         assert len(outcomes) == len(reads)
         for read, outcome in zip(reads, outcomes, strict=True):
             if isinstance(outcome, Loaded):
-                assert outcome.nbytes == self.context.chunk_bytes
-                form = chunk_header.format_id(self.context.fingerprint)
-                assert chunk_header.check(read.header, read.room, key=read.key, format_id=form) is None
+                assert isinstance(self.verify(read, outcome), chunk_header.Header)
         return outcomes
+
+    def read(self, key: ChunkKey, wanted_bytes: int | None = None) -> Read:
+        pages = aligned_pages(self.context.slot_bytes)
+        pages[:] = b"\xa5" * len(pages)
+        wanted_bytes = self.context.chunk_bytes if wanted_bytes is None else wanted_bytes
+        return Read(key, bytearray(chunk_header.HEADER_BYTES), pages, wanted_bytes)
+
+    def verify(self, read: Read, loaded: Loaded) -> "chunk_header.Header | Damaged":
+        form = chunk_header.format_id(self.context.fingerprint)
+        payload, decoded_bytes = read.pages[: loaded.nbytes], self.context.chunk_bytes
+        return chunk_header.verify(read.header, payload, key=read.key, format_id=form, decoded_bytes=decoded_bytes)
 
     def loaded(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [isinstance(outcome, Loaded) for outcome in self.load(keys)]
@@ -147,7 +168,7 @@ class TierContract:
 
     def test_a_tenant_is_cleared_and_nobody_else(self) -> None:
         if not isinstance(self.tier, ClearsTenants):
-            return  # its lane clears it whole
+            pytest.skip("this tier cannot tell tenants apart (`ClearsTenants`): its lane clears it whole")
         salts = (None, "", "one", "two")
         chains = {salt: key_chain(3, salt=salt) for salt in salts}
         # Another model's: a tenant has chunks in every key space.
@@ -187,6 +208,88 @@ class TierContract:
         self.store(keys)
         assert self.loaded(keys) == [True] * 3
 
+    def test_payloads_of_any_size_come_back_with_their_size(self) -> None:
+        sizes = [self.context.chunk_bytes - 1, 1, 4095, 4096, 4097, self.context.chunk_bytes]
+        keys = key_chain(len(sizes))
+        writes = [
+            self.write(key, parent, stored_bytes=size)
+            for key, parent, size in zip(keys, [None, *keys], sizes, strict=False)
+        ]
+        assert self.tier.store(writes) == [Stored()] * len(sizes)
+        assert self.tier.holds(keys) == [True] * len(sizes)
+        assert self.load(keys) == [Loaded(size) for size in sizes]
+        assert self.load(keys[::-1]) == [Loaded(size) for size in sizes[::-1]]
+
+    def test_a_chunk_that_is_stored_again_in_another_size_is_one_of_the_two(self) -> None:
+        (key,) = key_chain(1)
+        for stored_bytes in (5000, 300, None):
+            self.tier.store([self.write(key, stored_bytes=stored_bytes)])
+            (outcome,) = self.load([key])
+            assert isinstance(outcome, Loaded)
+        self.tier.discard([key])
+        assert self.tier.store([self.write(key, stored_bytes=300)]) == [Stored()]
+        assert self.load([key]) == [Loaded(300)]
+
+    def test_the_first_bytes_come_alone_and_can_be_checked(self) -> None:
+        self.use_prefixes()
+        keys = key_chain(3)
+        whole, short, none = keys[0], keys[1], keys[2]
+        nbytes = self.context.chunk_bytes
+        assert self.tier.store([self.write(whole), self.write(short, whole, stored_bytes=70_000)]) == [Stored()] * 2
+        for wanted_bytes in (1, 4096, 5000, 70_000, 70_001, 200_000, nbytes):
+            prefix = chunk_header.prefix_bytes(wanted_bytes, nbytes)
+            assert wanted_bytes <= prefix < wanted_bytes + chunk_header.piece_bytes(nbytes)
+            expected = [Loaded(prefix), Loaded(min(prefix, 70_000)), Absent()]
+            assert self.prefixes([whole, short, none], prefix) == expected
+
+    def test_damage_to_the_first_bytes_is_found_and_damage_behind_them_is_not_looked_at(self) -> None:
+        self.use_prefixes()
+        (key,) = key_chain(1)
+        piece = chunk_header.piece_bytes(self.context.chunk_bytes)
+        for at in (0, piece - 1, piece, 2 * piece, self.context.chunk_bytes - 1):
+            self.tier.discard([key])
+            self.store([key])
+            self.spoil(key, at)
+            for pieces in (1, 2, 3):
+                (outcome,) = self.prefixes([key], pieces * piece)
+                assert isinstance(outcome, Damaged if at < pieces * piece else Loaded), (at, pieces)
+
+    def use_prefixes(self) -> None:
+        if not isinstance(self.tier, ReadsPrefixes):
+            pytest.skip("this tier does not read prefixes (`ReadsPrefixes`)")
+        self.use(TierContext(300_000, slot_bytes_for(300_000), FINGERPRINT), 4)
+
+    def prefixes(self, keys: Sequence[ChunkKey], wanted_bytes: int) -> list[LoadOutcome]:
+        """As the tier answers, but `Damaged` where what it brought is not the beginning of what was stored."""
+        assert isinstance(self.tier, ReadsPrefixes)
+        reads = [self.read(key, wanted_bytes) for key in keys]
+        outcomes = self.tier.load_prefixes(reads)
+        for number, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
+            if isinstance(outcome, Loaded):
+                found = chunk_header.verify_prefix(
+                    read.header,
+                    read.pages[: outcome.nbytes],
+                    key=read.key,
+                    format_id=chunk_header.format_id(self.context.fingerprint),
+                    decoded_bytes=self.context.chunk_bytes,
+                )
+                assert not isinstance(found, chunk_header.WholeOnly)
+                if isinstance(found, Damaged):
+                    outcomes[number] = found
+        return outcomes
+
+    def test_damage_anywhere_in_a_payload_is_found(self) -> None:
+        (key,) = key_chain(1)
+        for at in (0, 1, 4999, self.context.chunk_bytes // 2):
+            self.tier.discard([key])
+            self.tier.store([self.write(key, stored_bytes=5000 + at % 2)])
+            if at < 5000:
+                self.spoil(key, at)
+            read = self.read(key)
+            (outcome,) = self.tier.load([read])
+            found = self.verify(read, outcome) if isinstance(outcome, Loaded) else outcome
+            assert isinstance(found, Damaged if at < 5000 else chunk_header.Header)
+
     def test_usage_counts(self) -> None:
         before = self.tier.usage()
         self.store(key_chain(3))
@@ -201,7 +304,7 @@ class TierContract:
         self.store(keys)
         broken = self.unreadable_medium()
         if broken is None:
-            return
+            pytest.skip("there is no medium that could fail to be read")
         with broken:
             try:
                 outcomes = self.load(keys)
@@ -269,6 +372,23 @@ class BoundedTierContract(TierContract):
         assert stored == [True] * 16 + [False] * 8
         assert all(isinstance(outcome, Stored | Refused) for outcome in outcomes)
         assert self.tier.holds(keys) == stored
+
+    def test_smaller_payloads_leave_room_for_more(self) -> None:
+        """What is lost is less than a twelfth of a chunk's room for each, and a page for its header."""
+        nbytes, stored_bytes = 1 << 20, 400_000
+        self.use(TierContext(nbytes, nbytes, FINGERPRINT), 8)
+        keys = key_chain(40)
+        for key, parent in zip(keys, [None, *keys], strict=False):
+            self.tier.store([self.write(key, parent, stored_bytes=stored_bytes)])
+        chunks = sum(self.tier.holds(keys))
+        usage = self.tier.usage()
+        assert chunks >= 8 * nbytes // (stored_bytes + 4096 + nbytes // 12 + 4096)
+        assert self.loaded(keys) == self.tier.holds(keys)
+        assert usage.used_bytes is not None and usage.capacity_bytes is not None
+        assert chunks * stored_bytes <= usage.used_bytes <= usage.capacity_bytes
+        whole = key_chain(6, branch="whole")
+        self.store(whole)
+        assert self.loaded(whole) == [True] * 6
 
     def test_the_capacity_is_told(self) -> None:
         capacity = self.tier.usage().capacity_bytes

@@ -1,0 +1,99 @@
+"""The promises of `Codec`, as a test class. Inherit it, say how to make yours, and run pytest."""
+
+import os
+import random
+import threading
+
+import pytest
+
+from kv_tiers.codec import Codec, CodecError
+
+
+class CodecContract:
+    """Define `make`: the codec. A lossy one also overrides `assert_alike`."""
+
+    def make(self) -> Codec:
+        raise NotImplementedError
+
+    def chunk(self, nbytes: int = 50_000) -> bytes:
+        """A chunk that this codec makes smaller."""
+        return (b"what is said twice " * (nbytes // 19 + 1))[:nbytes]
+
+    def assert_alike(self, chunk: bytes, decoded: bytes) -> None:
+        assert decoded == chunk
+
+    def setup_method(self) -> None:
+        self.codec = self.make()
+
+    def encode(self, chunk: bytes) -> bytes | None:
+        out = memoryview(bytearray(len(chunk)))
+        size = self.codec.encode(memoryview(chunk), out)
+        return None if size is None else bytes(out[:size])
+
+    def encoded(self, chunk: bytes) -> bytes:
+        encoded = self.encode(chunk)
+        assert encoded is not None
+        return encoded
+
+    def decode(self, payload: bytes, nbytes: int) -> bytes:
+        """It writes where it may, and nowhere else."""
+        around = bytearray(b"\xa5" * (nbytes + 128))
+        self.codec.decode(memoryview(payload), memoryview(around)[64 : 64 + nbytes])
+        assert around[:64] == around[64 + nbytes :] == b"\xa5" * 64
+        return bytes(around[64 : 64 + nbytes])
+
+    def test_its_name_fits_a_header(self) -> None:
+        assert 0 < len(self.codec.name) <= 16
+        assert self.codec.name.isascii()
+
+    def test_what_was_encoded_is_decoded(self) -> None:
+        chunk = self.chunk()
+        encoded = self.encoded(chunk)
+        assert len(encoded) < len(chunk)
+        self.assert_alike(chunk, self.decode(encoded, len(chunk)))
+
+    def test_what_does_not_get_smaller_is_not_encoded(self) -> None:
+        chunk = self.chunk()
+        assert self.codec.encode(memoryview(chunk), memoryview(bytearray(16))) is None
+        if self.codec.is_lossless:
+            assert self.encode(os.urandom(50_000)) is None
+
+    def test_another_size_is_an_error(self) -> None:
+        chunk = self.chunk()
+        encoded = self.encoded(chunk)
+        for nbytes in (len(chunk) - 1, len(chunk) + 1, 1, 2 * len(chunk)):
+            with pytest.raises(CodecError):
+                self.decode(encoded, nbytes)
+
+    def test_what_it_did_not_make_is_an_error_or_some_chunk_and_never_more(self) -> None:
+        chunk = self.chunk()
+        encoded = self.encoded(chunk)
+        chance = random.Random(7)  # noqa: S311  # a test repeats itself
+        spoilt = [b"", b"x", chance.randbytes(5000), encoded[:-1], encoded[: len(encoded) // 2], encoded + b"more"]
+        for _ in range(200):
+            flipped = bytearray(encoded)
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+            spoilt.append(bytes(flipped))
+        for payload in spoilt:
+            try:
+                self.decode(payload, len(chunk))
+            except CodecError:
+                continue
+
+    def test_threads_meet_without_harm(self) -> None:
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                for turn in range(20):
+                    chunk = self.chunk(10_000 + 4 * (100 * number + turn))
+                    self.assert_alike(chunk, self.decode(self.encoded(chunk), len(chunk)))
+            except BaseException as error:  # noqa: BLE001  # carried to the test's own thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
