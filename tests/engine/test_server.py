@@ -15,7 +15,7 @@ from engines import PROMPTS, WARM_HITS, Answer, started
 from killed import PHASES
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
-from kv_tiers.server.launch import ServerProcess, launch
+from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.report import Report
 from kv_tiers.testing.wait import until
 

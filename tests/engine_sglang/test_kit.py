@@ -13,7 +13,7 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_tiers.attach.identity import ServedModel
-from kv_tiers.server.launch import ServerProcess, launch
+from kv_tiers.server.process import ServerProcess, launch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType

@@ -12,7 +12,7 @@ from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.config import HostConfig
-from kv_tiers.server.launch import launch
+from kv_tiers.server.process import launch
 from kv_tiers.settings import Settings
 
 MODEL = ServedModel("sglang", "m", None, "float32", dummy_seed=0)

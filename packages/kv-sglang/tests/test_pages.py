@@ -14,7 +14,7 @@ from kv_sglang.pools import Wanted, describe
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server.launch import launch
+from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))

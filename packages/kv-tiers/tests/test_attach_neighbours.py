@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
-from kv_tiers.server.launch import launch
+from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import Settings
 

@@ -26,7 +26,7 @@ from kv_tiers.attach.connect import Format, check_replicas, open_in_process, ope
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
 from kv_tiers.events.bus import EventBus
-from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import Settings
 

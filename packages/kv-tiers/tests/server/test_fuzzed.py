@@ -18,7 +18,7 @@ from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
-from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,

@@ -20,7 +20,7 @@ import pytest
 from kv_core.testing import key_chain
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch
-from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.contract import CHUNK_BYTES, content
 from kv_tiers.testing.wait import line, until
 

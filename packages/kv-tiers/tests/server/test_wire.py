@@ -14,7 +14,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.server import wire
 from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
-from kv_tiers.watch.explain import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))

@@ -17,11 +17,12 @@ from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
-from kv_tiers.server.launch import ServerProcess
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import until
-from kv_tiers.watch.explain import ChunkState, Explanation, explain
+from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.explain import Explanation, explain
 from kv_tiers.watch.history import Fate, History, Memory
 
 CHUNK_TOKENS = 4

@@ -21,8 +21,8 @@ from kv_tiers.server import wire
 from kv_tiers.server.address import PRIVATE_PREFIX
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
-from kv_tiers.server.launch import ServerProcess, launch
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.server.report import Registration
 from kv_tiers.settings import Settings

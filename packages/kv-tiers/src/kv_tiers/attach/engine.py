@@ -26,8 +26,8 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.pool.machine import spelled
-from kv_tiers.server.launch import ServerProcess
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import Settings
 

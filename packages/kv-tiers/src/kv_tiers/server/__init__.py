@@ -1,7 +1,22 @@
 """The same cache in a process of its own: a relay, and the client that engines hold. No storage logic is here."""
 
-from kv_tiers.server.config import ServerConfig
-from kv_tiers.server.launch import ServerProcess, launch
-from kv_tiers.server.remote_cache import RemoteCache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_tiers.server.config import ServerConfig
+    from kv_tiers.server.process import ServerProcess, launch
+    from kv_tiers.server.remote_cache import RemoteCache
+else:
+    # A client loads neither the server's settings nor what it serves with. (No module here may have a name of these.)
+    from kv_core.lazy import exports
+
+    __getattr__ = exports(
+        __name__,
+        {
+            "kv_tiers.server.config": ("ServerConfig",),
+            "kv_tiers.server.process": ("ServerProcess", "launch"),
+            "kv_tiers.server.remote_cache": ("RemoteCache",),
+        },
+    )
 
 __all__ = ["RemoteCache", "ServerConfig", "ServerProcess", "launch"]

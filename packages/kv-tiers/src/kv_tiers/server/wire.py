@@ -20,7 +20,7 @@ from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts
 
 from kv_tiers.server.report import Registration, Report
-from kv_tiers.watch.explain import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState
 
 VERSION: Final = 2
 """Of the protocol. Both sides must speak the same; the package's version may differ."""

@@ -25,7 +25,8 @@ from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.server import wire
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
-from kv_tiers.watch.explain import ChunkState, is_held
+from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.explain import is_held
 
 _ABOUT = """\
 Ask a running kv-server what it holds of a prompt, chunk by chunk, and what became of the rest.

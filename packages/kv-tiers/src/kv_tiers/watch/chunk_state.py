@@ -1,0 +1,30 @@
+"""What is said of a prompt's chunks: a record, for those who read it and have no cache."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """The state of neighbouring chunks that are alike: that of the first of them.
+
+    first: its place in the prompt.
+    chunks: how many there are.
+    where: the tier that holds it, the fastest if several; `BEING_WRITTEN`; or empty for nowhere.
+    what, tier, cause, policy: as in `Fate`; `what` is empty if nothing is known.
+    seconds_ago: since that happened.
+    stored_seconds_ago: since it was last stored in the pool.
+    below: the lower tiers where it was stored at some time.
+    diverges: it is unknown, and other prompts went on differently after the chunk before.
+    """
+
+    first: int
+    chunks: int
+    where: str
+    what: str = ""
+    tier: str = ""
+    cause: str = ""
+    policy: str = ""
+    seconds_ago: float | None = None
+    stored_seconds_ago: float | None = None
+    below: tuple[str, ...] = ()
+    diverges: bool = False

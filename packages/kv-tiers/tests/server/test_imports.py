@@ -1,0 +1,47 @@
+"""A client is small: it loads neither the cache that it asks, nor a tier, nor what serves HTTP."""
+
+import subprocess
+import sys
+
+# What a client needs of this package beside its own modules: a clock, the mapping of a pool, and records.
+CLIENT = {
+    "kv_tiers",
+    "kv_tiers.clock",
+    "kv_tiers.pool",
+    "kv_tiers.pool.directory",
+    "kv_tiers.pool.host_pool",
+    "kv_tiers.pool.machine",
+    "kv_tiers.pool.private_files",
+    "kv_tiers.server",
+    "kv_tiers.server.connection",
+    "kv_tiers.server.link",
+    "kv_tiers.server.mapped",
+    "kv_tiers.server.remote_cache",
+    "kv_tiers.server.report",
+    "kv_tiers.server.returning",
+    "kv_tiers.server.wire",
+    "kv_tiers.watch",
+    "kv_tiers.watch.chunk_state",
+}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Of this package and of what serves HTTP, in a fresh process."""
+    code = (
+        f"import sys; {statement}\n"
+        "print(*[name for name in sys.modules if name.split('.')[0] in ('kv_tiers', 'starlette', 'uvicorn', 'yaml')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_a_client_loads_no_cache_no_tier_and_no_http() -> None:
+    assert modules_after("import kv_tiers.server.remote_cache") == CLIENT
+    assert modules_after("from kv_tiers.server import RemoteCache") == CLIENT
+
+
+def test_what_a_package_exports_is_no_module_of_its_own() -> None:
+    """A module that has the name of what is exported lazily would stand in for it, once it is loaded."""
+    found = modules_after("from kv_tiers.server.process import launch as one; from kv_tiers.server import launch as two; "
+                          "assert one is two")  # fmt: skip
+    assert "kv_tiers.server.process" in found
