@@ -2,10 +2,10 @@
 
     python benchmarks/copy.py --device cuda [--path DIRECTORY] [--json]
 
-on a GPU: each road against one plain copy of the same bytes between pinned memory and the device, by layout, length of
-run and chunk size; the kernel alone inside the device against a device copy; both roads between files and blocks
+on a GPU: each path against one plain copy of the same bytes between pinned memory and the device, by layout, length of
+run and chunk size; the kernel alone inside the device against a device copy; both paths between files and blocks
 against plain reads and writes of the same bytes by the host; the checksum on the device against a device copy; and how
-much a matrix product that runs all the time is slowed down by each road.
+much a matrix product that runs all the time is slowed down by each path.
 """
 
 import statistics
@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from kv_core.extent import HostExtent
 from kv_core.transfer import plan_transfer
-from kv_cuda.copy.copy_paths import Road, Roads
+from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import row_kernel
 from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.files.cufile import find_cufile
-from kv_cuda.tune.measure import Measured, Sizes, measure_layout, measure_roads
+from kv_cuda.tune.measure import Measured, Sizes, measure_copy_paths, measure_layout
 from kv_cuda.tune.measure_files import measure_files
 
 from benchmarks._report import Row
@@ -36,28 +36,28 @@ MATRIX = 8192
 
 
 def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
-    roads: list[Road] = ["direct", "staged", *(["driver"] if driver.is_available(device) else [])]
+    copy_paths: list[CopyPath] = ["direct", "staged", *(["driver"] if driver.is_available(device) else [])]
     for heads in (1, 8):  # chunks of 4 and of 32 MiB
         sizes = Sizes(heads=heads)
-        for one in measure_roads(device, sizes):
+        for one in measure_copy_paths(device, sizes):
             yield _bus_row(one)
         for order in ("nhd", "hnd"):
             for one in measure_layout(
-                device, sizes, sizes.layout(16, order), [road for road in roads if road != "driver"]
+                device, sizes, sizes.layout(16, order), [copy_path for copy_path in copy_paths if copy_path != "driver"]
             ):
                 yield _bus_row(one)
     yield from _device_rows(device)
     yield _sums_row(device)
     for file in measure_files(device, directory, find_cufile(device)):
-        name = f"{file.direction} files {file.road}, {file.chunk_bytes >> 20} MiB, in {file.directory}"
+        name = f"{file.direction} files {file.copy_path}, {file.chunk_bytes >> 20} MiB, in {file.directory}"
         ratio = file.gbps / file.limit_gbps
         yield Row(name, file.gbps, "GB/s", file.limit_gbps, ratio, FILE_TARGET, at_most=False)
-    for road in roads:
-        yield _slowdown(device, road)
+    for copy_path in copy_paths:
+        yield _slowdown(device, copy_path)
 
 
 def _bus_row(one: Measured) -> Row:
-    name = f"{one.direction} {one.road}, {one.layout}, {one.chunk_bytes >> 20} MiB"
+    name = f"{one.direction} {one.copy_path}, {one.layout}, {one.chunk_bytes >> 20} MiB"
     ratio = one.gbps / one.limit_gbps
     return Row(name, one.gbps, "GB/s", one.limit_gbps, ratio, BUS_TARGET, at_most=False)
 
@@ -110,15 +110,15 @@ def _on_device_s(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _slowdown(device: torch.device, road: Road) -> Row:
+def _slowdown(device: torch.device, copy_path: CopyPath) -> Row:
     """Seconds of matrix products with chunks being loaded all the while, against the same products alone."""
     sizes = Sizes()
     layout = sizes.layout(16)
     described = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
     pool = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, pin_memory=True)
-    only = ((0, road),)
-    copier = GpuCopier(layout, list(cache), described, roads=Roads(load=only, store=only))
+    only = ((0, copy_path),)
+    copier = GpuCopier(layout, list(cache), described, copy_paths=CopyPaths(load=only, store=only))
     copier.attach("pool", pool.numpy().data)
     table = torch.randperm(layout.blocks)[: sizes.chunks * sizes.chunk_tokens // 16].tolist()
     plan = plan_transfer(
@@ -151,4 +151,6 @@ def _slowdown(device: torch.device, road: Road) -> Row:
                 kept.append(seconds)
     ours, limit = statistics.median(beside), statistics.median(alone)
     copier.detach("pool")
-    return Row(f"20 products of {MATRIX}² beside {road} loads", ours * 1e3, "ms", limit * 1e3, ours / limit, 1.1, True)
+    return Row(
+        f"20 products of {MATRIX}² beside {copy_path} loads", ours * 1e3, "ms", limit * 1e3, ours / limit, 1.1, True
+    )

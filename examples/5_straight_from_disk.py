@@ -30,7 +30,7 @@ with tempfile.TemporaryDirectory() as scratch:
     context = TierContext(chunk.nbytes, -(-chunk.nbytes // 4096) * 4096, chunk.fingerprint)
     disk = DiskTier(DiskConfig(directory=f"{scratch}/kv", capacity_bytes=bytes_for(context, 8)), context, LruPolicy())
     copier = make_direct_copier(layout, list(blocks), chunk)
-    print("direct" if copier.has_direct_road else "staged")
+    print("direct" if copier.has_direct_path else "staged")
 
     room = disk.reserve_extents(keys, None)  # nobody finds anything there
     checksums = copier.store(room.extents, table, block_tokens=16)

@@ -1,4 +1,4 @@
-"""From an engine's blocks to the disk tier's files and back, by the road that leaves the host pool out."""
+"""From an engine's blocks to the disk tier's files and back, by the path that leaves the host pool out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ TABLE = [5, 0, 3, 6, 1, 2]
 
 @dataclass
 class Bench:
-    """A tier, an engine's blocks, and what carries bytes between them. road: by which."""
+    """A tier, an engine's blocks, and what carries bytes between them. path: by which."""
 
     root: Path
-    road: str
+    copy_path: str
 
     def __post_init__(self) -> None:
         self.tier = self.open()
@@ -47,7 +47,7 @@ class Bench:
             layer.copy_(torch.randn(layer.shape, generator=generator))
         self.computed = [layer.clone() for layer in self.blocks]
         # The test's "device" is the host, so its own files stand where cuFile would.
-        files = HostFiles() if self.road == "direct" else NoCuFile("this test is for the other road", "")
+        files = HostFiles() if self.copy_path == "direct" else NoCuFile("this test is for the other path", "")
         self.copier = DirectCopier(GpuCopier(CACHE.layout, self.blocks, FORMAT), FORMAT, CPU, files)
 
     def open(self) -> DiskTier:
@@ -108,7 +108,7 @@ def test_blocks_come_back_after_a_restart(bench: Bench) -> None:
     bench.forget_blocks()
     assert bench.load(KEYS) == [Loaded(FORMAT.nbytes)] * 3
     assert bench.is_back(TABLE)
-    assert bench.copier.has_direct_road == (bench.road == "direct")
+    assert bench.copier.has_direct_path == (bench.copy_path == "direct")
 
 
 def test_what_went_straight_to_the_disk_comes_up_through_the_pool(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""The interface of vLLM is looked at when an engine starts: another than kv_vllm was written for turns the cache off."""
+"""vLLM's interface is looked at when an engine starts: another than kv_vllm was written for turns the cache off."""
 
 import logging
 import re

@@ -11,7 +11,7 @@ from kv_core.tools.doctor import CHECKS, Asked, Finding, version_of
 
 def well(asked: Asked) -> Iterator[Finding]:
     yield Finding("ok", "bus", f"measured: {asked.measure}, {asked.path}")
-    yield Finding("note", "roads", "not measured", "measure them")
+    yield Finding("note", "copy paths", "not measured", "measure them")
 
 
 def broken(asked: Asked) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def test_each_finding_is_a_line_and_its_advice_another(
     assert main(["doctor", "--path", "/data", "--no-measure"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok     bus: measured: False, /data",
-        "note   roads: not measured",
+        "note   copy paths: not measured",
         "       → measure them",
     ]
 

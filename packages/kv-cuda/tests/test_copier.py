@@ -1,6 +1,6 @@
 """Gather and scatter, for every layout, both formats and each copier, against a loop over single elements.
 
-`torch` is the CPU's copier; `direct` and `staged` are the GPU's two roads through its kernel, interpreted on the CPU
+`torch` is the CPU's copier; `direct` and `staged` are the GPU's two paths through its kernel, interpreted on the CPU
 and on the device with `-m gpu`.
 """
 
@@ -17,7 +17,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
-from kv_cuda.copy.copy_paths import Road, Roads
+from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, place_of, small_caches
 
@@ -42,18 +42,18 @@ Copier = CpuCopier | GpuCopier
 class Hands:
     """A copier by name, and where its tensors are."""
 
-    road: Road | None
+    copy_path: CopyPath | None
     device: str
 
     def take(self, layout: PagedLayout, tensors: list[torch.Tensor], described: ChunkFormat) -> Copier:
-        if self.road is None:
+        if self.copy_path is None:
             return CpuCopier(layout, tensors, described)
-        only = ((0, self.road),)
-        return GpuCopier(layout, tensors, described, roads=Roads(load=only, store=only))
+        only = ((0, self.copy_path),)
+        return GpuCopier(layout, tensors, described, copy_paths=CopyPaths(load=only, store=only))
 
     def cannot(self, layout: PagedLayout, kind: str) -> bool:
         in_order = all(part.dim == 1 and not part.is_tiled for part in layout.parts)
-        return self.road is not None and kind == "canonical" and not in_order
+        return self.copy_path is not None and kind == "canonical" and not in_order
 
 
 every_hand = pytest.mark.parametrize(

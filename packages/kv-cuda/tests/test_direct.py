@@ -1,6 +1,6 @@
-"""Chunks between files and blocks by two roads: the same bytes, and what the direct one does wrong ends in the other.
+"""Chunks between files and blocks by two paths: the same bytes, and what the direct one does wrong ends in the other.
 
-The direct road is tested with real files and real reads past the cache: cuFile's part is taken by the host's own files,
+The direct path is tested with real files and real reads past the cache: cuFile's part is taken by the host's own files,
 whose memory is the "device's" here, and which fail as they are told to.
 """
 
@@ -22,7 +22,7 @@ from kv_core.format import ChunkFormat
 from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import make_copier
-from kv_cuda.copy.copy_paths import FileRoads
+from kv_cuda.copy.copy_paths import FileCopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.files.cufile import CuFiles, NoCuFile, find_cufile, what_is_missing
 from kv_cuda.files.direct import Carried, DirectCopier, make_direct_copier
@@ -141,12 +141,14 @@ def files() -> Broken:
 
 
 class Hands:
-    """Copiers by the name of their road, closed in the end."""
+    """Copiers by the name of their path, closed in the end."""
 
     def __init__(self) -> None:
         self.made: list[DirectCopier] = []
 
-    def __call__(self, tensors: list[torch.Tensor], cufile: Files | NoCuFile, **settings: FileRoads) -> DirectCopier:
+    def __call__(
+        self, tensors: list[torch.Tensor], cufile: Files | NoCuFile, **settings: FileCopyPaths
+    ) -> DirectCopier:
         copier = DirectCopier(GpuCopier(CACHE.layout, tensors, FORMAT), FORMAT, CPU, cufile, **settings)
         self.made.append(copier)
         return copier
@@ -194,7 +196,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor], blocks: list[int]) 
 
 @pytest.mark.parametrize("writer", ["direct", "staged"])
 @pytest.mark.parametrize("reader", ["direct", "staged"])
-def test_what_one_road_wrote_the_other_reads(slab: Slab, hands: Hands, writer: str, reader: str) -> None:
+def test_what_one_path_wrote_the_other_reads(slab: Slab, hands: Hands, writer: str, reader: str) -> None:
     tensors, empty, counted = filled(), CACHE.make(), Broken()
     expected = kept(tensors, slab)
     chunks = [slab.chunk(at) for at in range(3)]
@@ -221,11 +223,11 @@ def test_more_chunks_than_the_ring_holds_take_turns(
     assert same(tensors, empty, TABLE)
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, hands: Hands, road: str) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, hands: Hands, copy_path: str) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
-    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
     carried = copier.load(
         extents[1:], TABLE, block_tokens=TOKENS, first_token=CHUNK + TOKENS, last_token=2 * CHUNK + TOKENS
     )
@@ -266,7 +268,7 @@ def test_a_read_that_goes_wrong_is_staged_and_said_once(
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
     copier = hands(empty, files)
-    assert copier.has_direct_road
+    assert copier.has_direct_path
     name, does = FAILURES[failure]
     setattr(files, name, does)
     with caplog.at_level(logging.WARNING, "kv_cuda.files.direct"):
@@ -279,7 +281,7 @@ def test_a_read_that_goes_wrong_is_staged_and_said_once(
     assert "files are staged through host memory from now on" in caplog.text
     assert files.reads <= 3
     assert not files.registered, "memory that is not used is not kept"
-    assert not copier.has_direct_road
+    assert not copier.has_direct_path
 
 
 @pytest.mark.parametrize("failure", [name for name in FAILURES if name != "brings wrong bytes"])
@@ -293,7 +295,7 @@ def test_a_write_that_goes_wrong_is_staged(slab: Slab, hands: Hands, files: Brok
     for _ in range(2):
         assert store(copier, slab) == [extent.checksum for extent in expected]
         assert [slab.chunk(at) for at in range(3)] == chunks
-    assert not copier.has_direct_road
+    assert not copier.has_direct_path
 
 
 def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, hands: Hands, files: Broken) -> None:
@@ -310,25 +312,27 @@ def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, hands: Hands, f
     assert same(tensors, empty, TABLE)
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(slab: Slab, hands: Hands, road: str) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(
+    slab: Slab, hands: Hands, copy_path: str
+) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
     slab.flip(1)
-    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
     carried = load(copier, extents)
     assert [type(outcome) for outcome in carried.outcomes] == [Loaded, Damaged, Loaded]
     assert "the checksum of the bytes at" in str(carried.outcomes[1])
     assert same(tensors, empty, [5, 0, 1, 2])
     assert not any(layer[block].any() for layer in empty for block in (3, 6))
-    assert copier.has_direct_road == (road == "direct"), "the road is not to blame for the disk"
+    assert copier.has_direct_path == (copy_path == "direct"), "the path is not to blame for the disk"
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(slab: Slab, hands: Hands, road: str) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(slab: Slab, hands: Hands, copy_path: str) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
-    copier = hands(empty, Broken() if road == "direct" else MISSING)
+    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
     os.truncate(slab.path, 2 * SLOT + 4096 + 100)
     assert [type(outcome) for outcome in load(copier, extents).outcomes] == [Loaded, Loaded, Damaged]
     slab.path.unlink()
@@ -347,7 +351,7 @@ def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, han
     later = filled(2)
     assert load(copier, kept(later, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(later, empty, TABLE)
-    assert copier.has_direct_road
+    assert copier.has_direct_path
 
 
 def test_a_link_is_not_followed(slab: Slab, hands: Hands) -> None:
@@ -358,7 +362,7 @@ def test_a_link_is_not_followed(slab: Slab, hands: Hands) -> None:
     assert [type(outcome) for outcome in carried.outcomes] == [ReadFailed] * 3
 
 
-def test_what_is_not_aligned_is_staged_and_the_road_stays(slab: Slab, hands: Hands, files: Broken) -> None:
+def test_what_is_not_aligned_is_staged_and_the_path_stays(slab: Slab, hands: Hands, files: Broken) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = [replace(extent, offset=extent.offset - 24) for extent in kept(tensors, slab)]
     slab.path.write_bytes(slab.path.read_bytes()[24:] + bytes(24))
@@ -366,33 +370,33 @@ def test_what_is_not_aligned_is_staged_and_the_road_stays(slab: Slab, hands: Han
     assert load(copier, extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
     assert files.reads == 0
-    assert copier.has_direct_road
+    assert copier.has_direct_path
 
 
-def test_the_road_that_was_measured_to_be_faster_is_taken(slab: Slab, hands: Hands) -> None:
+def test_the_path_that_was_measured_to_be_faster_is_taken(slab: Slab, hands: Hands) -> None:
     tensors = filled()
     extents = kept(tensors, slab)
     above = str(slab.path.parent)
-    for roads, reads, writes in (
+    for copy_paths, reads, writes in (
         ({}, 3, 3),
         ({above: {"load": "staged", "store": "direct"}}, 0, 3),
         ({"/": {"load": "direct", "store": "staged"}}, 3, 0),
         ({"/": {"load": "staged", "store": "staged"}, above: {"load": "direct", "store": "staged"}}, 3, 0),
     ):
         counted = Broken()
-        copier = hands(tensors, counted, roads=FileRoads(roads))
+        copier = hands(tensors, counted, copy_paths=FileCopyPaths(copy_paths))
         load(copier, extents)
         store(copier, slab)
         assert (counted.reads, counted.writes) == (reads, writes)
 
 
-def test_memory_that_cannot_be_registered_leaves_the_staged_road(
+def test_memory_that_cannot_be_registered_leaves_the_staged_paths(
     slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "register", lambda memory: eio())
     tensors, empty = filled(), CACHE.make()
     copier = hands(empty, files)
-    assert not copier.has_direct_road
+    assert not copier.has_direct_path
     assert "Input/output error" in caplog.text
     assert load(copier, kept(tensors, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
@@ -507,7 +511,7 @@ def test_on_a_cpu_files_are_staged(slab: Slab, hands: Hands) -> None:
     tensors = filled()
     copier = make_direct_copier(CACHE.layout, tensors, FORMAT)
     hands.made.append(copier)
-    assert not copier.has_direct_road
+    assert not copier.has_direct_path
     assert store(copier, slab) == [extent.checksum for extent in kept(tensors, slab)]
 
 
@@ -585,11 +589,11 @@ def test_the_gpu_reads_and_writes_files(tmp_path: Path) -> None:
     there, empty = [tensor.to(device) for tensor in tensors], CACHE.make("cuda")
     writer, reader = (make_direct_copier(CACHE.layout, blocks, FORMAT) for blocks in (there, empty))
     found = find_cufile(device)
-    assert writer.has_direct_road == (not isinstance(found, NoCuFile))
+    assert writer.has_direct_path == (not isinstance(found, NoCuFile))
     assert store(writer, slab) == [extent.checksum for extent in expected]
     assert load(reader, expected).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, [layer.cpu() for layer in empty], TABLE)
-    assert reader.has_direct_road == (not isinstance(found, NoCuFile))
+    assert reader.has_direct_path == (not isinstance(found, NoCuFile))
     assert isinstance(found, CuFiles | NoCuFile)
     writer.close()
     reader.close()

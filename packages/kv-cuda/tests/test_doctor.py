@@ -6,7 +6,7 @@ import pytest
 import torch
 from kv_core.tools.doctor import Asked
 from kv_cuda import doctor
-from kv_cuda.copy.copy_paths import FileRoads
+from kv_cuda.copy.copy_paths import FileCopyPaths
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
 
@@ -37,22 +37,22 @@ def test_a_low_limit_on_locked_memory_says_how_to_raise_it(limit: int, state: st
     assert state == "ok" or "ulimit -l unlimited" in finding.advice
 
 
-def test_gpudirect_storage_says_what_is_missing_and_which_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = doctor.gpudirect_storage(NoCuFile("neither is here", "install both"), FileRoads())
+def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = doctor.gpudirect_storage(NoCuFile("neither is here", "install both"), FileCopyPaths())
     assert (finding.state, finding.advice) == ("ok", "install both")
     assert finding.found == "neither is here: files are staged through host memory"
-    assert doctor.gpudirect_storage(NoCuFile("no devices", "", has_module=True), FileRoads()).state == "note"
+    assert doctor.gpudirect_storage(NoCuFile("no devices", "", has_module=True), FileCopyPaths()).state == "note"
     monkeypatch.setattr(doctor, "kvikio_version", lambda: "26.10")
     files = HostFiles()
-    assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileRoads()).advice
-    finding = doctor.gpudirect_storage(files, FileRoads({"/nvme": {"load": "direct", "store": "staged"}}))
+    assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileCopyPaths()).advice
+    finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}}))
     assert finding.state == "ok"
     assert finding.found == "kvikio 26.10 and the nvidia-fs module; /nvme: load direct, store staged"
     files.close()
 
 
 @pytest.mark.gpu
-def test_the_gpu_its_bus_and_its_roads_are_found() -> None:
+def test_the_gpu_its_bus_and_its_paths_are_found() -> None:
     findings = {finding.what: finding for finding in doctor.check(Asked(".", measure=True))}
     assert torch.cuda.get_device_name(0) in findings["GPU 0"].found
     assert float(findings["GPU 0, bus"].found.split()[0]) > 1

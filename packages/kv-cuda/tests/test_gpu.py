@@ -1,4 +1,4 @@
-"""What the GPU's copier does besides moving the right bytes, which `test_copier` shows: pieces, layers, pins, roads."""
+"""What the GPU's copier does besides moving the right bytes, which `test_copier` shows: pieces, layers, pins, paths."""
 
 import argparse
 import json
@@ -20,16 +20,16 @@ from kv_core.tools.cli import main
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, make_copier
 from kv_cuda.copy.copy_paths import (
-    FileRoads,
-    Road,
-    Roads,
+    CopyPath,
+    CopyPaths,
+    FileCopyPaths,
+    copy_paths_file,
     fastest,
-    file_roads_file,
-    read_file_roads,
-    read_roads,
-    roads_file,
-    write_file_roads,
-    write_roads,
+    file_copy_paths_file,
+    read_copy_paths,
+    read_file_copy_paths,
+    write_copy_paths,
+    write_file_copy_paths,
 )
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import PinnedMapping, give_back_mapping, share_mapping
@@ -38,8 +38,8 @@ from kv_cuda.files.host_files import HostFiles
 from kv_cuda.layout import split_parts
 from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
 from kv_cuda.tune import bench_cli
-from kv_cuda.tune.measure import Sizes, measure_roads, roads_from
-from kv_cuda.tune.measure_files import file_roads_from, measure_files
+from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
+from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
 
 CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 3 * TOKENS
@@ -47,8 +47,8 @@ SLOTS = BLOCKS * TOKENS
 FORMAT = CACHE.layout.canonical_format(CHUNK)
 
 
-def only(road: Road) -> Roads:
-    return Roads(load=((0, road),), store=((0, road),))
+def only(copy_path: CopyPath) -> CopyPaths:
+    return CopyPaths(load=((0, copy_path),), store=((0, copy_path),))
 
 
 def filled() -> list[torch.Tensor]:
@@ -77,18 +77,20 @@ def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pyt
     monkeypatch.setattr("kv_cuda.copy.gpu._RING_SLOT_BYTES", FORMAT.layer_bytes)
     tensors = filled()
     expected = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
-    staged = GpuCopier(CACHE.layout, tensors, FORMAT, roads=only("staged"))
+    staged = GpuCopier(CACHE.layout, tensors, FORMAT, copy_paths=only("staged"))
     assert gathered(staged, whole()) == expected
     pool = bytearray(expected)
     empty = CACHE.make()
-    copier = GpuCopier(CACHE.layout, empty, FORMAT, roads=only("staged"))
+    copier = GpuCopier(CACHE.layout, empty, FORMAT, copy_paths=only("staged"))
     copier.attach("pool", memoryview(pool))
     copier.load(whole()).wait()
     assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == expected
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_more_tokens_than_a_launch_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_more_tokens_than_a_launch_holds_are_several_launches(
+    monkeypatch: pytest.MonkeyPatch, copy_path: CopyPath
+) -> None:
     monkeypatch.setattr("kv_cuda.copy.gpu._LIST_TOKENS", 1)  # then a launch holds one chunk
     tensors = filled()
     extents = [HostExtent("pool", number * FORMAT.nbytes, FORMAT.nbytes) for number in range(2)]
@@ -98,7 +100,7 @@ def test_more_tokens_than_a_launch_holds_are_several_launches(monkeypatch: pytes
     results = []
     for copier in (
         CpuCopier(CACHE.layout, tensors, FORMAT),
-        GpuCopier(CACHE.layout, tensors, FORMAT, roads=only(road)),
+        GpuCopier(CACHE.layout, tensors, FORMAT, copy_paths=only(copy_path)),
     ):
         pool = bytearray(2 * FORMAT.nbytes)
         copier.attach("pool", memoryview(pool))
@@ -108,12 +110,12 @@ def test_more_tokens_than_a_launch_holds_are_several_launches(monkeypatch: pytes
     assert any(results[0])
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_layer_by_layer_is_the_same_in_the_end(road: Road) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_layer_by_layer_is_the_same_in_the_end(copy_path: CopyPath) -> None:
     tensors = filled()
     chunk = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
     empty = CACHE.make()
-    copier = GpuCopier(CACHE.layout, empty, FORMAT, roads=only(road))
+    copier = GpuCopier(CACHE.layout, empty, FORMAT, copy_paths=only(copy_path))
     copier.attach("pool", memoryview(bytearray(chunk)))
     events = copier.load_layers(whole())
     assert len(events) == LAYERS
@@ -124,7 +126,7 @@ def test_layer_by_layer_is_the_same_in_the_end(road: Road) -> None:
 def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:
     """It would carry the ring's old bytes into the chunk's other tokens."""
     tensors = filled()
-    copier = GpuCopier(CACHE.layout, tensors, FORMAT, roads=only("staged"))
+    copier = GpuCopier(CACHE.layout, tensors, FORMAT, copy_paths=only("staged"))
     pool = bytearray(b"\xee" * FORMAT.nbytes)
     copier.attach("pool", memoryview(pool))
     copier.store(whole()).wait()
@@ -136,8 +138,8 @@ def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:
     assert pool[row : FORMAT.layer_bytes] == b"\xee" * (FORMAT.layer_bytes - row)
 
 
-@pytest.mark.parametrize("road", ["direct", "staged"])
-def test_slots_beyond_two_to_the_31_elements_are_reached(road: Road) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_slots_beyond_two_to_the_31_elements_are_reached(copy_path: CopyPath) -> None:
     """Memory that nobody touches costs nothing, so a cache of 2 GiB and more fits on any machine."""
     page = 2 * TOKENS * 2 * 64
     blocks = 2**31 // page + 3
@@ -150,7 +152,7 @@ def test_slots_beyond_two_to_the_31_elements_are_reached(road: Road) -> None:
     last = tensor[(blocks - 1) * page :]
     last.copy_(torch.randint(0, 256, last.shape, dtype=torch.uint8))
     described = layout.canonical_format(TOKENS)
-    copier = GpuCopier(layout, [tensor], described, roads=only(road))
+    copier = GpuCopier(layout, [tensor], described, copy_paths=only(copy_path))
     pool = bytearray(described.nbytes)
     copier.attach("pool", memoryview(pool))
     copier.store(
@@ -332,15 +334,15 @@ def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
         1 << 20: {"direct": 9.0, "staged": 11.0, "driver": 20.0},
     })  # fmt: skip
     assert table == ((0, "staged"), (1 << 20, "driver"))
-    path = tmp_path / "deep" / "roads.json"
-    write_roads(path, Roads(load=table, store=((0, "direct"),)))
+    path = tmp_path / "deep" / "copy-paths.json"
+    write_copy_paths(path, CopyPaths(load=table, store=((0, "direct"),)))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    roads = read_roads(path)
-    assert roads == Roads(load=table, store=((0, "direct"),))
-    assert roads.choose("load", 2 << 20, may_stage=True, can_drive=True) == "driver"
-    assert roads.choose("load", 2 << 20, may_stage=True, can_drive=False) == "staged"
-    assert roads.choose("load", 512, may_stage=False, can_drive=True) == "direct"
-    assert roads.choose("store", 2 << 20, may_stage=True, can_drive=True) == "direct"
+    copy_paths = read_copy_paths(path)
+    assert copy_paths == CopyPaths(load=table, store=((0, "direct"),))
+    assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=True) == "driver"
+    assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=False) == "staged"
+    assert copy_paths.choose("load", 512, may_stage=False, can_drive=True) == "direct"
+    assert copy_paths.choose("store", 2 << 20, may_stage=True, can_drive=True) == "direct"
 
 
 @pytest.mark.parametrize(
@@ -358,52 +360,52 @@ def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_table_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "roads.json"
+    path = tmp_path / "copy-paths.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
-        read_roads(path)
+        read_copy_paths(path)
 
 
 def test_without_a_file_the_built_in_table_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_roads(tmp_path / "none.json") == Roads()
+    assert read_copy_paths(tmp_path / "none.json") == CopyPaths()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert roads_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "roads-nvidia-h200----x.json"
+    assert copy_paths_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "copy-paths-nvidia-h200----x.json"
 
 
-def test_measuring_finds_every_road_in_both_directions() -> None:
+def test_measuring_finds_every_path_in_both_directions() -> None:
     sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=1, block_tokens=(1, 4))
-    measured = list(measure_roads(torch.device("cpu"), sizes))
-    assert {(one.direction, one.road) for one in measured} == {
-        (direction, road) for direction in ("load", "store") for road in ("direct", "staged")
+    measured = list(measure_copy_paths(torch.device("cpu"), sizes))
+    assert {(one.direction, one.copy_path) for one in measured} == {
+        (direction, copy_path) for direction in ("load", "store") for copy_path in ("direct", "staged")
     }
     assert {one.run_bytes for one in measured} == {256, 1024}
     assert all(one.gbps > 0 and one.limit_gbps > 0 for one in measured)
-    table = roads_from(measured)
+    table = copy_paths_from(measured)
     best = max((one for one in measured if one.run_bytes == 1024 and one.direction == "load"), key=lambda one: one.gbps)
-    assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.road
+    assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.copy_path
 
 
-def test_measuring_files_finds_both_roads_and_which_is_faster(tmp_path: Path) -> None:
+def test_measuring_files_finds_both_paths_and_which_is_faster(tmp_path: Path) -> None:
     sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=3, block_tokens=(4,))
     cpu, files = torch.device("cpu"), HostFiles()
     measured = list(measure_files(cpu, tmp_path, files, sizes))
-    assert {(one.direction, one.road) for one in measured} == {
-        (direction, road) for direction in ("load", "store") for road in ("direct", "staged")
+    assert {(one.direction, one.copy_path) for one in measured} == {
+        (direction, copy_path) for direction in ("load", "store") for copy_path in ("direct", "staged")
     }
     assert all(one.gbps > 0 and one.limit_gbps > 0 and one.directory == str(tmp_path) for one in measured)
     assert not list(tmp_path.iterdir()), "what was written is removed"
-    roads = file_roads_from(measured)
+    copy_paths = file_copy_paths_from(measured)
     for direction in ("load", "store"):
         best = max((one for one in measured if one.direction == direction), key=lambda one: one.gbps)
-        assert roads.takes_direct(direction, str(tmp_path / "kv-0" / "slab-0000")) == (best.road == "direct")
+        assert copy_paths.takes_direct(direction, str(tmp_path / "kv-0" / "slab-0000")) == (best.copy_path == "direct")
     alone = list(measure_files(cpu, tmp_path, NoCuFile("none here", ""), sizes))
-    assert {one.road for one in alone} == {"staged"}
-    assert file_roads_from(alone) == FileRoads(), "there is nothing to choose"
+    assert {one.copy_path for one in alone} == {"staged"}
+    assert file_copy_paths_from(alone) == FileCopyPaths(), "there is nothing to choose"
     with pytest.raises(ConfigError, match="cannot be measured: No such file"):
         list(measure_files(cpu, tmp_path / "none", NoCuFile("", ""), sizes))
 
 
-def test_the_command_keeps_which_road_is_faster_for_a_directory(
+def test_the_command_keeps_which_path_is_faster_for_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As `kv bench copy --file` does on a GPU, with small chunks, and the host's files where cuFile would be."""
@@ -415,27 +417,27 @@ def test_the_command_keeps_which_road_is_faster_for_a_directory(
         disk = tmp_path / number
         disk.mkdir()
         asked = argparse.Namespace(file=disk, json=json_lines, dry_run=False)
-        kept = bench_cli._file_roads(torch.device("cpu"), "test", asked)
+        kept = bench_cli._file_copy_paths(torch.device("cpu"), "test", asked)
         said = capsys.readouterr().out.splitlines()
         assert len(said) == 4
         assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
     assert kept is not None
-    assert set(read_file_roads(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
+    assert set(read_file_copy_paths(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
     monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
-    assert bench_cli._file_roads(torch.device("cpu"), "test", asked) is None
-    assert "no direct road: no driver. get one" in capsys.readouterr().err
+    assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
+    assert "no direct path: no driver. get one" in capsys.readouterr().err
     asked.dry_run = True
-    assert bench_cli._file_roads(torch.device("cpu"), "test", asked) is None
+    assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
 
 
-def test_which_road_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = file_roads_file("NVIDIA H200")
-    assert path == tmp_path / "kv-cuda" / "file-roads-nvidia-h200.json"
-    assert read_file_roads(path) == FileRoads()
-    roads = FileRoads({"/nvme": {"load": "direct", "store": "staged"}})
-    write_file_roads(path, roads)
-    assert read_file_roads(path) == roads
+    path = file_copy_paths_file("NVIDIA H200")
+    assert path == tmp_path / "kv-cuda" / "file-copy-paths-nvidia-h200.json"
+    assert read_file_copy_paths(path) == FileCopyPaths()
+    copy_paths = FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}})
+    write_file_copy_paths(path, copy_paths)
+    assert read_file_copy_paths(path) == copy_paths
 
 
 @pytest.mark.parametrize(
@@ -447,11 +449,11 @@ def test_which_road_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: 
         '{"/": 5}',
     ],
 )
-def test_a_file_that_says_no_roads_of_files_is_refused(tmp_path: Path, directories: str) -> None:
-    path = tmp_path / "file-roads.json"
+def test_a_file_that_says_no_paths_of_files_is_refused(tmp_path: Path, directories: str) -> None:
+    path = tmp_path / "file-copy-paths.json"
     path.write_text(f'{{"version": 1, "directories": {directories}}}')
     with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
-        read_file_roads(path)
+        read_file_copy_paths(path)
 
 
 def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
 from kv_core.transfer import TransferPlan
 
-from kv_cuda.copy.copy_paths import Roads, read_roads, roads_file
+from kv_cuda.copy.copy_paths import CopyPaths, copy_paths_file, read_copy_paths
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import Event
 from kv_cuda.layout import PagedLayout
@@ -67,7 +67,12 @@ def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: C
         if importlib.util.find_spec("triton") is not None:
             from kv_cuda.copy.gpu import GpuCopier
 
-            return GpuCopier(layout, tensors, chunk_format, roads=measured(device, roads_file, read_roads, Roads()))
+            return GpuCopier(
+                layout,
+                tensors,
+                chunk_format,
+                copy_paths=measured(device, copy_paths_file, read_copy_paths, CopyPaths()),
+            )
         _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")
     return CpuCopier(layout, tensors, chunk_format)
 

@@ -10,7 +10,7 @@ import torch
 from kv_core.tools.doctor import Asked, Finding, version_of
 
 from kv_cuda.choose import measured
-from kv_cuda.copy.copy_paths import FileRoads, file_roads_file, read_file_roads, roads_file
+from kv_cuda.copy.copy_paths import FileCopyPaths, copy_paths_file, file_copy_paths_file, read_file_copy_paths
 from kv_cuda.copy.numa import node_of
 from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version
 from kv_cuda.files.host_files import Files
@@ -30,7 +30,9 @@ def check(asked: Asked) -> Iterator[Finding]:
     yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield from _copies()
     first = torch.device("cuda", 0)
-    yield gpudirect_storage(find_cufile(first), measured(first, file_roads_file, read_file_roads, FileRoads()))
+    yield gpudirect_storage(
+        find_cufile(first), measured(first, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
+    )
 
 
 def _no_gpu() -> Finding:
@@ -59,8 +61,10 @@ def _device(number: int, asked: Asked) -> Iterator[Finding]:
     if asked.measure:
         to_device, to_host = bus_gbps(device)
         yield Finding("ok", f"{name}, bus", f"{to_device:.1f} GB/s in, {to_host:.1f} GB/s out, pinned memory")
-    if not roads_file(told.name).exists():
-        yield Finding("note", f"{name}, roads", "not measured: the built-in table is used", "run kv bench copy once")
+    if not copy_paths_file(told.name).exists():
+        yield Finding(
+            "note", f"{name}, copy paths", "not measured: the built-in table is used", "run kv bench copy once"
+        )
 
 
 def bus_gbps(device: torch.device) -> tuple[float, float]:
@@ -104,14 +108,14 @@ def _copies() -> Iterator[Finding]:
         yield Finding("ok", "cuda-bindings", bindings)
 
 
-def gpudirect_storage(cufile: Files | NoCuFile, roads: FileRoads) -> Finding:
+def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Finding:
     """Whether files can be read into the GPU without passing through host memory, and where that is the faster way."""
     what = "GPUDirect Storage"
     if isinstance(cufile, NoCuFile):
         found = f"{cufile.why}: files are staged through host memory"
         return Finding("note" if cufile.has_module else "ok", what, found, cufile.advice)
-    if not roads.measured:
+    if not copy_paths.measured:
         found = f"kvikio {kvikio_version()} and the nvidia-fs module: files are read straight into the GPU"
         return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
-    ways = [f"{path}: load {ways['load']}, store {ways['store']}" for path, ways in sorted(roads.measured.items())]
+    ways = [f"{path}: load {ways['load']}, store {ways['store']}" for path, ways in sorted(copy_paths.measured.items())]
     return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(ways)}")

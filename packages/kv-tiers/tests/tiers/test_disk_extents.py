@@ -251,7 +251,7 @@ def test_a_room_is_committed_with_as_many_checksums_as_it_has_chunks(tier: DiskT
 
 
 def test_bytes_that_are_not_what_was_committed_are_a_miss(tier: DiskTier) -> None:
-    """A write by the direct road that did not arrive, though it was said to have."""
+    """A write by the direct path that did not arrive, though it was said to have."""
     reservation = tier.reserve_extents(KEYS[:1], None)
     tier.commit_extents(reservation, [checksum_of(memoryview(content(KEYS[0], NBYTES)))])
     assert "checksum of the bytes is wrong" in str(load(tier, KEYS[0]))

@@ -4,11 +4,11 @@
     staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
     driver   the driver's batched copies, run by run: no kernel at all, for long runs only
 
-The table says for each direction from which length of run (neighbouring bytes on both sides) which road is the fastest.
+The table says for each direction from which length of run (neighbouring bytes on both sides) which path is the fastest.
 What is built in is a starting point taken from the shape of the problem; `kv bench copy` measures it on the device and
 writes a file, which is read from then on.
 
-Between files and the device there are two roads more (`kv_cuda.files.direct`), and which is faster depends on what the
+Between files and the device there are two paths more (`kv_cuda.files.direct`), and which is faster depends on what the
 files are on: `kv bench copy --file DIRECTORY` measures that, and another file says it of each directory.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from kv_core.errors import ConfigError
 
 Direction = Literal["load", "store"]
-Road = Literal["direct", "staged", "driver"]
-FileRoad = Literal["direct", "staged"]
+CopyPath = Literal["direct", "staged", "driver"]
+FileCopyPath = Literal["direct", "staged"]
 
 _Table = TypeVar("_Table")
 
@@ -32,43 +32,43 @@ _MAX_FILE_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Roads:
-    """For each direction (shortest run in bytes, road), ascending from 0."""
+class CopyPaths:
+    """For each direction (shortest run in bytes, path), ascending from 0."""
 
-    load: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
-    store: tuple[tuple[int, Road], ...] = ((0, "staged"), (256 << 10, "driver"))
+    load: tuple[tuple[int, CopyPath], ...] = ((0, "staged"), (256 << 10, "driver"))
+    store: tuple[tuple[int, CopyPath], ...] = ((0, "staged"), (256 << 10, "driver"))
 
-    def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> Road:
+    def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> CopyPath:
         """may_stage, can_drive: whether the copy at hand can go that way at all; direct always can."""
         table = self.load if direction == "load" else self.store
-        road = [road for shortest, road in table if run_bytes >= shortest][-1]
-        if road == "driver" and not can_drive:
-            road = "staged"
-        return "direct" if road == "staged" and not may_stage else road
+        copy_path = [copy_path for shortest, copy_path in table if run_bytes >= shortest][-1]
+        if copy_path == "driver" and not can_drive:
+            copy_path = "staged"
+        return "direct" if copy_path == "staged" and not may_stage else copy_path
 
 
 @dataclass(frozen=True, slots=True)
-class FileRoads:
-    """The faster road by direction for each directory that was measured, by its absolute path."""
+class FileCopyPaths:
+    """The faster path by direction for each directory that was measured, by its absolute path."""
 
-    measured: Mapping[str, Mapping[Direction, FileRoad]] = field(default_factory=dict)
+    measured: Mapping[str, Mapping[Direction, FileCopyPath]] = field(default_factory=dict)
 
     def takes_direct(self, direction: Direction, path: str) -> bool:
         """As the nearest directory above was measured; direct where none was."""
         for above in Path(path).parents:
-            if (roads := self.measured.get(str(above))) is not None:
-                return roads[direction] == "direct"
+            if (copy_paths := self.measured.get(str(above))) is not None:
+                return copy_paths[direction] == "direct"
         return True
 
 
-def roads_file(device_name: str) -> Path:
+def copy_paths_file(device_name: str) -> Path:
     """Where the measured table of such a device is kept."""
-    return _kept("roads", device_name)
+    return _kept("copy-paths", device_name)
 
 
-def file_roads_file(device_name: str) -> Path:
-    """Where it is kept which road is faster between files and such a device."""
-    return _kept("file-roads", device_name)
+def file_copy_paths_file(device_name: str) -> Path:
+    """Where it is kept which path is faster between files and such a device."""
+    return _kept("file-copy-paths", device_name)
 
 
 def _kept(what: str, device_name: str) -> Path:
@@ -77,32 +77,32 @@ def _kept(what: str, device_name: str) -> Path:
     return home / "kv-cuda" / f"{what}-{plain or 'device'}.json"
 
 
-def read_roads(path: Path) -> Roads:
+def read_copy_paths(path: Path) -> CopyPaths:
     """The measured table, or the built-in one where nothing was measured.
 
     Raises:
-        ConfigError: the file is none that `write_roads` writes.
+        ConfigError: the file is none that `write_copy_paths` writes.
     """
-    return _read(path, lambda told: Roads(load=_table(told["load"]), store=_table(told["store"])), Roads())
+    return _read(path, lambda told: CopyPaths(load=_table(told["load"]), store=_table(told["store"])), CopyPaths())
 
 
-def read_file_roads(path: Path) -> FileRoads:
+def read_file_copy_paths(path: Path) -> FileCopyPaths:
     """What was measured; nothing where nothing was.
 
     Raises:
-        ConfigError: the file is none that `write_file_roads` writes.
+        ConfigError: the file is none that `write_file_copy_paths` writes.
     """
-    return _read(path, lambda told: FileRoads(_directories(told["directories"])), FileRoads())
+    return _read(path, lambda told: FileCopyPaths(_directories(told["directories"])), FileCopyPaths())
 
 
-def write_roads(path: Path, roads: Roads) -> None:
+def write_copy_paths(path: Path, copy_paths: CopyPaths) -> None:
     """Put the table in its place at once, private to the user."""
-    _write(path, {"load": roads.load, "store": roads.store})
+    _write(path, {"load": copy_paths.load, "store": copy_paths.store})
 
 
-def write_file_roads(path: Path, roads: FileRoads) -> None:
-    """As `write_roads`."""
-    _write(path, {"directories": roads.measured})
+def write_file_copy_paths(path: Path, copy_paths: FileCopyPaths) -> None:
+    """As `write_copy_paths`."""
+    _write(path, {"directories": copy_paths.measured})
 
 
 def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table:
@@ -120,7 +120,9 @@ def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table
             raise ValueError("another version")
         return parse(told)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no table of roads ({error}); remove it, or measure anew: kv bench copy") from None
+        raise ConfigError(
+            f"{path} is no table of copy paths ({error}); remove it, or measure anew: kv bench copy"
+        ) from None
 
 
 def _write(path: Path, table: Mapping[str, object]) -> None:
@@ -133,9 +135,9 @@ def _write(path: Path, table: Mapping[str, object]) -> None:
     beside.replace(path)
 
 
-def fastest(rates: Mapping[int, Mapping[Road, float]]) -> tuple[tuple[int, Road], ...]:
-    """The table that follows from GB/s by length of run and road. Below the shortest measured its winner holds."""
-    table: list[tuple[int, Road]] = []
+def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, CopyPath], ...]:
+    """The table that follows from GB/s by length of run and path. Below the shortest measured its winner holds."""
+    table: list[tuple[int, CopyPath]] = []
     for run_bytes in sorted(rates):
         best = max(rates[run_bytes], key=rates[run_bytes].__getitem__)
         if not table or table[-1][1] != best:
@@ -143,21 +145,21 @@ def fastest(rates: Mapping[int, Mapping[Road, float]]) -> tuple[tuple[int, Road]
     return tuple(table)
 
 
-def _directories(told: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileRoad]]:
-    directories: dict[str, dict[Direction, FileRoad]] = {}
-    for path, roads in told.items():
-        directories[path] = {direction: roads[direction] for direction in get_args(Direction)}
-        if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileRoad)):
-            raise ValueError(f"{path}: {roads}")
+def _directories(told: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileCopyPath]]:
+    directories: dict[str, dict[Direction, FileCopyPath]] = {}
+    for path, copy_paths in told.items():
+        directories[path] = {direction: copy_paths[direction] for direction in get_args(Direction)}
+        if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileCopyPath)):
+            raise ValueError(f"{path}: {copy_paths}")
     return directories
 
 
-def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, Road], ...]:
+def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, CopyPath], ...]:
     table = []
-    for shortest, road in told:
-        if isinstance(shortest, bool) or not isinstance(shortest, int) or road not in get_args(Road):
-            raise ValueError(f"{[shortest, road]}")
-        table.append((shortest, road))
+    for shortest, copy_path in told:
+        if isinstance(shortest, bool) or not isinstance(shortest, int) or copy_path not in get_args(CopyPath):
+            raise ValueError(f"{[shortest, copy_path]}")
+        table.append((shortest, copy_path))
     starts = [shortest for shortest, _ in table]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
         raise ValueError("lengths of runs ascend from 0")

@@ -19,7 +19,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.copy.copy_paths import Direction, Road, Roads
+from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import Pool, device_pool, host_pool
 from kv_cuda.copy.ops import driver
@@ -42,7 +42,7 @@ class _Group:
     """All copies of one chunk. start: their first token in the lists of tokens."""
 
     copies: tuple[Copy, ...]
-    road: Road
+    copy_path: CopyPath
     start: int
     tokens: int
 
@@ -56,7 +56,7 @@ class GpuCopier:
         tensors: Sequence[torch.Tensor],
         chunk_format: ChunkFormat,
         *,
-        roads: Roads | None = None,
+        copy_paths: CopyPaths | None = None,
     ) -> None:
         """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
 
@@ -69,7 +69,7 @@ class GpuCopier:
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
         self._device = tensors[0].device
-        self._roads = Roads() if roads is None else roads
+        self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
         # Neighbouring bytes on both sides; 0 where not even a whole row is.
         part = shape.parts[0]
@@ -161,19 +161,19 @@ class GpuCopier:
             if start + tokens > self._ways[direction].list_tokens:
                 yield groups
                 groups, start = [], 0
-            groups.append(_Group(tuple(copies), self._road(copies, tokens, direction), start, tokens))
+            groups.append(_Group(tuple(copies), self._copy_path(copies, tokens, direction), start, tokens))
             start += tokens
         if groups:
             yield groups
 
-    def _road(self, copies: Sequence[Copy], tokens: int, direction: Direction) -> Road:
+    def _copy_path(self, copies: Sequence[Copy], tokens: int, direction: Direction) -> CopyPath:
         if self._pools[copies[0].extent.pool].is_on_device:
             return "direct"
         chunk, block = self._format.chunk_tokens, self._layout.block_tokens
         # On its way in a chunk may bring along what is not asked for; on its way out it would overwrite.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
         can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
-        return self._roads.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
+        return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
     def _launch(
         self,
@@ -184,7 +184,7 @@ class GpuCopier:
         way: "_Way",
     ) -> None:
         to_engine = direction == "load"
-        moved = [group for group in groups if group.road != "driver"]
+        moved = [group for group in groups if group.copy_path != "driver"]
         on_device = way.upload(*self._lists(groups)) if moved else None
         for group in groups:
             extent = group.copies[0].extent
@@ -192,11 +192,11 @@ class GpuCopier:
             if self._pools[extent.pool].is_on_device:
                 programs = _PROGRAMS_ON_DEVICE
             for span in spans:
-                if on_device is None or group.road == "driver":
+                if on_device is None or group.copy_path == "driver":
                     self._drive(group, chunk.data_ptr(), span, way, to_engine=to_engine)
                     continue
                 tokens = on_device[:, group.start : group.start + group.tokens]
-                if group.road == "direct":
+                if group.copy_path == "direct":
                     way.direct(tokens, chunk, span, programs, to_engine=to_engine)
                 else:
                     way.staged(tokens, chunk, span, to_engine=to_engine)

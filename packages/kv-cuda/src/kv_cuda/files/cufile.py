@@ -3,7 +3,7 @@
 Whether it is here is found out once and without touching cuFile: opening cuFile's driver where the kernel has none
 never returns. Three things must be there: NVIDIA's kernel module, its devices (a container has the first without the
 second), and kvikio; and kvikio must mean to use them, as in its compatibility mode it copies through host memory of its
-own, which our staged road does with one copy less.
+own, which our staged path does with one copy less.
 
 kvikio: https://docs.rapids.ai/api/kvikio/stable/
 """
@@ -50,7 +50,7 @@ def what_is_missing(kvikio: str | None, *, proc: Path, dev: Path) -> NoCuFile | 
     has_module = (proc / "driver/nvidia-fs/version").exists()
     if not has_module:
         found = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
-        return NoCuFile(found, "for the direct road: the nvidia-gds package, and kvikio")
+        return NoCuFile(found, "for the direct path: the nvidia-gds package, and kvikio")
     if not any(dev.glob("nvidia-fs*")):
         advice = "start the container with the devices: --device for each /dev/nvidia-fs*, and /run/udev read-only"
         return NoCuFile("the nvidia-fs module is loaded, and its devices are not here", advice, has_module=True)

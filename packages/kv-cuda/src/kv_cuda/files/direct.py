@@ -1,15 +1,15 @@
-"""Chunks between a tier's files and the engine's blocks: the direct road, and the staged one beside it.
+"""Chunks between a tier's files and the engine's blocks: the direct path, and the staged one beside it.
 
     direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is taken there
     staged   the system moves them between the file and a ring in pinned host memory; the host takes the checksum
 
 Either way one half of the ring is filled or emptied by the files while the other is gathered or scattered by the
 group's own copier, to which a ring is a pool like any other. Bytes are scattered only after their checksum was found
-right, and what is written has the checksum that the other road will find, so both roads can be taken of the same file
+right, and what is written has the checksum that the other path will find, so both paths can be taken of the same file
 at any time (docs/adr/0014).
 
-The direct road is taken where cuFile is, and where it was measured to be the faster one (`kv bench copy --file`). What
-it does not bring whole, the staged road is asked for; if that one can, the direct road is not taken again by this
+The direct path is taken where cuFile is, and where it was measured to be the faster one (`kv bench copy --file`). What
+it does not bring whole, the staged path is asked for; if that one can, the direct path is not taken again by this
 copier, and the log says so once. What neither can bring is damaged if it
 was read and is not what it was; a read that fails says nothing of the bytes.
 """
@@ -31,7 +31,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 from kv_cuda.choose import RingCopier, make_copier, measured
-from kv_cuda.copy.copy_paths import Direction, FileRoads, file_roads_file, read_file_roads
+from kv_cuda.copy.copy_paths import Direction, FileCopyPaths, file_copy_paths_file, read_file_copy_paths
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.files.cufile import NoCuFile, find_cufile
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, OpenFile, Transfer, aligned_zeros
@@ -54,8 +54,8 @@ def make_direct_copier(
     """
     device = tensors[0].device
     copier = make_copier(layout, tensors, chunk_format)
-    roads = measured(device, file_roads_file, read_file_roads, FileRoads())
-    return DirectCopier(copier, chunk_format, device, find_cufile(device), roads=roads)
+    copy_paths = measured(device, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
+    return DirectCopier(copier, chunk_format, device, find_cufile(device), copy_paths=copy_paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,19 @@ class DirectCopier:
         device: torch.device,
         cufile: Files | NoCuFile,
         *,
-        roads: FileRoads | None = None,
+        copy_paths: FileCopyPaths | None = None,
     ) -> None:
         """
         copier: of the group, for that format and device. It must not be at work in another thread during a call.
         cufile: from `find_cufile`, or any `Files` for memory of the device.
         """
         self._copier, self._format = copier, chunk_format
-        self._roads = FileRoads() if roads is None else roads
+        self._copy_paths = FileCopyPaths() if copy_paths is None else copy_paths
         self._staged = self._staged_ring()
         self._direct = self._direct_ring(cufile, device)
 
     @property
-    def has_direct_road(self) -> bool:
+    def has_direct_path(self) -> bool:
         """It is there, and has not failed where the staged one did not."""
         return self._direct is not None
 
@@ -126,7 +126,7 @@ class DirectCopier:
 
         Raises:
             InputError: files, blocks and tokens do not go together. Some of them may have been copied.
-            ConfigError: the system does not let this process lock memory for the staged road.
+            ConfigError: the system does not let this process lock memory for the staged path.
             CopyFailed: the device failed.
         """
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
@@ -228,7 +228,7 @@ class DirectCopier:
         return chunks
 
     def _carry(self, chunks: Sequence[_Chunk], direction: Direction, way: _Way) -> _Failures:
-        """By the direct road what may go there, by the staged one the rest and what did not arrive. Why some failed."""
+        """By the direct path what may go there, by the staged one the rest and what did not arrive. Why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
         left = list(chunks)
@@ -241,13 +241,13 @@ class DirectCopier:
         way(self._staged, left, failed)
         to_blame = [failure.reason for at, failure in failed_direct.items() if at not in failed]
         if direct is not None and to_blame:
-            _log.warning("files are staged through host memory from now on, as the direct road failed: %s", to_blame[0])
+            _log.warning("files are staged through host memory from now on, as the direct path failed: %s", to_blame[0])
             self._direct = None
             direct.close()
         return failed
 
     def _goes_direct(self, file: FileExtent, direction: Direction) -> bool:
-        return file.offset % PAGE_BYTES == 0 and self._roads.takes_direct(direction, file.path)
+        return file.offset % PAGE_BYTES == 0 and self._copy_paths.takes_direct(direction, file.path)
 
 
 class _Ring:

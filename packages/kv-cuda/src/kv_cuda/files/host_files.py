@@ -1,4 +1,4 @@
-"""Files as the direct road needs them, and the host's own way to read and write them.
+"""Files as the direct path needs them, and the host's own way to read and write them.
 
 What moves bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`) and
 plain system calls do the same thing: the one into the device's memory, the other into the host's. A transfer begins at

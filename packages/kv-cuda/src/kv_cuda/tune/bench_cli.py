@@ -1,4 +1,4 @@
-"""`kv bench copy`: measure the roads between host and device, and keep what was found for the copier to use."""
+"""`kv bench copy`: measure the paths between host and device, and keep what was found for the copier to use."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kv_cuda.tune.measure_files import MeasuredFile
 
 _ABOUT = """\
-Measure how fast chunks move between pinned host memory and the GPU on each road: by the kernel alone, by the copy
+Measure how fast chunks move between pinned host memory and the GPU on each path: by the kernel alone, by the copy
 engine and a ring, and by the driver's batched copies. What is fastest for which length of run is kept in a file,
 which the copier reads when an engine starts. Takes about a minute; nothing else should use the GPU meanwhile.
 
@@ -50,44 +50,44 @@ def run(asked: argparse.Namespace) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigError(f"--device {asked.device}: there is no such GPU; `kv doctor` says what is missing")
     name = torch.cuda.get_device_name(device)
-    kept = _roads(device, name, asked) if asked.file is None else _file_roads(device, name, asked)
+    kept = _copy_paths(device, name, asked) if asked.file is None else _file_copy_paths(device, name, asked)
     if kept is not None:
         print(f"kept in {kept}", file=sys.stderr)
     return 0
 
 
-def _roads(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
-    from kv_cuda.copy.copy_paths import roads_file, write_roads
-    from kv_cuda.tune.measure import Sizes, measure_roads, roads_from
+def _copy_paths(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+    from kv_cuda.copy.copy_paths import copy_paths_file, write_copy_paths
+    from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 
     measured = []
-    for one in measure_roads(device, Sizes()):
+    for one in measure_copy_paths(device, Sizes()):
         measured.append(one)
         _say(one, one.layout, as_json=asked.json)
     if asked.dry_run:
         return None
-    path = roads_file(name)
-    write_roads(path, roads_from(measured))
+    path = copy_paths_file(name)
+    write_copy_paths(path, copy_paths_from(measured))
     return path
 
 
-def _file_roads(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
-    from kv_cuda.copy.copy_paths import FileRoads, file_roads_file, read_file_roads, write_file_roads
+def _file_copy_paths(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+    from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths, write_file_copy_paths
     from kv_cuda.files.cufile import NoCuFile, find_cufile
-    from kv_cuda.tune.measure_files import file_roads_from, measure_files
+    from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
 
     cufile = find_cufile(device)
     if isinstance(cufile, NoCuFile):
-        print(f"no direct road: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
+        print(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []
     for one in measure_files(device, asked.file, cufile):
         measured.append(one)
         _say(one, one.directory, as_json=asked.json)
-    roads = file_roads_from(measured)
-    if asked.dry_run or not roads.measured:
+    copy_paths = file_copy_paths_from(measured)
+    if asked.dry_run or not copy_paths.measured:
         return None
-    path = file_roads_file(name)
-    write_file_roads(path, FileRoads({**read_file_roads(path).measured, **roads.measured}))
+    path = file_copy_paths_file(name)
+    write_file_copy_paths(path, FileCopyPaths({**read_file_copy_paths(path).measured, **copy_paths.measured}))
     return path
 
 
@@ -96,4 +96,4 @@ def _say(one: "Measured | MeasuredFile", where: str, *, as_json: bool) -> None:
         print(json.dumps(asdict(one)), flush=True)
     else:
         rate = f"{one.gbps:7.1f} GB/s of {one.limit_gbps:6.1f} ({one.gbps / one.limit_gbps:.2f})"
-        print(f"{one.direction:<6} {one.road:<7} {where:<26} {rate}", flush=True)
+        print(f"{one.direction:<6} {one.copy_path:<7} {where:<26} {rate}", flush=True)

@@ -1,4 +1,4 @@
-"""How fast each road is on this device, against what the bus can do in the same run."""
+"""How fast each path is on this device, against what the bus can do in the same run."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import torch
 from kv_core.extent import HostExtent
 from kv_core.transfer import TransferPlan, plan_transfer
 
-from kv_cuda.copy.copy_paths import Direction, Road, Roads, fastest
+from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction, fastest
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.ops import driver
 from kv_cuda.layout import PagedLayout, split_parts
@@ -19,11 +19,11 @@ _ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One road in one direction, as medians. limit_gbps: a plain copy of the same bytes, pinned memory ↔ device."""
+    """One path in one direction, as medians. limit_gbps: a plain copy of the same bytes, pinned memory ↔ device."""
 
     layout: str
     direction: Direction
-    road: Road
+    copy_path: CopyPath
     run_bytes: int
     chunk_bytes: int
     gbps: float
@@ -64,19 +64,19 @@ class Sizes:
         )
 
 
-def measure_roads(device: torch.device, sizes: Sizes) -> Iterator[Measured]:
-    """Every road that the device has, by length of run, as each becomes known."""
-    roads: list[Road] = ["direct", "staged"]
+def measure_copy_paths(device: torch.device, sizes: Sizes) -> Iterator[Measured]:
+    """Every path that the device has, by length of run, as each becomes known."""
+    copy_paths: list[CopyPath] = ["direct", "staged"]
     if driver.is_available(device):
-        roads.append("driver")
+        copy_paths.append("driver")
     for block_tokens in sizes.block_tokens:
-        yield from measure_layout(device, sizes, sizes.layout(block_tokens), roads)
+        yield from measure_layout(device, sizes, sizes.layout(block_tokens), copy_paths)
 
 
 def measure_layout(
-    device: torch.device, sizes: Sizes, layout: PagedLayout, roads: Sequence[Road]
+    device: torch.device, sizes: Sizes, layout: PagedLayout, copy_paths: Sequence[CopyPath]
 ) -> Iterator[Measured]:
-    """Both directions of each road through one layout, with random blocks."""
+    """Both directions of each path through one layout, with random blocks."""
     described = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
     is_cuda = device.type == "cuda"
@@ -84,9 +84,9 @@ def measure_layout(
     beside = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, device=device)
     plan = _plan(layout, sizes, described.nbytes)
     moved = sizes.chunks * described.nbytes
-    for road in roads:
-        only = ((0, road),)
-        copier = GpuCopier(layout, list(cache), described, roads=Roads(load=only, store=only))
+    for copy_path in copy_paths:
+        only = ((0, copy_path),)
+        copier = GpuCopier(layout, list(cache), described, copy_paths=CopyPaths(load=only, store=only))
         copier.attach("pool", pool.numpy().data)
         moves: list[tuple[Direction, Callable[[TransferPlan], object], torch.Tensor, torch.Tensor]] = [
             ("load", lambda plan, copier=copier: copier.load(plan).wait(), beside, pool),  # type: ignore[misc]
@@ -100,7 +100,7 @@ def measure_layout(
             yield Measured(
                 layout.name,
                 direction,
-                road,
+                copy_path,
                 copier.run_bytes,
                 described.nbytes,
                 moved / ours / 1e9,
@@ -109,16 +109,16 @@ def measure_layout(
         copier.detach("pool")
 
 
-def roads_from(measured: Sequence[Measured]) -> Roads:
+def copy_paths_from(measured: Sequence[Measured]) -> CopyPaths:
     """The table that follows."""
     tables = {}
     for direction in ("load", "store"):
-        rates: dict[int, dict[Road, float]] = {}
+        rates: dict[int, dict[CopyPath, float]] = {}
         for one in measured:
             if one.direction == direction:
-                rates.setdefault(one.run_bytes, {})[one.road] = one.gbps
+                rates.setdefault(one.run_bytes, {})[one.copy_path] = one.gbps
         tables[direction] = fastest(rates)
-    return Roads(**tables)
+    return CopyPaths(**tables)
 
 
 def _plan(layout: PagedLayout, sizes: Sizes, chunk_bytes: int) -> TransferPlan:

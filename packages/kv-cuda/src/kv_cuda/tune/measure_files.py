@@ -1,4 +1,4 @@
-"""How fast each road is between the files of a directory and this device, against the same bytes and the host alone."""
+"""How fast each path is between the files of a directory and this device, against the same bytes and the host alone."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from kv_core.extent import FileExtent
 from kv_core.outcome import Loaded
 
 from kv_cuda.choose import make_copier
-from kv_cuda.copy.copy_paths import Direction, FileRoad, FileRoads
+from kv_cuda.copy.copy_paths import Direction, FileCopyPath, FileCopyPaths
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.direct import DirectCopier
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, aligned_zeros
@@ -24,12 +24,12 @@ CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFile:
-    """One road in one direction, as medians. limit_gbps: the same bytes between the files and memory of the host, past
+    """One path in one direction, as medians. limit_gbps: the same bytes between the files and memory of the host, past
     the system's cache where the file system can, without checksum or copy."""
 
     directory: str
     direction: Direction
-    road: FileRoad
+    copy_path: FileCopyPath
     chunk_bytes: int
     gbps: float
     limit_gbps: float
@@ -38,7 +38,7 @@ class MeasuredFile:
 def measure_files(
     device: torch.device, directory: Path, cufile: Files | NoCuFile, sizes: Sizes | None = None
 ) -> Iterator[MeasuredFile]:
-    """Each road that there is, as it becomes known. Takes twice the chunks' bytes of room there for a while.
+    """Each path that there is, as it becomes known. Takes twice the chunks' bytes of room there for a while.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -46,31 +46,31 @@ def measure_files(
     sizes = replace(Sizes(), chunks=CHUNKS) if sizes is None else sizes
     try:
         with tempfile.TemporaryDirectory(prefix="kv-bench-", dir=directory) as made:
-            roads: list[tuple[FileRoad, Files | NoCuFile]] = [("staged", NoCuFile("not asked for", ""))]
+            copy_paths: list[tuple[FileCopyPath, Files | NoCuFile]] = [("staged", NoCuFile("not asked for", ""))]
             if not isinstance(cufile, NoCuFile):
-                roads.append(("direct", cufile))
-            for road, files in roads:
-                yield from _measure(device, Path(made) / road, road, files, sizes)
+                copy_paths.append(("direct", cufile))
+            for copy_path, files in copy_paths:
+                yield from _measure(device, Path(made) / copy_path, copy_path, files, sizes)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be measured: {error.strerror or error}") from None
 
 
-def file_roads_from(measured: Sequence[MeasuredFile]) -> FileRoads:
-    """The faster road for each directory of which both were measured in both directions."""
-    rates: dict[str, dict[Direction, dict[FileRoad, float]]] = {}
+def file_copy_paths_from(measured: Sequence[MeasuredFile]) -> FileCopyPaths:
+    """The faster path for each directory of which both were measured in both directions."""
+    rates: dict[str, dict[Direction, dict[FileCopyPath, float]]] = {}
     for one in measured:
-        rates.setdefault(one.directory, {}).setdefault(one.direction, {})[one.road] = one.gbps
-    return FileRoads({
-        directory: {direction: max(roads, key=roads.__getitem__) for direction, roads in ways.items()}
+        rates.setdefault(one.directory, {}).setdefault(one.direction, {})[one.copy_path] = one.gbps
+    return FileCopyPaths({
+        directory: {direction: max(copy_paths, key=copy_paths.__getitem__) for direction, copy_paths in ways.items()}
         for directory, ways in rates.items()
-        if len(ways) == 2 and all(len(roads) == 2 for roads in ways.values())
+        if len(ways) == 2 and all(len(copy_paths) == 2 for copy_paths in ways.values())
     })  # fmt: skip
 
 
 def _measure(
-    device: torch.device, path: Path, road: FileRoad, files: Files | NoCuFile, sizes: Sizes
+    device: torch.device, path: Path, copy_path: FileCopyPath, files: Files | NoCuFile, sizes: Sizes
 ) -> Iterator[MeasuredFile]:
-    """Store, then load, by one road."""
+    """Store, then load, by one path."""
     directory = str(path.parent.parent.absolute())
     layout = sizes.layout(16) if 16 in sizes.block_tokens else sizes.layout(sizes.block_tokens[0])
     described = layout.canonical_format(sizes.chunk_tokens)
@@ -94,10 +94,10 @@ def _measure(
         ]
         for direction, ours, theirs in moves:
             our_s, their_s = paired_s(ours, theirs)
-            if (road == "direct") != copier.has_direct_road:
-                return  # it failed, which the log says; what was measured is not this road
+            if (copy_path == "direct") != copier.has_direct_path:
+                return  # it failed, which the log says; what was measured is not this path
             ours_gbps, limit_gbps = (moved / seconds / 1e9 for seconds in (our_s, their_s))
-            yield MeasuredFile(directory, direction, road, described.nbytes, ours_gbps, limit_gbps)
+            yield MeasuredFile(directory, direction, copy_path, described.nbytes, ours_gbps, limit_gbps)
     finally:
         copier.close()
         plain.close()
