@@ -109,15 +109,15 @@ def request(request_id: str, tokens: list[int]) -> RequestTokens:
     return RequestTokens(request_id, tokens, keep_tokens=len(tokens))
 
 
-def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, asked: RequestTokens) -> None:
+def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, wanted: RequestTokens) -> None:
     """Let the request run to its end in blocks of its own."""
-    blocks = range(100, 100 + -(-len(asked.tokens) // BLOCK))
-    assert scheduler.match(asked, 0) == 0
-    scheduler.allocated(asked.request_id, 0, ())
-    copier.slots.update((blocks[0] * BLOCK + i, ("kv", *asked.tokens[: i + 1])) for i in range(len(asked.tokens)))
-    worker.start_stores(scheduler.build_step([Scheduled(asked, len(asked.tokens), (blocks,))]))
+    blocks = range(100, 100 + -(-len(wanted.tokens) // BLOCK))
+    assert scheduler.match(wanted, 0) == 0
+    scheduler.allocated(wanted.request_id, 0, ())
+    copier.slots.update((blocks[0] * BLOCK + i, ("kv", *wanted.tokens[: i + 1])) for i in range(len(wanted.tokens)))
+    worker.start_stores(scheduler.build_step([Scheduled(wanted, len(wanted.tokens), (blocks,))]))
     worker.finish_stores()
-    scheduler.finished(asked.request_id)
+    scheduler.finished(wanted.request_id)
 
 
 def test_what_blocks_the_engine_gave_is_told_once_a_step() -> None:
@@ -153,25 +153,25 @@ def test_a_salted_request_s_keys_carry_its_tenant_in_both_halves() -> None:
 def test_asking_again_while_it_waits_costs_no_lookup_and_gives_the_same() -> None:
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))
-    asked = request("b", [*range(8), 9])
-    assert [scheduler.match(asked, 0) for _ in range(28)] == [8] * 28
-    assert scheduler.match(asked, 4) == 4  # vLLM found a block by itself meanwhile
+    wanted = request("b", [*range(8), 9])
+    assert [scheduler.match(wanted, 0) for _ in range(28)] == [8] * 28
+    assert scheduler.match(wanted, 4) == 4  # vLLM found a block by itself meanwhile
     service.promised.clear()  # the lease expired in the queue
     service.held.clear()
-    assert scheduler.match(asked, 0) == 0
+    assert scheduler.match(wanted, 0) == 0
 
 
 def test_while_slower_tiers_bring_up_more_the_engine_is_told_to_ask_again() -> None:
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))
-    asked = request("b", [*range(13)])
+    wanted = request("b", [*range(13)])
     service.pending = 3
-    assert [scheduler.match(asked, 0) for _ in range(5)] == [None, None, None, 8, 8]
+    assert [scheduler.match(wanted, 0) for _ in range(5)] == [None, None, None, 8, 8]
     scheduler.allocated("b", 0, ())  # declined
     assert service.promised == {}
     assert not scheduler.is_waiting()
     service.pending = 1  # preempted: another wait, and it may end while waiting
-    assert scheduler.match(asked, 0) is None
+    assert scheduler.match(wanted, 0) is None
     assert scheduler.is_waiting()
     assert service.promised == {"e/b": 2}
     scheduler.finished("b")
@@ -183,11 +183,11 @@ def test_while_slower_tiers_bring_up_more_the_engine_is_told_to_ask_again() -> N
 def test_a_wait_is_had_once() -> None:
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))
-    asked = request("b", [*range(13)])
-    assert scheduler.match(asked, 0) == 8
+    wanted = request("b", [*range(13)])
+    assert scheduler.match(wanted, 0) == 8
     service.promised.clear()  # the lease expired in the queue
     service.pending = 1
-    assert scheduler.match(asked, 0) == 8
+    assert scheduler.match(wanted, 0) == 8
 
 
 def test_an_allocation_that_does_not_add_up_is_refused_and_reported() -> None:
@@ -231,8 +231,8 @@ def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, lef
     """Only the chunk that has gone, or all that were copied: either way the same load is not offered again."""
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))
-    asked = request("b", [*range(8), 9])
-    scheduler.match(asked, 0)
+    wanted = request("b", [*range(8), 9])
+    scheduler.match(wanted, 0)
     scheduler.allocated("b", 8, ((1, 2, 3, 4, 5),))
     setattr(copier if fault == "fail_copies" else service, fault, 1)
     worker.start_loads(scheduler.build_step([]))
@@ -241,7 +241,7 @@ def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, lef
     assert len(service.held) == left
     scheduler.loads_ended(report.finished, report.failed)
     assert scheduler.counts.loads_failed_in_a_row == 1
-    assert scheduler.match(asked, 0) == left * CHUNK
+    assert scheduler.match(wanted, 0) == left * CHUNK
     scheduler.loads_ended(["another"], [])
     assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 0)
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from kv_core.tools.cli import main
-from kv_core.tools.doctor import CHECKS, Asked, Finding, version_of
+from kv_core.tools.doctor import CHECKS, DoctorOptions, Finding, version_of
 
 
-def well(asked: Asked) -> Iterator[Finding]:
-    yield Finding("ok", "bus", f"measured: {asked.measure}, {asked.path}")
+def well(options: DoctorOptions) -> Iterator[Finding]:
+    yield Finding("ok", "bus", f"measured: {options.measure}, {options.path}")
     yield Finding("note", "copy paths", "not measured", "measure them")
 
 
-def broken(asked: Asked) -> Iterator[Finding]:
+def broken(options: DoctorOptions) -> Iterator[Finding]:
     yield Finding("ok", "before", "fine")
     raise ValueError("no such thing")
 

@@ -39,7 +39,7 @@ Copier = CpuCopier | GpuCopier
 
 
 @dataclass(frozen=True)
-class Hands:
+class Maker:
     """A copier by name, and where its tensors are."""
 
     copy_path: CopyPath | None
@@ -57,14 +57,14 @@ class Hands:
 
 
 every_hand = pytest.mark.parametrize(
-    "hands",
+    "maker",
     [
-        pytest.param(Hands(None, "cpu"), id="torch"),
-        pytest.param(Hands("direct", "cpu"), id="direct"),
-        pytest.param(Hands("staged", "cpu"), id="staged"),
-        pytest.param(Hands("direct", "cuda"), id="direct on the GPU", marks=pytest.mark.gpu),
-        pytest.param(Hands("staged", "cuda"), id="staged on the GPU", marks=pytest.mark.gpu),
-        pytest.param(Hands("driver", "cuda"), id="driver on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Maker(None, "cpu"), id="torch"),
+        pytest.param(Maker("direct", "cpu"), id="direct"),
+        pytest.param(Maker("staged", "cpu"), id="staged"),
+        pytest.param(Maker("direct", "cuda"), id="direct on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Maker("staged", "cuda"), id="staged on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Maker("driver", "cuda"), id="driver on the GPU", marks=pytest.mark.gpu),
     ],
 )
 
@@ -151,21 +151,21 @@ def pools_for(described: ChunkFormat, seed: int) -> dict[str, bytearray]:
 @every_cache_and_format
 @pytest.mark.parametrize("to_engine", [False, True], ids=["gather", "scatter"])
 def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
-    hands: Hands, cache: SmallCache, kind: str, to_engine: bool
+    maker: Maker, cache: SmallCache, kind: str, to_engine: bool
 ) -> None:
     """Both sides are compared whole, gaps between blocks and pools' other bytes included."""
     layout = cache.layout
-    if hands.cannot(layout, kind):
+    if maker.cannot(layout, kind):
         with pytest.raises(InputError, match="do not lie side by side"):
-            hands.take(layout, cache.make(hands.device), format_of(layout, kind))
+            maker.take(layout, cache.make(maker.device), format_of(layout, kind))
         return
     for seed in range(6):
         plan = random_plan(layout, kind, random.Random(seed))
-        fast_side, slow_side = cache.make(hands.device), cache.make()
+        fast_side, slow_side = cache.make(maker.device), cache.make()
         fill(fast_side, seed)
         fill(slow_side, seed)
         fast_pools, slow_pools = (pools_for(format_of(layout, kind), seed) for _ in range(2))
-        copier = hands.take(layout, fast_side, format_of(layout, kind))
+        copier = maker.take(layout, fast_side, format_of(layout, kind))
         for name, pool in fast_pools.items():
             copier.attach(name, memoryview(pool))
         event = copier.load(plan) if to_engine else copier.store(plan)
@@ -224,7 +224,7 @@ def test_a_round_trip_restores_exactly_the_asked_tokens(name: str, table: list[i
 @every_hand
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 32, 64])
 @pytest.mark.parametrize("order", ["NHD", "HND", "K transposed", "MLA"])
-def test_blocks_of_every_size_move_whole_and_in_part(hands: Hands, order: str, block_tokens: int) -> None:
+def test_blocks_of_every_size_move_whole_and_in_part(maker: Maker, order: str, block_tokens: int) -> None:
     """Two chunks of 64 tokens out of 192 slots, of the second only a part: gathered, and scattered elsewhere."""
     sizes = {"dtype": "float32", "itemsize": 4, "layers": 2, "blocks": 192 // block_tokens}
     sizes |= {"block_tokens": block_tokens, "heads": 1 if order == "MLA" else 2, "head_dim": 4}
@@ -235,7 +235,7 @@ def test_blocks_of_every_size_move_whole_and_in_part(hands: Hands, order: str, b
         "K transposed": lambda: transposed_keys(order, block=page, **sizes),
         "MLA": lambda: latent(order, block=page, token=4, **sizes),
     }[order]()
-    if hands.cannot(layout, "canonical"):
+    if maker.cannot(layout, "canonical"):
         pytest.skip("the kernel does not take rows that are no runs")
     described = layout.canonical_format(64)
     blocks = random.Random(block_tokens).sample(range(layout.blocks), layout.blocks)
@@ -248,11 +248,11 @@ def test_blocks_of_every_size_move_whole_and_in_part(hands: Hands, order: str, b
         torch.tensor([table[token // block_tokens] * block_tokens + token % block_tokens for token in range(101)])
         for table in (blocks, blocks[::-1])
     ]
-    tensors = list(torch.randn(2, layout.blocks, page).to(hands.device))
-    copier = hands.take(layout, tensors, described)
+    tensors = list(torch.randn(2, layout.blocks, page).to(maker.device))
+    copier = maker.take(layout, tensors, described)
     pool = bytearray(2 * described.nbytes)
     copier.attach("pool", memoryview(pool))
-    before = [read_rows(layout, tensors, layer, slots[0].to(hands.device)) for layer in range(2)]
+    before = [read_rows(layout, tensors, layer, slots[0].to(maker.device)) for layer in range(2)]
     copier.store(plans[0]).wait()
     for tensor in tensors:
         tensor.fill_(-1)
@@ -260,14 +260,14 @@ def test_blocks_of_every_size_move_whole_and_in_part(hands: Hands, order: str, b
     untouched = torch.ones(192, dtype=torch.bool)
     untouched[slots[1]] = False
     for layer, rows in enumerate(before):
-        after = read_rows(layout, tensors, layer, slots[1].to(hands.device))
-        rest = read_rows(layout, tensors, layer, untouched.nonzero().flatten().to(hands.device))
+        after = read_rows(layout, tensors, layer, slots[1].to(maker.device))
+        rest = read_rows(layout, tensors, layer, untouched.nonzero().flatten().to(maker.device))
         assert all(torch.equal(after[name], rows[name]) for name in rows)
         assert all(bool((part == -1).all()) for part in rest.values())
 
 
 @every_hand
-def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(hands: Hands) -> None:
+def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(maker: Maker) -> None:
     """vLLM's tables speak of the manager's blocks and its tensors of the kernel's: what joins them is the slot."""
     cache, manager = CACHES["NHD, K‖V"], 2 * TOKENS
     described = cache.layout.canonical_format(2 * manager)
@@ -279,13 +279,13 @@ def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(hands: Hands) 
         extents, [4, 5, 0, 1], chunk_tokens=2 * manager, block_tokens=TOKENS, first_token=3, last_token=2 * manager
     )
     assert coarse == fine
-    tensors = cache.make(hands.device)
+    tensors = cache.make(maker.device)
     fill(tensors)
-    copier, pool = hands.take(cache.layout, tensors, described), bytearray(described.nbytes)
+    copier, pool = maker.take(cache.layout, tensors, described), bytearray(described.nbytes)
     copier.attach("pool", memoryview(pool))
     copier.store(coarse).wait()
     slots = torch.tensor([16 + token if token < manager else token - manager for token in range(3, 2 * manager)])
-    keys = read_rows(cache.layout, tensors, 1, slots.to(hands.device))["k"].cpu().numpy().tobytes()
+    keys = read_rows(cache.layout, tensors, 1, slots.to(maker.device))["k"].cpu().numpy().tobytes()
     row = described.token_bytes
     assert pool[described.layer_offset(0, 1) :][3 * row : 2 * manager * row] == keys
 

@@ -140,7 +140,7 @@ def files() -> Broken:
     return Broken()
 
 
-class Hands:
+class Copiers:
     """Copiers by the name of their path, closed in the end."""
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class Hands:
 
 
 @pytest.fixture
-def hands() -> Iterator[Hands]:
-    made = Hands()
+def copiers() -> Iterator[Copiers]:
+    made = Copiers()
     yield made
     for copier in made.made:
         copier.close()
@@ -196,15 +196,15 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor], blocks: list[int]) 
 
 @pytest.mark.parametrize("writer", ["direct", "staged"])
 @pytest.mark.parametrize("reader", ["direct", "staged"])
-def test_what_one_path_wrote_the_other_reads(slab: Slab, hands: Hands, writer: str, reader: str) -> None:
+def test_what_one_path_wrote_the_other_reads(slab: Slab, copiers: Copiers, writer: str, reader: str) -> None:
     tensors, empty, counted = filled(), CACHE.make(), Broken()
     expected = kept(tensors, slab)
     chunks = [slab.chunk(at) for at in range(3)]
     slab.path.write_bytes(bytes(3 * SLOT))
-    checksums = store(hands(tensors, counted if writer == "direct" else MISSING), slab)
+    checksums = store(copiers(tensors, counted if writer == "direct" else MISSING), slab)
     assert checksums == [extent.checksum for extent in expected]
     assert [slab.chunk(at) for at in range(3)] == chunks
-    carried = load(hands(empty, counted if reader == "direct" else MISSING), slab.written(checksums))
+    carried = load(copiers(empty, counted if reader == "direct" else MISSING), slab.written(checksums))
     assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
     assert not any(layer[4].any() for layer in empty), "a block that nobody asked for"
@@ -212,22 +212,22 @@ def test_what_one_path_wrote_the_other_reads(slab: Slab, hands: Hands, writer: s
 
 
 def test_more_chunks_than_the_ring_holds_take_turns(
-    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+    slab: Slab, copiers: Copiers, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Halves of one chunk, so that the first is used again while the last begins."""
     monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
     tensors, empty = filled(), CACHE.make()
-    checksums = store(hands(tensors, files), slab)
+    checksums = store(copiers(tensors, files), slab)
     assert checksums == [extent.checksum for extent in kept(tensors, slab)]
-    assert load(hands(empty, files), slab.written(checksums)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert load(copiers(empty, files), slab.written(checksums)).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
 
 
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])
-def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, hands: Hands, copy_path: str) -> None:
+def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, copiers: Copiers, copy_path: str) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
-    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
+    copier = copiers(empty, Broken() if copy_path == "direct" else MISSING)
     carried = copier.load(
         extents[1:], TABLE, block_tokens=TOKENS, first_token=CHUNK + TOKENS, last_token=2 * CHUNK + TOKENS
     )
@@ -237,17 +237,17 @@ def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, hands:
     assert not any(layer[block].any() for layer in empty for block in (5, 0, 3, 2, 4))
 
 
-def test_what_is_not_there_is_absent_and_its_neighbours_are_loaded(slab: Slab, hands: Hands, files: Broken) -> None:
+def test_what_is_not_there_is_absent_and_its_neighbours_are_loaded(slab: Slab, copiers: Copiers, files: Broken) -> None:
     tensors, empty = filled(), CACHE.make()
     extents: list[FileExtent | None] = [*kept(tensors, slab)]
     extents[1] = None
-    carried = hands(empty, files).load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    carried = copiers(empty, files).load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     assert carried.outcomes == [Loaded(FORMAT.nbytes), Absent(), Loaded(FORMAT.nbytes)]
     assert same(tensors, empty, [5, 0, 1, 2])
     assert not any(layer[block].any() for layer in empty for block in (3, 6))
     room: list[FileExtent | None] = [*slab.room()]
     room[0] = None
-    written = hands(tensors, files).store(room, TABLE, block_tokens=TOKENS)
+    written = copiers(tensors, files).store(room, TABLE, block_tokens=TOKENS)
     assert [checksum is None for checksum in written] == [True, False, False]
 
 
@@ -263,11 +263,11 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_read_that_goes_wrong_is_staged_and_said_once(
-    slab: Slab, hands: Hands, files: Broken, caplog: pytest.LogCaptureFixture, failure: str
+    slab: Slab, copiers: Copiers, files: Broken, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
-    copier = hands(empty, files)
+    copier = copiers(empty, files)
     assert copier.has_direct_path
     name, does = FAILURES[failure]
     setattr(files, name, does)
@@ -285,12 +285,12 @@ def test_a_read_that_goes_wrong_is_staged_and_said_once(
 
 
 @pytest.mark.parametrize("failure", [name for name in FAILURES if name != "brings wrong bytes"])
-def test_a_write_that_goes_wrong_is_staged(slab: Slab, hands: Hands, files: Broken, failure: str) -> None:
+def test_a_write_that_goes_wrong_is_staged(slab: Slab, copiers: Copiers, files: Broken, failure: str) -> None:
     tensors = filled()
     expected = kept(tensors, slab)
     chunks = [slab.chunk(at) for at in range(3)]
     slab.path.write_bytes(bytes(3 * SLOT))
-    copier = hands(tensors, files)
+    copier = copiers(tensors, files)
     setattr(files, *FAILURES[failure])
     for _ in range(2):
         assert store(copier, slab) == [extent.checksum for extent in expected]
@@ -298,7 +298,7 @@ def test_a_write_that_goes_wrong_is_staged(slab: Slab, hands: Hands, files: Brok
     assert not copier.has_direct_path
 
 
-def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, hands: Hands, files: Broken) -> None:
+def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, copiers: Copiers, files: Broken) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
     moved: list[int] = []
@@ -308,18 +308,18 @@ def test_a_failure_of_one_chunk_is_that_chunks_alone(slab: Slab, hands: Hands, f
         return 0 if len(moved) == 2 else got
 
     files.on_end = second_fails
-    assert load(hands(empty, files), extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert load(copiers(empty, files), extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
 
 
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])
 def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(
-    slab: Slab, hands: Hands, copy_path: str
+    slab: Slab, copiers: Copiers, copy_path: str
 ) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
     slab.flip(1)
-    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
+    copier = copiers(empty, Broken() if copy_path == "direct" else MISSING)
     carried = load(copier, extents)
     assert [type(outcome) for outcome in carried.outcomes] == [Loaded, Damaged, Loaded]
     assert "the checksum of the bytes at" in str(carried.outcomes[1])
@@ -329,10 +329,12 @@ def test_a_bit_that_flipped_on_the_disk_is_damage_and_reaches_no_block(
 
 
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])
-def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(slab: Slab, hands: Hands, copy_path: str) -> None:
+def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(
+    slab: Slab, copiers: Copiers, copy_path: str
+) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = kept(tensors, slab)
-    copier = hands(empty, Broken() if copy_path == "direct" else MISSING)
+    copier = copiers(empty, Broken() if copy_path == "direct" else MISSING)
     os.truncate(slab.path, 2 * SLOT + 4096 + 100)
     assert [type(outcome) for outcome in load(copier, extents).outcomes] == [Loaded, Loaded, Damaged]
     slab.path.unlink()
@@ -342,9 +344,9 @@ def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(slab: Slab
     assert store(copier, slab) == [None] * 3
 
 
-def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, hands: Hands, files: Broken) -> None:
+def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, copiers: Copiers, files: Broken) -> None:
     empty = CACHE.make()
-    copier = hands(empty, files)
+    copier = copiers(empty, files)
     load(copier, kept(filled(1), slab))
     slab.path.unlink()
     slab.path.write_bytes(bytes(3 * SLOT))
@@ -354,26 +356,26 @@ def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, han
     assert copier.has_direct_path
 
 
-def test_a_link_is_not_followed(slab: Slab, hands: Hands) -> None:
+def test_a_link_is_not_followed(slab: Slab, copiers: Copiers) -> None:
     extents = kept(filled(), slab)
     slab.path.rename(slab.path.with_name("other"))
     slab.path.symlink_to("other")
-    carried = load(hands(CACHE.make(), MISSING), extents)
+    carried = load(copiers(CACHE.make(), MISSING), extents)
     assert [type(outcome) for outcome in carried.outcomes] == [ReadFailed] * 3
 
 
-def test_what_is_not_aligned_is_staged_and_the_path_stays(slab: Slab, hands: Hands, files: Broken) -> None:
+def test_what_is_not_aligned_is_staged_and_the_path_stays(slab: Slab, copiers: Copiers, files: Broken) -> None:
     tensors, empty = filled(), CACHE.make()
     extents = [replace(extent, offset=extent.offset - 24) for extent in kept(tensors, slab)]
     slab.path.write_bytes(slab.path.read_bytes()[24:] + bytes(24))
-    copier = hands(empty, files)
+    copier = copiers(empty, files)
     assert load(copier, extents).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
     assert files.reads == 0
     assert copier.has_direct_path
 
 
-def test_the_path_that_was_measured_to_be_faster_is_taken(slab: Slab, hands: Hands) -> None:
+def test_the_path_that_was_measured_to_be_faster_is_taken(slab: Slab, copiers: Copiers) -> None:
     tensors = filled()
     extents = kept(tensors, slab)
     above = str(slab.path.parent)
@@ -384,18 +386,18 @@ def test_the_path_that_was_measured_to_be_faster_is_taken(slab: Slab, hands: Han
         ({"/": {"load": "staged", "store": "staged"}, above: {"load": "direct", "store": "staged"}}, 3, 0),
     ):
         counted = Broken()
-        copier = hands(tensors, counted, copy_paths=FileCopyPaths(copy_paths))
+        copier = copiers(tensors, counted, copy_paths=FileCopyPaths(copy_paths))
         load(copier, extents)
         store(copier, slab)
         assert (counted.reads, counted.writes) == (reads, writes)
 
 
 def test_memory_that_cannot_be_registered_leaves_the_staged_paths(
-    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slab: Slab, copiers: Copiers, files: Broken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "register", lambda memory: eio())
     tensors, empty = filled(), CACHE.make()
-    copier = hands(empty, files)
+    copier = copiers(empty, files)
     assert not copier.has_direct_path
     assert "Input/output error" in caplog.text
     assert load(copier, kept(tensors, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
@@ -403,7 +405,7 @@ def test_memory_that_cannot_be_registered_leaves_the_staged_paths(
 
 
 def test_a_half_of_the_ring_is_left_alone_until_its_chunk_was_scattered(
-    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+    slab: Slab, copiers: Copiers, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files know nothing of the device's queues: the host waits for the first chunk before it reads the third."""
     monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
@@ -429,7 +431,7 @@ def test_a_half_of_the_ring_is_left_alone_until_its_chunk_was_scattered(
 
     files.on_begin = lambda: happened.append(f"read {files.reads}")
     copier = DirectCopier(Slow(CACHE.layout, CACHE.make(), FORMAT), FORMAT, CPU, files)
-    hands.made.append(copier)
+    copiers.made.append(copier)
     load(copier, kept(filled(), slab))
     assert happened == [
         *("read 1", "read 2", "scatter 1"),
@@ -442,7 +444,7 @@ def test_a_half_of_the_ring_is_left_alone_until_its_chunk_was_scattered(
 
 
 def test_a_device_that_fails_leaves_no_transfer_behind(
-    slab: Slab, hands: Hands, files: Broken, monkeypatch: pytest.MonkeyPatch
+    slab: Slab, copiers: Copiers, files: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the call ends its files are given back, and are somebody else's. The second read is under way then."""
     monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
@@ -459,15 +461,15 @@ def test_a_device_that_fails_leaves_no_transfer_behind(
 
     files.on_end = note
     copier = DirectCopier(Failing(CACHE.layout, CACHE.make(), FORMAT), FORMAT, CPU, files)
-    hands.made.append(copier)
+    copiers.made.append(copier)
     with pytest.raises(CopyFailed):
         load(copier, extents)
     assert len(ended) == files.reads == 2
 
 
-def test_what_does_not_go_together_is_refused(slab: Slab, hands: Hands) -> None:
+def test_what_does_not_go_together_is_refused(slab: Slab, copiers: Copiers) -> None:
     extents = kept(filled(), slab)
-    copier = hands(CACHE.make(), MISSING)
+    copier = copiers(CACHE.make(), MISSING)
     with pytest.raises(InputError, match="3 files for tokens 0 to 8, in 1 chunks"):
         load(copier, extents, CHUNK)
     with pytest.raises(InputError, match=r"an extent of 5 bytes for chunks of"):
@@ -507,10 +509,10 @@ def test_every_format_goes_by_files(tmp_path: Path, kind: str) -> None:
     reader.close()
 
 
-def test_on_a_cpu_files_are_staged(slab: Slab, hands: Hands) -> None:
+def test_on_a_cpu_files_are_staged(slab: Slab, copiers: Copiers) -> None:
     tensors = filled()
     copier = make_direct_copier(CACHE.layout, tensors, FORMAT)
-    hands.made.append(copier)
+    copiers.made.append(copier)
     assert not copier.has_direct_path
     assert store(copier, slab) == [extent.checksum for extent in kept(tensors, slab)]
 

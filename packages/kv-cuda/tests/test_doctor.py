@@ -4,7 +4,7 @@ import resource
 
 import pytest
 import torch
-from kv_core.tools.doctor import Asked
+from kv_core.tools.doctor import DoctorOptions
 from kv_cuda import doctor
 from kv_cuda.copy.copy_paths import FileCopyPaths
 from kv_cuda.files.cufile import NoCuFile
@@ -14,7 +14,7 @@ from kv_cuda.files.host_files import HostFiles
 def test_without_a_driver_the_cpu_is_all_right() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    findings = list(doctor.check(Asked(".", measure=True)))
+    findings = list(doctor.check(DoctorOptions(".", measure=True)))
     assert [finding.what for finding in findings] == ["kv-cuda", "GPU"]
     assert findings[1].state == "ok"
     assert "on the CPU" in findings[1].found
@@ -53,6 +53,6 @@ def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypa
 
 @pytest.mark.gpu
 def test_the_gpu_its_bus_and_its_paths_are_found() -> None:
-    findings = {finding.what: finding for finding in doctor.check(Asked(".", measure=True))}
+    findings = {finding.what: finding for finding in doctor.check(DoctorOptions(".", measure=True))}
     assert torch.cuda.get_device_name(0) in findings["GPU 0"].found
     assert float(findings["GPU 0, bus"].found.split()[0]) > 1

@@ -8,7 +8,7 @@ from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import PartLayout, pages_of, read_rows, split_parts, transposed_keys, write_rows
-from kv_cuda.copy.plan import WholeBlocks, check_and_cut
+from kv_cuda.copy.plan import WholeBlocks, validate_and_split
 from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches
 
 CACHES = small_caches()
@@ -80,7 +80,9 @@ def test_slots_beyond_two_to_the_31_elements_are_planned_right() -> None:
     last = 199_999 * 16
     pool = {"pool": 2**40}
     extent = HostExtent("pool", 2**40 - described.nbytes, described.nbytes)
-    (work,) = check_and_cut(TransferPlan((Copy(extent, 240, last, 16),), 256), large, described, pool, to_engine=True)
+    (work,) = validate_and_split(
+        TransferPlan((Copy(extent, 240, last, 16),), 256), large, described, pool, to_engine=True
+    )
     assert work.whole == (WholeBlocks(240, 199_999, 1),)
     assert work.whole[0].first_block * page > 2**31
     meta = torch.empty(200_000 * page, dtype=torch.bfloat16, device="meta")

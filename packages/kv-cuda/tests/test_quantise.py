@@ -37,7 +37,7 @@ every_kind = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 
 @dataclass(frozen=True)
-class Hands:
+class Maker:
     """Which exact copier is underneath, and where its tensors are."""
 
     made: type[CpuCopier] | type[GpuCopier]
@@ -52,14 +52,14 @@ class Hands:
             pytest.skip("the kernel does not take rows that are no runs; `make_copier` gives them to torch")
 
 
-TORCH = Hands(CpuCopier, "cpu")
+TORCH = Maker(CpuCopier, "cpu")
 every_hand = pytest.mark.parametrize(
-    "hands",
+    "maker",
     [
         pytest.param(TORCH, id="torch"),
-        pytest.param(Hands(GpuCopier, "cpu"), id="kernel"),
-        pytest.param(Hands(CpuCopier, "cuda"), id="torch on the GPU", marks=pytest.mark.gpu),
-        pytest.param(Hands(GpuCopier, "cuda"), id="kernel on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Maker(GpuCopier, "cpu"), id="kernel"),
+        pytest.param(Maker(CpuCopier, "cuda"), id="torch on the GPU", marks=pytest.mark.gpu),
+        pytest.param(Maker(GpuCopier, "cuda"), id="kernel on the GPU", marks=pytest.mark.gpu),
     ],
 )
 
@@ -154,13 +154,13 @@ def pools_for(described: ChunkFormat) -> dict[str, bytearray]:
 @every_hand
 @every_kind
 @every_cache
-def test_every_number_comes_back_within_the_bound(hands: Hands, kind: Kind, cache: SmallCache) -> None:
-    hands.skip_unless_moved(cache.layout)
+def test_every_number_comes_back_within_the_bound(maker: Maker, kind: Kind, cache: SmallCache) -> None:
+    maker.skip_unless_moved(cache.layout)
     described = cache.layout.quantised_format(kind, CHUNK)
-    tensors = cache.make(hands.device)
+    tensors = cache.make(maker.device)
     fill(cache, tensors, 1)
     before = [raw(tensor).clone() for tensor in tensors]
-    copier, pools = hands.take(cache.layout, tensors, kind), pools_for(described)
+    copier, pools = maker.take(cache.layout, tensors, kind), pools_for(described)
     for name, pool in pools.items():
         copier.attach(name, memoryview(pool))
     table = random.Random(3).sample(range(BLOCKS), 6)
@@ -168,8 +168,8 @@ def test_every_number_comes_back_within_the_bound(hands: Hands, kind: Kind, cach
     event.wait()
     assert event.done()
     assert all(torch.equal(raw(tensor), kept) for tensor, kept in zip(tensors, before, strict=True))
-    there, back = [5, 2, 0, 6, 1, 4], cache.make(hands.device)
-    loader = hands.take(cache.layout, back, kind)
+    there, back = [5, 2, 0, 6, 1, 4], cache.make(maker.device)
+    loader = maker.take(cache.layout, back, kind)
     for name, pool in pools.items():
         loader.attach(name, memoryview(pool))
     loader.load(chunks_plan(described, there)).wait()
@@ -190,9 +190,9 @@ def test_every_number_comes_back_within_the_bound(hands: Hands, kind: Kind, cach
 @every_kind
 @every_cache
 def test_a_load_of_a_part_writes_exactly_its_tokens_and_exactly_what_the_page_says(
-    hands: Hands, kind: Kind, cache: SmallCache
+    maker: Maker, kind: Kind, cache: SmallCache
 ) -> None:
-    hands.skip_unless_moved(cache.layout)
+    maker.skip_unless_moved(cache.layout)
     layout = cache.layout
     described = layout.quantised_format(kind, CHUNK)
     pools = pools_for(described)
@@ -210,11 +210,11 @@ def test_a_load_of_a_part_writes_exactly_its_tokens_and_exactly_what_the_page_sa
         table = chance.sample(range(BLOCKS), 6)
         first = chance.randrange(0, 2 * CHUNK - 1)
         last = chance.randrange(first + 1, 2 * CHUNK + 1)
-        ours, expected = cache.make(hands.device), cache.make()
+        ours, expected = cache.make(maker.device), cache.make()
         for tensors in (ours, expected):
             for tensor in tensors:
                 raw(tensor).fill_(0x11)
-        copier = hands.take(layout, ours, kind)
+        copier = maker.take(layout, ours, kind)
         for name, pool in pools.items():
             copier.attach(name, memoryview(pool))
         copier.load(chunks_plan(described, table, first, last)).wait()
@@ -300,12 +300,12 @@ def test_the_page_s_example_is_what_is_written(kind: Kind) -> None:
 @every_hand
 @every_kind
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 3e38])
-def test_what_no_scale_reaches_fails_its_store_and_no_other(hands: Hands, kind: Kind, bad: float) -> None:
+def test_what_no_scale_reaches_fails_its_store_and_no_other(maker: Maker, kind: Kind, bad: float) -> None:
     """One number among all that are stored; the next store is as good as ever."""
     described = NHD.layout.quantised_format(kind, CHUNK)
-    tensors = NHD.make(hands.device)
+    tensors = NHD.make(maker.device)
     fill(NHD, tensors, 3)
-    copier, pools = hands.take(NHD.layout, tensors, kind), pools_for(described)
+    copier, pools = maker.take(NHD.layout, tensors, kind), pools_for(described)
     for name, pool in pools.items():
         copier.attach(name, memoryview(pool))
     plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
@@ -324,7 +324,7 @@ def test_what_no_scale_reaches_fails_its_store_and_no_other(hands: Hands, kind: 
 
 
 def test_two_stores_are_judged_each_by_its_own_numbers() -> None:
-    """Asked in the other order than they were made."""
+    """DoctorOptions in the other order than they were made."""
     described = NHD.layout.quantised_format("int8", CHUNK)
     tensors = NHD.make()
     copier = TORCH.take(NHD.layout, tensors, "int8")
@@ -341,12 +341,12 @@ def test_two_stores_are_judged_each_by_its_own_numbers() -> None:
 
 
 @every_hand
-def test_more_chunks_than_staging_holds(hands: Hands) -> None:
+def test_more_chunks_than_staging_holds(maker: Maker) -> None:
     """Five, each of the same blocks but its own bytes: the staging turns, and nothing is taken before it is there."""
     described = NHD.layout.quantised_format("int8", TOKENS)
-    layout, tensors = NHD.layout, NHD.make(hands.device)
+    layout, tensors = NHD.layout, NHD.make(maker.device)
     fill(NHD, tensors, 4)
-    exact = hands.made(layout, tensors, layout.canonical_format(TOKENS))
+    exact = maker.made(layout, tensors, layout.canonical_format(TOKENS))
     copier = QuantisingCopier(layout, described, exact, tensors[0].device)
     pool = bytearray(5 * described.nbytes)
     copier.attach("pool", memoryview(pool))

@@ -57,13 +57,13 @@ def group(candidates: tuple[PagedLayout, ...], update: Callable[[torch.Tensor], 
 
 
 def test_of_all_layouts_the_true_one_is_found_and_the_cache_is_as_it_was() -> None:
-    asked = group((SIDE_BY_SIDE, TRUE))
-    before = torch.stack(asked.tensors).clone()
-    proof = prove(asked, "auto", 16)
+    given = group((SIDE_BY_SIDE, TRUE))
+    before = torch.stack(given.tensors).clone()
+    proof = prove(given, "auto", 16)
     assert isinstance(proof, Proof)
     assert proof.layout is TRUE
     assert proof.format.kind == "canonical"
-    assert torch.equal(torch.stack(asked.tensors), before)
+    assert torch.equal(torch.stack(given.tensors), before)
 
 
 def changed(part: int, **fields: int) -> PagedLayout:
@@ -117,14 +117,14 @@ def test_a_lie_about_the_dtype_is_never_used(dtype: str) -> None:
 
 def test_a_lie_about_where_it_starts_is_never_used() -> None:
     """Every offset that stays inside the storage."""
-    asked = group(())
+    given = group(())
     for offset in range(1, PAGE):
         shifted = replace(TRUE, name=f"from {offset}", blocks=BLOCKS - 1)
         tensors = tuple(
             tensor.reshape(-1)[offset : offset + (BLOCKS - 1) * PAGE].reshape(BLOCKS - 1, HEADS, TOKENS, 2 * DIM)
-            for tensor in asked.tensors
+            for tensor in given.tensors
         )
-        late = replace(asked, tensors=tensors, blocks=BLOCKS - 1, candidates=(shifted,))
+        late = replace(given, tensors=tensors, blocks=BLOCKS - 1, candidates=(shifted,))
         assert isinstance(prove(late, "canonical", 16), Refusal), offset
 
 
@@ -144,13 +144,13 @@ def test_what_is_quantised_is_proved_as_canonical(kind: Literal["int8", "fp8"]) 
 
 
 def test_a_cache_of_other_than_floating_point_numbers_is_not_quantised() -> None:
-    asked = group((replace(TRUE, dtype="int32"),))
+    given = group((replace(TRUE, dtype="int32"),))
 
     def write(layer: int, rows: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
-        asked.update(layer, {name: values.view(torch.float32) for name, values in rows.items()}, slots)
+        given.update(layer, {name: values.view(torch.float32) for name, values in rows.items()}, slots)
 
-    tensors = tuple(tensor.view(torch.int32) for tensor in asked.tensors)
-    refused = prove(replace(asked, tensors=tensors, update=write, row_dtype=torch.int32), "int8", 16)
+    tensors = tuple(tensor.view(torch.int32) for tensor in given.tensors)
+    refused = prove(replace(given, tensors=tensors, update=write, row_dtype=torch.int32), "int8", 16)
     assert isinstance(refused, Refusal)
     assert "keeps int32, and format int8 is made from float32, bfloat16, float16" in refused.reason
 
@@ -206,8 +206,8 @@ def test_a_latent_cache_is_proved_too() -> None:
 
     sizes = SIZES | {"heads": 1}
     layout = latent("MLA", block=TOKENS * DIM, token=DIM, **sizes)
-    asked = replace(group(()), tensors=tuple(storage), candidates=(layout,), opaque=layout, update=write)
-    asked = replace(asked, row_shape=(1, DIM))
-    proof = prove(asked, "auto", 16)
+    given = replace(group(()), tensors=tuple(storage), candidates=(layout,), opaque=layout, update=write)
+    given = replace(given, row_shape=(1, DIM))
+    proof = prove(given, "auto", 16)
     assert isinstance(proof, Proof)
     assert proof.format.parts == ("kv",)

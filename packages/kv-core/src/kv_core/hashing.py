@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import xxhash
 
 from kv_core.errors import InputError
-from kv_core.tokens import Tokens, narrow_packer, pack_tokens, pack_wide, part_of, refuse_culprit, sliceable
+from kv_core.tokens import Tokens, narrow_packer, pack_tokens, pack_wide, part_of, raise_for_invalid_token, sliceable
 
 Algorithm = Literal["sha256", "xxh3_128", "blake2b"]
 Digest = bytes
@@ -161,7 +161,7 @@ class ChainScheme:
         for at in range(start, stop - step + 1, step):
             chunk = tokens[at : at + step] if plain else part_of(tokens, at, at + step)
             if type(chunk[0]) is bool or type(chunk[-1]) is bool:
-                refuse_culprit(chunk, position + at - start)
+                raise_for_invalid_token(chunk, position + at - start)
             try:
                 packed = pack(*chunk)
             except struct.error:

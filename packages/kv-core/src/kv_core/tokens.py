@@ -88,7 +88,7 @@ def pack_tokens(tokens: Sequence[int], first_position: int = 0) -> bytes:
         InputError: names the first token that is none, and where it is.
     """
     if tokens and (type(tokens[0]) is bool or type(tokens[-1]) is bool):
-        refuse_culprit(tokens, first_position)
+        raise_for_invalid_token(tokens, first_position)
     try:
         return narrow_packer(len(tokens))(*tokens)
     except struct.error:
@@ -97,11 +97,11 @@ def pack_tokens(tokens: Sequence[int], first_position: int = 0) -> bytes:
 
 def pack_wide(tokens: Sequence[int], first_position: int) -> bytes:
     """As `pack_tokens`, for tokens that did not pack as u32: one is wide, or one is no token at all."""
-    refuse_culprit(tokens, first_position)
+    raise_for_invalid_token(tokens, first_position)
     return _WIDE_MARK + struct.pack(f"<{len(tokens)}Q", *tokens)
 
 
-def refuse_culprit(tokens: Sequence[int], first_position: int) -> None:
+def raise_for_invalid_token(tokens: Sequence[int], first_position: int) -> None:
     """Raise `InputError` for the first token that is none; return if all are good."""
     for position, token in enumerate(tokens, first_position):
         if isinstance(token, bool):

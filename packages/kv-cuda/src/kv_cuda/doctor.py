@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from kv_core.tools.doctor import Asked, Finding, version_of
+from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 from kv_cuda.choose import measured
 from kv_cuda.copy.copy_paths import FileCopyPaths, copy_paths_file, file_copy_paths_file, read_file_copy_paths
@@ -19,14 +19,14 @@ _COPIED_BYTES: Final = 256 << 20
 _LOCKED_ENOUGH: Final = 1 << 30
 
 
-def check(asked: Asked) -> Iterator[Finding]:
+def check(options: DoctorOptions) -> Iterator[Finding]:
     """For the entry-point group `kv_core.doctor`."""
     yield Finding("ok", "kv-cuda", f"{version_of('kv-cuda')} on torch {torch.__version__}")
     if not torch.cuda.is_available():
         yield _no_gpu()
         return
     for number in range(torch.cuda.device_count()):
-        yield from _device(number, asked)
+        yield from _device(number, options)
     yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield from _copies()
     first = torch.device("cuda", 0)
@@ -47,21 +47,22 @@ def _no_gpu() -> Finding:
     return Finding("wrong", "GPU", "there is a driver, but torch finds no GPU", advice)
 
 
-def _device(number: int, asked: Asked) -> Iterator[Finding]:
+def _device(number: int, options: DoctorOptions) -> Iterator[Finding]:
     device = torch.device("cuda", number)
-    told = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     name = f"GPU {number}"
-    found = f"{told.name}, {told.total_memory >> 30} GiB, sm_{told.major}{told.minor}, {told.multi_processor_count} SMs"
+    chip = f"sm_{properties.major}{properties.minor}"
+    found = f"{properties.name}, {properties.total_memory >> 30} GiB, {chip}, {properties.multi_processor_count} SMs"
     yield Finding("ok", name, found)
     if (node := node_of(device)) is not None:
         yield Finding("ok", f"{name}, NUMA", f"its bus is at node {node}: the host pool's pages are taken there")
-    if (told.major, told.minor) < (8, 0):
+    if (properties.major, properties.minor) < (8, 0):
         advice = "the kernels are compiled and tested for sm_80, sm_90 and sm_100; expect torch's own copies to be used"
-        yield Finding("note", name, f"older than sm_80 (it is sm_{told.major}{told.minor})", advice)
-    if asked.measure:
+        yield Finding("note", name, f"older than sm_80 (it is {chip})", advice)
+    if options.measure:
         to_device, to_host = bus_gbps(device)
         yield Finding("ok", f"{name}, bus", f"{to_device:.1f} GB/s in, {to_host:.1f} GB/s out, pinned memory")
-    if not copy_paths_file(told.name).exists():
+    if not copy_paths_file(properties.name).exists():
         yield Finding(
             "note", f"{name}, copy paths", "not measured: the built-in table is used", "run kv bench copy once"
         )
@@ -117,5 +118,5 @@ def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Fi
     if not copy_paths.measured:
         found = f"kvikio {kvikio_version()} and the nvidia-fs module: files are read straight into the GPU"
         return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
-    ways = [f"{path}: load {ways['load']}, store {ways['store']}" for path, ways in sorted(copy_paths.measured.items())]
-    return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(ways)}")
+    faster = [f"{path}: load {by['load']}, store {by['store']}" for path, by in sorted(copy_paths.measured.items())]
+    return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(faster)}")

@@ -66,51 +66,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--config-file", help="a file with the settings: YAML, TOML or JSON")
     flags.set_defaults(run=_flags)
-    chosen = parser.parse_args(arguments)
-    return int(chosen.run(chosen))
+    args = parser.parse_args(arguments)
+    return int(args.run(args))
 
 
-def _flags(chosen: argparse.Namespace) -> int:
+def _flags(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {}
     try:
-        if chosen.config_file:
-            settings["config_file"] = os.path.abspath(chosen.config_file)
-        if chosen.capacity:
-            settings["host"] = {"capacity_bytes": chosen.capacity}
-        if chosen.tier:
-            settings["tiers"] = [_absolute(read_tier(text)) for text in chosen.tier]
-        if chosen.socket:
-            settings["server"] = {"socket": os.path.abspath(chosen.socket)}
-        page_size = _page_size(chosen, settings)
+        if args.config_file:
+            settings["config_file"] = os.path.abspath(args.config_file)
+        if args.capacity:
+            settings["host"] = {"capacity_bytes": args.capacity}
+        if args.tier:
+            settings["tiers"] = [_absolute(read_tier(text)) for text in args.tier]
+        if args.socket:
+            settings["server"] = {"socket": os.path.abspath(args.socket)}
+        page_size = _page_size(args, settings)
         in_force = read_settings(settings, page_size, os.environ)
         _check(in_force)
-        host = {} if chosen.linker else _host_memory(chosen, in_force)
+        host = {} if args.linker else _host_memory(args, in_force)
     except ConfigError as error:
         print(f"kv_sglang flags: {error}", file=sys.stderr)
         return 2
-    named = engine_arguments(settings, page_size=page_size, linker=chosen.linker) | host
+    named = engine_arguments(settings, page_size=page_size, linker=args.linker) | host
     print(shlex.join(_as_flags(named)))
     return 0
 
 
-def _page_size(chosen: argparse.Namespace, settings: Mapping[str, Any]) -> int:
+def _page_size(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     """What was given, else what the settings say a chunk is."""
-    if chosen.page_size is None:
+    if args.page_size is None:
         _, in_force = load(settings, os.environ)
         (said,) = [entry for entry in in_force if entry.path == "chunk_tokens"]
         return _PAGE_TOKENS if said.origin == "default" else int(str(said.value))
-    if chosen.page_size < 1:
-        raise ConfigError(f"--page-size is {chosen.page_size}; a page has at least one token")
-    return int(chosen.page_size)
+    if args.page_size < 1:
+        raise ConfigError(f"--page-size is {args.page_size}; a page has at least one token")
+    return int(args.page_size)
 
 
-def _host_memory(chosen: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+def _host_memory(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """SGLang's own memory on the host, as large as ours where nothing else is said."""
-    if chosen.hicache_ratio is not None:
-        if not 0 < chosen.hicache_ratio < math.inf:
-            raise ConfigError(f"--hicache-ratio is {chosen.hicache_ratio}; write a number above 0, such as 1.5")
-        return {"hicache_ratio": chosen.hicache_ratio}
-    size = chosen.hicache_size
+    if args.hicache_ratio is not None:
+        if not 0 < args.hicache_ratio < math.inf:
+            raise ConfigError(f"--hicache-ratio is {args.hicache_ratio}; write a number above 0, such as 1.5")
+        return {"hicache_ratio": args.hicache_ratio}
+    size = args.hicache_size
     if size is None:
         size = math.ceil(settings.host.capacity_bytes / 1e9)
     if size < 1:

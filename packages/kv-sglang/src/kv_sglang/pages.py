@@ -39,7 +39,7 @@ _NUMBERS: Final = itertools.count()
 _C = TypeVar("_C", bound=Copier)
 
 
-class Hands(Generic[_C]):
+class PoolBinding(Generic[_C]):
     """One thread's copier, with the memory of a host pool as it is now, which a restarted server has exchanged."""
 
     def __init__(self, copier: _C) -> None:
@@ -48,12 +48,12 @@ class Hands(Generic[_C]):
 
     def on(self, pool: HostPool | MappedPool) -> _C:
         if pool.name != self._pool:
-            self.let_go()
+            self.unbind()
             self._copier.attach(pool.name, pool.view)
             self._pool = pool.name
         return self._copier
 
-    def let_go(self) -> None:
+    def unbind(self) -> None:
         """So that the pool can be closed. Nothing may be under way."""
         if self._pool:
             self._copier.detach(self._pool)
@@ -102,7 +102,7 @@ class PageStore:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._promises: OrderedDict[str, _Promise] = OrderedDict()  # by their holders, oldest first
-        self._hands: list[Hands[Copier]] = []
+        self._bindings: list[PoolBinding[Copier]] = []
         self._mine = threading.local()
 
     def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
@@ -226,9 +226,9 @@ class PageStore:
                 self._end_all()
                 lease = self.cache.begin_store(keys, holder)
             if lease.keys:
-                with self._copier(copier) as hands:
+                with self._copier(copier) as binding:
                     plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
-                    hands.store(plan).wait()
+                    binding.store(plan).wait()
                 self.cache.commit(lease)
             if not lease.refused:
                 return [True] * len(keys)
@@ -241,9 +241,9 @@ class PageStore:
         """Let go of the pool's memory, and of all that was promised. Nothing may be under way."""
         self._end_all()
         with self._lock:
-            every, self._hands = self._hands, []
-        for hands in every:
-            hands.let_go()
+            every, self._bindings = self._bindings, []
+        for binding in every:
+            binding.unbind()
 
     def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
         while True:
@@ -270,8 +270,8 @@ class PageStore:
     def _copy_out(self, lease: ReadLease, slots: Sequence[int], copier: Copier | None) -> int:
         """Copy the leased pages to the leading slots, and release them; how many are good: all or none."""
         try:
-            with self._copier(copier) as hands:
-                hands.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
+            with self._copier(copier) as binding:
+                binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
         except BaseException:
             self.cache.release(lease)
             raise
@@ -287,17 +287,17 @@ class PageStore:
     def _copier(self, given: Copier | None) -> Iterator[Copier]:
         """The one that was given, for now; else this thread's own."""
         if given is not None:
-            hands = Hands(given)
+            binding = PoolBinding(given)
             try:
-                yield hands.on(self.cache.pool)
+                yield binding.on(self.cache.pool)
             finally:
-                hands.let_go()
+                binding.unbind()
             return
-        mine: Hands[Copier] | None = getattr(self._mine, "hands", None)
+        mine: PoolBinding[Copier] | None = getattr(self._mine, "binding", None)
         if mine is None:
-            mine = self._mine.hands = Hands(self.pages.copier())
+            mine = self._mine.binding = PoolBinding(self.pages.copier())
             with self._lock:
-                self._hands.append(mine)
+                self._bindings.append(mine)
         yield mine.on(self.cache.pool)
 
     def _promise(self, holder: str, keys: Sequence[ChunkKey]) -> None:

@@ -270,7 +270,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 class _Stats:
     """Pages and speeds between two looks of SGLang's metrics. Bounded, for where nobody looks."""
 
-    _MOST: Final = 1024
+    _MAX_SPEEDS: Final = 1024
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -279,7 +279,7 @@ class _Stats:
     def add(self, what: str, pages: int, page_bytes: int, seconds: float) -> None:
         if pages:
             with self._lock:
-                del self._seen[what][: -self._MOST]
+                del self._seen[what][: -self._MAX_SPEEDS]
                 self._seen[what].append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
 
     def take(self) -> Any:

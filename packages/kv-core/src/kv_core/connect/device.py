@@ -1,4 +1,4 @@
-"""The hands that touch the engine's memory, as the worker half sees them."""
+"""What touches the engine's memory, as the worker half sees it."""
 
 from typing import Protocol
 

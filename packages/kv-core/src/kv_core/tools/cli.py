@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] != ["keys"]:  # what others add may import much, and `kv keys` need not wait for it
         _register_others(commands)
     try:
-        asked = parser.parse_args(words)
-        run: Callable[[argparse.Namespace], int] = asked.run
-        status = run(asked)
+        args = parser.parse_args(words)
+        run: Callable[[argparse.Namespace], int] = args.run
+        status = run(args)
         sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
@@ -139,54 +139,54 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--group", type=int, default=0, metavar="N", help="the group of layers (default: 0)")
 
 
-def prompt_scheme(asked: argparse.Namespace) -> ChainScheme:
+def prompt_scheme(args: argparse.Namespace) -> ChainScheme:
     """How the prompt's tokens become digests."""
-    return ChainScheme(asked.algorithm, asked.chunk_tokens, _secret(asked.secret_file, asked.algorithm))
+    return ChainScheme(args.algorithm, args.chunk_tokens, _secret(args.secret_file, args.algorithm))
 
 
-def prompt_space(asked: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
+def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
     """The key space; None if no model is named.
 
     Raises:
         InputError: options of a space without its model, or a group that there cannot be.
     """
-    if asked.model is not None:
-        space = KeySpace(asked.model, asked.revision, asked.dtype, asked.format_fingerprint, asked.world, scheme.name)
-        space.keys([], groups=(asked.group,))  # refuse a bad group before any tokens are read
+    if args.model is not None:
+        space = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
+        space.keys([], groups=(args.group,))  # refuse a bad group before any tokens are read
         return space
-    if asked.revision or asked.dtype or asked.format_fingerprint or asked.world != 1 or asked.group:
+    if args.revision or args.dtype or args.format_fingerprint or args.world != 1 or args.group:
         raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
     return None
 
 
-def prompt_root(asked: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
+def prompt_root(args: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
     """Where the prompt's chain begins with this salt, and the adapter and tags that were given."""
-    return scheme.root(salt=salt, lora=asked.lora, tags=_tags(asked.tag))
+    return scheme.root(salt=salt, lora=args.lora, tags=_tags(args.tag))
 
 
-def prompt_items(asked: argparse.Namespace) -> list[Item]:
+def prompt_items(args: argparse.Namespace) -> list[Item]:
     """Its images and the like."""
-    return [_item(text) for text in asked.item]
+    return [_item(text) for text in args.item]
 
 
-def _keys(asked: argparse.Namespace) -> int:
-    scheme = prompt_scheme(asked)
-    space = prompt_space(asked, scheme)
-    naming = None if space is None else _Naming(space, asked.group, tenant_tag(asked.salt))
-    sequence = KeySequence(scheme, root=prompt_root(asked, scheme, asked.salt), items=prompt_items(asked))
-    write = _write_json if asked.output == "json" else _write_table
-    if asked.output == "table":
-        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if naming is None else 'key'}")
+def _keys(args: argparse.Namespace) -> int:
+    scheme = prompt_scheme(args)
+    space = prompt_space(args, scheme)
+    printed_keys = None if space is None else _PrintedKeys(space, args.group, tenant_tag(args.salt))
+    sequence = KeySequence(scheme, root=prompt_root(args, scheme, args.salt), items=prompt_items(args))
+    write = _write_json if args.output == "json" else _write_table
+    if args.output == "table":
+        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if printed_keys is None else 'key'}")
     printed = 0
-    for tokens in prompt_tokens(asked):
+    for tokens in prompt_tokens(args):
         for digest in sequence.append(tokens):
-            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), naming)
+            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), printed_keys)
             printed += 1
     whole = printed * scheme.chunk_tokens
     tail = sequence.tokens - whole
-    if asked.partial and (digest_of_tail := sequence.tail_digest()) is not None:
-        write(_Printed(printed, whole, tail, digest_of_tail), naming)
-    elif tail and asked.output == "table":
+    if args.partial and (digest_of_tail := sequence.tail_digest()) is not None:
+        write(_Printed(printed, whole, tail, digest_of_tail), printed_keys)
+    elif tail and args.output == "table":
         print(
             f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
         )
@@ -194,7 +194,7 @@ def _keys(asked: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Naming:
+class _PrintedKeys:
     """Whose keys are printed, and of which group."""
 
     space: KeySpace
@@ -213,19 +213,19 @@ class _Printed:
     digest: bytes
 
 
-def _write_table(row: _Printed, naming: _Naming | None) -> None:
-    names = [row.digest.hex()] if naming is None else [key.hex() for key in naming.keys(row.digest)]
+def _write_table(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
+    names = [row.digest.hex()] if printed_keys is None else [key.hex() for key in printed_keys.keys(row.digest)]
     for name in names:
         print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name}")
 
 
-def _write_json(row: _Printed, naming: _Naming | None) -> None:
+def _write_json(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
     described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
-    if naming is not None:
-        spell = naming.space.spell
+    if printed_keys is not None:
+        spell = printed_keys.space.spell
         described["keys"] = [
             {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), "spelling": spell(key)}
-            for key in naming.keys(row.digest)
+            for key in printed_keys.keys(row.digest)
         ]
     print(json.dumps(described, ensure_ascii=False))
 
@@ -263,24 +263,24 @@ def _item(text: str) -> Item:
     return Item(found[1], int(found[2]), int(found[3]))
 
 
-def prompt_tokens(asked: argparse.Namespace) -> Iterator[list[int]]:
+def prompt_tokens(args: argparse.Namespace) -> Iterator[list[int]]:
     """Its tokens, a part at a time.
 
     Raises:
         InputError: there is no prompt, or something in it is no token.
     """
-    if (asked.file is None) == (asked.text is None):
+    if (args.file is None) == (args.text is None):
         raise InputError("give either FILE with token ids (- for standard input) or --text FILE")
-    if asked.text is None:
-        if asked.tokenizer is not None or asked.no_special_tokens:
+    if args.text is None:
+        if args.tokenizer is not None or args.no_special_tokens:
             raise InputError("--tokenizer and --no-special-tokens go with --text")
-        with _opened(asked.file) as stream:
+        with _opened(args.file) as stream:
             yield from read_tokens(stream)
         return
-    if asked.tokenizer is None:
+    if args.tokenizer is None:
         raise InputError("--text needs --tokenizer, the model's tokenizer.json")
-    with _opened(asked.text) as stream:
-        yield _tokenized(stream.read(), asked.tokenizer, special=not asked.no_special_tokens)
+    with _opened(args.text) as stream:
+        yield _tokenized(stream.read(), args.tokenizer, special=not args.no_special_tokens)
 
 
 def _opened(path: str) -> AbstractContextManager[TextIO]:

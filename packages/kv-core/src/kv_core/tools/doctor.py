@@ -1,7 +1,8 @@
 """`kv doctor`: what this machine can do for the cache, and what to do about what it cannot.
 
-Each package examines what it works with, through the entry-point group `kv_core.doctor`: a function from what was asked
-to its findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a feature.
+Each package examines what it works with, through the entry-point group `kv_core.doctor`: a function from
+`DoctorOptions` to its findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a
+feature.
 """
 
 import argparse
@@ -33,21 +34,25 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """path: a directory that a disk tier might have. measure: copies may be timed, which takes some seconds."""
+class DoctorOptions:
+    """What `kv doctor` was called with.
+
+    path: a directory that a disk tier might have.
+    measure: copies may be timed, which takes some seconds.
+    """
 
     path: str
     measure: bool
 
 
-Check = Callable[[Asked], Iterable[Finding]]
+Check = Callable[[DoctorOptions], Iterable[Finding]]
 
 
-def findings(asked: Asked) -> Iterator[Finding]:
+def findings(options: DoctorOptions) -> Iterator[Finding]:
     """Of all packages that are installed, in the order of their names. One that fails is a finding too."""
     for entry in sorted(importlib.metadata.entry_points(group=CHECKS), key=lambda entry: entry.name):
         try:
-            yield from entry.load()(asked)
+            yield from entry.load()(options)
         except Exception as error:  # noqa: BLE001  # the other packages' findings are wanted all the more
             yield Finding(
                 "wrong", entry.name, f"{entry.value} failed: {error!r}", "report this; the other findings stand"
@@ -71,10 +76,10 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     worst = 0
-    for finding in findings(Asked(asked.path, not asked.no_measure)):
-        if asked.json:
+    for finding in findings(DoctorOptions(args.path, not args.no_measure)):
+        if args.json:
             print(json.dumps(asdict(finding)), flush=True)
         else:
             print(f"{_MARKS[finding.state]}  {finding.what}: {finding.found}", flush=True)

@@ -83,7 +83,7 @@ def read_copy_paths(path: Path) -> CopyPaths:
     Raises:
         ConfigError: the file is none that `write_copy_paths` writes.
     """
-    return _read(path, lambda told: CopyPaths(load=_table(told["load"]), store=_table(told["store"])), CopyPaths())
+    return _read(path, lambda saved: CopyPaths(load=_table(saved["load"]), store=_table(saved["store"])), CopyPaths())
 
 
 def read_file_copy_paths(path: Path) -> FileCopyPaths:
@@ -92,7 +92,7 @@ def read_file_copy_paths(path: Path) -> FileCopyPaths:
     Raises:
         ConfigError: the file is none that `write_file_copy_paths` writes.
     """
-    return _read(path, lambda told: FileCopyPaths(_directories(told["directories"])), FileCopyPaths())
+    return _read(path, lambda saved: FileCopyPaths(_directories(saved["directories"])), FileCopyPaths())
 
 
 def write_copy_paths(path: Path, copy_paths: CopyPaths) -> None:
@@ -115,10 +115,10 @@ def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table
             f"{path} cannot be read: {error.strerror}; remove it, or measure anew: kv bench copy"
         ) from None
     try:
-        told: Any = json.loads(text)
-        if told["version"] != _VERSION:
+        saved: Any = json.loads(text)
+        if saved["version"] != _VERSION:
             raise ValueError("another version")
-        return parse(told)
+        return parse(saved)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no table of copy paths ({error}); remove it, or measure anew: kv bench copy"
@@ -145,18 +145,18 @@ def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, C
     return tuple(table)
 
 
-def _directories(told: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileCopyPath]]:
+def _directories(saved: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileCopyPath]]:
     directories: dict[str, dict[Direction, FileCopyPath]] = {}
-    for path, copy_paths in told.items():
+    for path, copy_paths in saved.items():
         directories[path] = {direction: copy_paths[direction] for direction in get_args(Direction)}
         if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileCopyPath)):
             raise ValueError(f"{path}: {copy_paths}")
     return directories
 
 
-def _table(told: Sequence[Sequence[Any]]) -> tuple[tuple[int, CopyPath], ...]:
+def _table(saved: Sequence[Sequence[Any]]) -> tuple[tuple[int, CopyPath], ...]:
     table = []
-    for shortest, copy_path in told:
+    for shortest, copy_path in saved:
         if isinstance(shortest, bool) or not isinstance(shortest, int) or copy_path not in get_args(CopyPath):
             raise ValueError(f"{[shortest, copy_path]}")
         table.append((shortest, copy_path))

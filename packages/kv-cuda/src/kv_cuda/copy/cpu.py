@@ -26,7 +26,7 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
 from kv_cuda.copy.memory import device_pool
-from kv_cuda.copy.plan import ChunkWork, CopyShape, check_and_cut, copy_shape
+from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
@@ -126,7 +126,7 @@ class CpuCopier:
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
         nbytes = {name: pool.numel() for name, pool in self._pools.items()}
-        checked = check_and_cut(plan, self._layout, self._format, nbytes, to_engine=to_engine)
+        checked = validate_and_split(plan, self._layout, self._format, nbytes, to_engine=to_engine)
         for work in checked:
             if work.extent.offset % self._aligned:
                 raise InputError(

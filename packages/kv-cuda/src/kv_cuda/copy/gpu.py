@@ -1,4 +1,4 @@
-"""The hands on a GPU: pinned host memory ↔ the engine's blocks, on streams of its own.
+"""The copier for GPUs: pinned host memory ↔ the engine's blocks, on streams of its own.
 
 A call puts its work in queues of the device and returns an event; nothing waits for the device as a whole and nothing
 is allocated once the buffers are there. Loads and stores have queues of their own, two each: one for the kernel and one
@@ -24,7 +24,7 @@ from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import Pool, device_pool, host_pool
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
-from kv_cuda.copy.plan import check_and_cut, copy_shape
+from kv_cuda.copy.plan import copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.layout import PagedLayout
 
@@ -82,7 +82,9 @@ class GpuCopier:
         self._all = [(0, self._kernel.plane_count)]
         self._pools: dict[str, Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
-        self._ways = {one: _Way(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions}
+        self._pipelines = {
+            one: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions
+        }
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make a pool known. Its memory is pinned piece by piece as it is used.
@@ -108,9 +110,9 @@ class GpuCopier:
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
         if pool in self._pools:
-            for way in self._ways.values():
-                way.end().wait()
-            self._pools.pop(pool).let_go()
+            for pipeline in self._pipelines.values():
+                pipeline.end().wait()
+            self._pools.pop(pool).release()
 
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(plan, "load", [self._all])
@@ -131,17 +133,17 @@ class GpuCopier:
     def _move(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
         """One event for each step, which is the planes that have then been moved."""
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
-        check_and_cut(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
+        validate_and_split(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         self._refuse_misaligned(plan)
         # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
         chunks = {copy.extent: self._pools[copy.extent.pool].chunk(copy.extent) for copy in plan.copies}
-        way = self._ways[direction]
-        way.begin()
+        pipeline = self._pipelines[direction]
+        pipeline.begin()
         events = []
         for spans in steps:
             for groups in self._launches(plan, direction):
-                self._launch(groups, chunks, spans, direction, way)
-            events.append(way.end())
+                self._launch(groups, chunks, spans, direction, pipeline)
+            events.append(pipeline.end())
         return events
 
     def _refuse_misaligned(self, plan: TransferPlan) -> None:
@@ -158,7 +160,7 @@ class GpuCopier:
         start = 0
         for copies in by_chunk.values():
             tokens = sum(copy.tokens for copy in copies)
-            if start + tokens > self._ways[direction].list_tokens:
+            if start + tokens > self._pipelines[direction].list_tokens:
                 yield groups
                 groups, start = [], 0
             groups.append(_Group(tuple(copies), self._copy_path(copies, tokens, direction), start, tokens))
@@ -181,11 +183,11 @@ class GpuCopier:
         chunks: Mapping[HostExtent, torch.Tensor],
         spans: Sequence[Span],
         direction: Direction,
-        way: "_Way",
+        pipeline: "_CopyPipeline",
     ) -> None:
         to_engine = direction == "load"
         moved = [group for group in groups if group.copy_path != "driver"]
-        on_device = way.upload(*self._lists(groups)) if moved else None
+        on_device = pipeline.upload(*self._lists(groups)) if moved else None
         for group in groups:
             extent = group.copies[0].extent
             chunk, programs = chunks[extent], _PROGRAMS_ON_BUS
@@ -193,13 +195,13 @@ class GpuCopier:
                 programs = _PROGRAMS_ON_DEVICE
             for span in spans:
                 if on_device is None or group.copy_path == "driver":
-                    self._drive(group, chunk.data_ptr(), span, way, to_engine=to_engine)
+                    self._drive(group, chunk.data_ptr(), span, pipeline, to_engine=to_engine)
                     continue
                 tokens = on_device[:, group.start : group.start + group.tokens]
                 if group.copy_path == "direct":
-                    way.direct(tokens, chunk, span, programs, to_engine=to_engine)
+                    pipeline.direct(tokens, chunk, span, programs, to_engine=to_engine)
                 else:
-                    way.staged(tokens, chunk, span, to_engine=to_engine)
+                    pipeline.staged(tokens, chunk, span, to_engine=to_engine)
 
     def _lists(self, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
         """Each token's slot, and where its row is in a plane of its chunk, in bytes."""
@@ -210,7 +212,7 @@ class GpuCopier:
         rows = (np.repeat([copy.first_token for copy in copies], tokens) + behind) * self._kernel.row_bytes
         return slots, rows
 
-    def _drive(self, group: _Group, chunk: int, span: Span, way: "_Way", *, to_engine: bool) -> None:
+    def _drive(self, group: _Group, chunk: int, span: Span, pipeline: "_CopyPipeline", *, to_engine: bool) -> None:
         """Block by block of every plane, by the driver's batched copies."""
         size, row = self._layout.block_tokens, self._kernel.row_bytes
         first, count = span
@@ -224,11 +226,11 @@ class GpuCopier:
         in_engine = planes[:, :1] + blocks // size * planes[:, 1:2]
         in_chunk = chunk + (first + np.arange(count))[:, None] * self._kernel.plane_bytes + tokens * row
         to, origin = (in_engine, in_chunk) if to_engine else (in_chunk, in_engine)
-        with way.kernels.running():
+        with pipeline.kernels.running():
             driver.copy_runs(to.ravel(), origin.ravel(), np.full(to.size, size * row), self._device)
 
 
-class _Way:
+class _CopyPipeline:
     """One direction's queues, ring and lists of tokens."""
 
     def __init__(self, device: torch.device, kernel: RowKernel, chunk_tokens: int) -> None:

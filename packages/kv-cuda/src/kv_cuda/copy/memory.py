@@ -31,7 +31,7 @@ class Pool:
             self.pinned.pin(extent.offset, extent.nbytes)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing may be copied to or from there any more."""
         if self.pinned is not None:
             give_back_mapping(self.pinned)

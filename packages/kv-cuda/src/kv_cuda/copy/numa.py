@@ -23,10 +23,10 @@ _BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
     """The NUMA node that this GPU's bus hangs on; None where there is but one, or nobody knows. sys: what /sys is."""
-    told: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(told, "pci_bus_id"):  # torch has not always told
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # not in every version of torch
         return None
-    place = f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return node_at(place, sys)
 
 

@@ -78,7 +78,7 @@ def copy_shape(layout: PagedLayout, tensors: int, chunk_format: ChunkFormat) -> 
     return CopyShape(layout.parts, layout.itemsize, layout.heads, layout.head_dim)
 
 
-def check_and_cut(
+def validate_and_split(
     plan: TransferPlan, layout: PagedLayout, chunk_format: ChunkFormat, pools: Mapping[str, int], *, to_engine: bool
 ) -> list[ChunkWork]:
     """The plan's work, chunk by chunk.

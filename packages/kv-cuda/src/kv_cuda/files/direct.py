@@ -69,7 +69,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """at: its place in what was asked. copies: where its tokens go, of an extent that the ring's will replace."""
+    """at: its place among the extents that were given. copies: where its tokens go, of an extent that the ring's will replace."""
 
     at: int
     file: FileExtent
@@ -77,7 +77,7 @@ class _Chunk:
 
 
 _Failures = dict[int, Damaged | ReadFailed]
-_Way = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
+_Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
 """Load or store chunks by a ring; why some were not, by their `at`, goes into the last."""
 
 
@@ -133,7 +133,7 @@ class DirectCopier:
         if any(chunk.file.checksum is None for chunk in chunks):
             raise InputError("an extent without a checksum is room for a chunk, and has none to be loaded")
         events: list[Event] = [DoneEvent()]
-        failed = self._carry(chunks, "load", lambda ring, asked, failed: events.extend(ring.load(asked, failed)))
+        failed = self._carry(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
             outcomes[chunk.at] = failed.get(chunk.at, Loaded(chunk.file.nbytes))
@@ -156,7 +156,7 @@ class DirectCopier:
         first_token, last_token = first_chunk * size, (first_chunk + len(files)) * size
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         written: list[bytes | None] = [None] * len(files)
-        failed = self._carry(chunks, "store", lambda ring, asked, failed: ring.store(asked, written, failed))
+        failed = self._carry(chunks, "store", lambda ring, batch, failed: ring.store(batch, written, failed))
         for at, failure in failed.items():
             _log.warning("a chunk could not be written: %s", failure.reason)
             written[at] = None
@@ -227,18 +227,18 @@ class DirectCopier:
             chunks.append(_Chunk(at, file, plan.copies))
         return chunks
 
-    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, way: _Way) -> _Failures:
+    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
         """By the direct path what may go there, by the staged one the rest and what did not arrive. Why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
         left = list(chunks)
         if direct is not None:
-            asked = [chunk for chunk in chunks if self._goes_direct(chunk.file, direction)]
-            way(direct, asked, failed_direct)
-            arrived = {chunk.at for chunk in asked} - failed_direct.keys()
+            batch = [chunk for chunk in chunks if self._goes_direct(chunk.file, direction)]
+            transfer(direct, batch, failed_direct)
+            arrived = {chunk.at for chunk in batch} - failed_direct.keys()
             left = [chunk for chunk in chunks if chunk.at not in arrived]
         failed: _Failures = {}
-        way(self._staged, left, failed)
+        transfer(self._staged, left, failed)
         to_blame = [failure.reason for at, failure in failed_direct.items() if at not in failed]
         if direct is not None and to_blame:
             _log.warning("files are staged through host memory from now on, as the direct path failed: %s", to_blame[0])
@@ -293,9 +293,9 @@ class _Ring:
         events = []
         halves = self._halves(chunks)
         with self._finishing():
-            for number, (half, asked) in enumerate(halves):
+            for number, (half, batch) in enumerate(halves):
                 self._free[half].wait()
-                self._begin(half, asked, writing=False)
+                self._begin(half, batch, writing=False)
                 if number:
                     events += self._scatter(*halves[number - 1], failed)
             if halves:
@@ -306,13 +306,13 @@ class _Ring:
         """written: where checksums go, by the chunks' `at`; also of those that fail."""
         halves = self._halves(chunks)
         with self._finishing():
-            for number, (half, asked) in enumerate(halves):
+            for number, (half, batch) in enumerate(halves):
                 self._free[half].wait()
                 first = half * self._half_chunks
-                self._copier.store(self._plan(list(enumerate(asked, first)))).wait()
-                for chunk, checksum in zip(asked, self._sums(self._rows[first : first + len(asked)]), strict=True):
+                self._copier.store(self._plan(list(enumerate(batch, first)))).wait()
+                for chunk, checksum in zip(batch, self._sums(self._rows[first : first + len(batch)]), strict=True):
                     written[chunk.at] = checksum
-                self._begin(half, asked, writing=True)
+                self._begin(half, batch, writing=True)
                 if number:
                     self._arrived(*halves[number - 1], failed)
             if halves:

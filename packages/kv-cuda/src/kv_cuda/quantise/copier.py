@@ -22,7 +22,7 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 
 from kv_cuda.copy.memory import Pool, device_pool, host_pool
-from kv_cuda.copy.plan import check_and_cut
+from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.layout import PagedLayout
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
@@ -55,8 +55,8 @@ class QuantisingCopier:
         self._layout, self._format, self._device = layout, chunk_format, device
         self._pools: dict[str, Pool] = {}
         canonical = layout.canonical_format(tokens)
-        self._ways = {way: _Way(way, canonical, chunk_format, exact, device) for way in ("load", "store")}
-        self._verdicts: list[_Verdict] = []
+        self._pipelines = {one: _CopyPipeline(one, canonical, chunk_format, exact, device) for one in ("load", "store")}
+        self._checks: list[_ScaleCheck] = []
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make a pool known. Its memory is pinned piece by piece as it is used.
@@ -77,18 +77,18 @@ class QuantisingCopier:
     def detach(self, pool: str) -> None:
         """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
         if pool in self._pools:
-            for way in self._ways.values():
-                way.end().wait()
-            self._pools.pop(pool).let_go()
+            for pipeline in self._pipelines.values():
+                pipeline.end().wait()
+            self._pools.pop(pool).release()
 
     def load(self, plan: TransferPlan) -> Event:
         """Of a chunk that is loaded in part, all of it crosses the bus, and only what is asked for is written."""
         by_chunk = self._checked(plan, to_engine=True)
-        way = self._ways["load"]
-        way.begin()
+        pipeline = self._pipelines["load"]
+        pipeline.begin()
         for chunk, copies in by_chunk:
-            way.load(chunk, copies)
-        return way.end()
+            pipeline.load(chunk, copies)
+        return pipeline.end()
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
         """As `load`; an event for each layer, all the same one: a chunk is made exact as a whole."""
@@ -104,25 +104,25 @@ class QuantisingCopier:
                     f"the plan stores {tokens} tokens of a chunk of {self._format.chunk_tokens}, "
                     f"and format {self._format.kind} is stored whole or not at all"
                 )
-        way = self._ways["store"]
-        verdict = self._verdicts.pop() if self._verdicts else _Verdict(self._device)
-        way.begin()
-        way.clear(verdict)
+        pipeline = self._pipelines["store"]
+        check = self._checks.pop() if self._checks else _ScaleCheck(self._device)
+        pipeline.begin()
+        pipeline.clear(check)
         for chunk, copies in by_chunk:
-            way.store(chunk, copies, verdict)
-        return _Judged(way.end_with(verdict), verdict, self._verdicts)
+            pipeline.store(chunk, copies, check)
+        return _CheckedEvent(pipeline.end_with(check), check, self._checks)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[tuple[torch.Tensor, list[Copy]]]:
         """Each chunk's bytes in its pool, and what is to be moved."""
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
-        check_and_cut(plan, self._layout, self._format, nbytes, to_engine=to_engine)
+        validate_and_split(plan, self._layout, self._format, nbytes, to_engine=to_engine)
         by_chunk: dict[HostExtent, list[Copy]] = {}
         for copy in plan.copies:
             by_chunk.setdefault(copy.extent, []).append(copy)
         return [(self._pools[extent.pool].chunk(extent), copies) for extent, copies in by_chunk.items()]
 
 
-class _Verdict:
+class _ScaleCheck:
     """The largest scale of a store, on the device and as the host reads it once it has arrived."""
 
     def __init__(self, device: torch.device) -> None:
@@ -130,11 +130,11 @@ class _Verdict:
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
 
 
-class _Judged:
+class _CheckedEvent:
     """A store's event. `used`: where its verdict goes when it has been read, for another store."""
 
-    def __init__(self, arrived: Event, verdict: _Verdict, used: list[_Verdict]) -> None:
-        self._arrived, self._verdict, self._used = arrived, verdict, used
+    def __init__(self, arrived: Event, check: _ScaleCheck, used: list[_ScaleCheck]) -> None:
+        self._arrived, self._check, self._used = arrived, check, used
         self._largest: float | None = None
 
     def done(self) -> bool:
@@ -149,8 +149,8 @@ class _Judged:
 
     def _judge(self) -> None:
         if self._largest is None:
-            self._largest = float(self._verdict.on_host)
-            self._used.append(self._verdict)
+            self._largest = float(self._check.on_host)
+            self._used.append(self._check)
         if not self._largest <= LARGEST_SCALE:  # NaN is not either
             raise CopyFailed(
                 "the KV to be stored has an infinity, a NaN or a number too large for one byte and a scale "
@@ -158,7 +158,7 @@ class _Judged:
             )
 
 
-class _Way:
+class _CopyPipeline:
     """One direction's queues and staging."""
 
     def __init__(
@@ -178,24 +178,24 @@ class _Way:
         self._bus.follow(self._work.record())
         return self._bus.record()
 
-    def clear(self, verdict: _Verdict) -> None:
+    def clear(self, check: _ScaleCheck) -> None:
         with self._work.running():
-            verdict.on_device.zero_()
+            check.on_device.zero_()
 
-    def end_with(self, verdict: _Verdict) -> Event:
+    def end_with(self, check: _ScaleCheck) -> Event:
         self._bus.follow(self._work.record())
         with self._bus.running():
-            verdict.on_host.copy_(verdict.on_device, non_blocking=True)
+            check.on_host.copy_(check.on_device, non_blocking=True)
         return self._bus.record()
 
-    def store(self, chunk: torch.Tensor, copies: Sequence[Copy], verdict: _Verdict) -> None:
+    def store(self, chunk: torch.Tensor, copies: Sequence[Copy], check: _ScaleCheck) -> None:
         turn, exact, quantised, codes = self._next()
         self._work.follow(self._free[turn])
         with self._work.running():
             gathered = self._copier.store(self._staged(turn, copies))
         self._work.follow(gathered)
         with self._work.running():
-            codes.encode(exact, quantised, verdict.on_device)
+            codes.encode(exact, quantised, check.on_device)
         self._bus.follow(self._work.record())
         with self._bus.running():
             chunk.copy_(quantised, non_blocking=True)

@@ -36,7 +36,7 @@ def register(subparsers: Any) -> None:
     copy.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """
     Raises:
         ConfigError: there is no such GPU, or no Triton; or the directory cannot be used.
@@ -44,34 +44,34 @@ def run(asked: argparse.Namespace) -> int:
     import torch
 
     try:
-        device = torch.device(asked.device)
+        device = torch.device(args.device)
     except RuntimeError:
-        raise ConfigError(f"--device {asked.device}: write cuda, or cuda:1 for the second GPU") from None
+        raise ConfigError(f"--device {args.device}: write cuda, or cuda:1 for the second GPU") from None
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"--device {asked.device}: there is no such GPU; `kv doctor` says what is missing")
+        raise ConfigError(f"--device {args.device}: there is no such GPU; `kv doctor` says what is missing")
     name = torch.cuda.get_device_name(device)
-    kept = _copy_paths(device, name, asked) if asked.file is None else _file_copy_paths(device, name, asked)
+    kept = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
     if kept is not None:
         print(f"kept in {kept}", file=sys.stderr)
     return 0
 
 
-def _copy_paths(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+def _copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> Path | None:
     from kv_cuda.copy.copy_paths import copy_paths_file, write_copy_paths
     from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 
     measured = []
     for one in measure_copy_paths(device, Sizes()):
         measured.append(one)
-        _say(one, one.layout, as_json=asked.json)
-    if asked.dry_run:
+        _say(one, one.layout, as_json=args.json)
+    if args.dry_run:
         return None
     path = copy_paths_file(name)
     write_copy_paths(path, copy_paths_from(measured))
     return path
 
 
-def _file_copy_paths(device: "torch.device", name: str, asked: argparse.Namespace) -> Path | None:
+def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> Path | None:
     from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths, write_file_copy_paths
     from kv_cuda.files.cufile import NoCuFile, find_cufile
     from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
@@ -80,11 +80,11 @@ def _file_copy_paths(device: "torch.device", name: str, asked: argparse.Namespac
     if isinstance(cufile, NoCuFile):
         print(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []
-    for one in measure_files(device, asked.file, cufile):
+    for one in measure_files(device, args.file, cufile):
         measured.append(one)
-        _say(one, one.directory, as_json=asked.json)
+        _say(one, one.directory, as_json=args.json)
     copy_paths = file_copy_paths_from(measured)
-    if asked.dry_run or not copy_paths.measured:
+    if args.dry_run or not copy_paths.measured:
         return None
     path = file_copy_paths_file(name)
     write_file_copy_paths(path, FileCopyPaths({**read_file_copy_paths(path).measured, **copy_paths.measured}))

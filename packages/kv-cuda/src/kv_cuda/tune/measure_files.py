@@ -61,9 +61,9 @@ def file_copy_paths_from(measured: Sequence[MeasuredFile]) -> FileCopyPaths:
     for one in measured:
         rates.setdefault(one.directory, {}).setdefault(one.direction, {})[one.copy_path] = one.gbps
     return FileCopyPaths({
-        directory: {direction: max(copy_paths, key=copy_paths.__getitem__) for direction, copy_paths in ways.items()}
-        for directory, ways in rates.items()
-        if len(ways) == 2 and all(len(copy_paths) == 2 for copy_paths in ways.values())
+        directory: {direction: max(gbps, key=gbps.__getitem__) for direction, gbps in by_direction.items()}
+        for directory, by_direction in rates.items()
+        if len(by_direction) == 2 and all(len(gbps) == 2 for gbps in by_direction.values())
     })  # fmt: skip
 
 

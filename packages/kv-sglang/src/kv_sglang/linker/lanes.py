@@ -21,7 +21,7 @@ from kv_core.service import ReadLease
 from kv_cuda.choose import LayerwiseCopier
 
 from kv_sglang.linker.gate import LayerGate
-from kv_sglang.pages import Hands, PageStore
+from kv_sglang.pages import PageStore, PoolBinding
 from kv_sglang.pools import first_slots
 
 MAX_WAITING_PAGES: Final = 4096
@@ -54,7 +54,7 @@ class Loads:
         """copier: between chunks and the device. gate: where forward passes wait for the layers."""
         self.gate = LayerGate()
         self._store = store
-        self._hands = Hands(copier)
+        self._binding = PoolBinding(copier)
         self._turn_off = turn_off
         self._numbers = itertools.count()
         self._taken: dict[str, _Load] = {}
@@ -110,7 +110,7 @@ class Loads:
         self.reset()
         self._batches.put(None)
         self._thread.join(_END_S)
-        self._hands.let_go()
+        self._binding.unbind()
 
     def _asker(self, request: str) -> str:
         return f"{self._store.name}-ask-{request}"
@@ -135,7 +135,7 @@ class Loads:
             for load in loads
             for pair in zip(load.lease.extents, _slots(load.indices, len(load.lease.extents), store), strict=True)
         ]
-        events = self._hands.on(store.cache.pool).load_layers(store.plan(pairs))
+        events = self._binding.on(store.cache.pool).load_layers(store.plan(pairs))
         for event in events:
             self.gate.let_through(number, event)
         for event in events:

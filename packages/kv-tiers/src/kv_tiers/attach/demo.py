@@ -78,18 +78,18 @@ def run(demo: Demo, arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON lines instead of a table")
     parser.add_argument("--run", choices=tuple(_PHASES), help=argparse.SUPPRESS)
     parser.add_argument("--cache", default="{}", help=argparse.SUPPRESS)
-    chosen = parser.parse_args(arguments)
-    if chosen.run:
-        _serve(demo, chosen.run, chosen.model, chosen.dtype, json.loads(chosen.cache))
+    args = parser.parse_args(arguments)
+    if args.run:
+        _serve(demo, args.run, args.model, args.dtype, json.loads(args.cache))
         return 0
     with tempfile.TemporaryDirectory(prefix="kv-demo-") as scratch:
-        return _show(demo, chosen, Path(scratch))
+        return _show(demo, args, Path(scratch))
 
 
-def _show(demo: Demo, chosen: argparse.Namespace, scratch: Path) -> int:
-    model, dtype = chosen.model, chosen.dtype or "auto"
+def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
+    model, dtype = args.model, args.dtype or "auto"
     if model is None:
-        model, dtype = str(demo.write_tiny(scratch / "tiny-llama")), chosen.dtype or "float32"
+        model, dtype = str(demo.write_tiny(scratch / "tiny-llama")), args.dtype or "float32"
     pool = f"demo-{os.getpid()}"
     disk = {"type": "disk", "directory": str(scratch / "kv"), "capacity_bytes": "256MiB"}
     cache = {"host": {"capacity_bytes": "256MiB", "name": pool}, "tiers": [disk], "cold": {"wait_s": 10.0}}
@@ -105,7 +105,7 @@ def _show(demo: Demo, chosen: argparse.Namespace, scratch: Path) -> int:
         HostPool.unlink(pool)
     expected = {row.request: row.tokens for row in reference}
     equal = [row.tokens == expected[row.request] for row in ours]
-    if chosen.json:
+    if args.json:
         for row, same in zip(ours, equal, strict=True):
             print(json.dumps({**asdict(row), "tokens_equal": same}))
         return 0 if all(equal) else 1

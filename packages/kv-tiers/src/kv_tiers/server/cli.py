@@ -63,12 +63,12 @@ it are served at the socket.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    if arguments.detach:
+    args = _parser().parse_args(argv)
+    if args.detach:
         _detach()
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = _config(arguments)
+        config = _config(args)
         check_settings(config.host, config.tiers)
         _allow_descriptors(config)
         # A signal between these two would leave the socket behind.
@@ -81,19 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in _ENDING:
         signal.signal(number, lambda *_: server.stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    if arguments.lifeline is not None:
-        server.watch(arguments.lifeline)
-    if arguments.owner is not None:
-        _end_with(arguments.owner, server)
-    if arguments.parent is not None:
-        _die_with(arguments.parent)
+    if args.lifeline is not None:
+        server.watch(args.lifeline)
+    if args.owner is not None:
+        _end_with(args.owner, server)
+    if args.parent is not None:
+        _die_with(args.parent)
     if http is not None:
         http.start(server)
     print(f"READY {server.socket_path} {os.getpid()}{'' if http is None else ' ' + http.url}", flush=True)
     server.serve()
     if http is not None:
         http.stop()
-    if arguments.own_directory:
+    if args.own_directory:
         with suppress(OSError):
             server.socket_path.parent.rmdir()
     return 0
@@ -110,19 +110,19 @@ def _allow_descriptors(config: ServerConfig) -> None:
         )  # fmt: skip
 
 
-def _config(arguments: argparse.Namespace) -> ServerConfig:
+def _config(args: argparse.Namespace) -> ServerConfig:
     """
     Raises:
         ConfigError: the settings cannot be read or honoured.
     """
     given = {
-        "server.socket": arguments.socket,
-        "server.name": arguments.name,
-        "host.capacity_bytes": arguments.capacity,
-        "http.listen": arguments.http,
+        "server.socket": args.socket,
+        "server.name": args.name,
+        "host.capacity_bytes": args.capacity,
+        "http.listen": args.http,
     }
     layers = [Layer("the command line", {path: value for path, value in given.items() if value is not None})]
-    if (file := arguments.config) is not None:
+    if (file := args.config) is not None:
         origin = "standard input" if file == STANDARD_INPUT else f"file {file}"
         layers.append(Layer(origin, read_file(file)))
     return server_config(resolve(layers, {})[0])

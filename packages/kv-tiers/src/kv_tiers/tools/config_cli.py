@@ -35,23 +35,23 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
-        extra = json.loads(arguments.extra)
+        extra = json.loads(args.extra)
     except json.JSONDecodeError as error:
         print(f"kv config: --extra is not JSON: {error}", file=sys.stderr)
         return 2
     if not isinstance(extra, dict):
         print("kv config: --extra must be a JSON object", file=sys.stderr)
         return 2
-    if arguments.file:
-        extra["config_file"] = arguments.file
+    if args.file:
+        extra["config_file"] = args.file
     try:
         _, in_force = load(extra, os.environ)
     except ConfigError as error:
         print(f"kv config: {error}", file=sys.stderr)
         return 2
-    if arguments.output == "json":
+    if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
         print(json.dumps(values, indent=1))
         return 0

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_core.tools.doctor import Asked, Finding, version_of
+from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 
@@ -16,11 +16,11 @@ _EXTRAS = {"redis": "redis", "s3": "obstore", "http": "starlette", "otel": "open
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
 
 
-def check(asked: Asked) -> Iterator[Finding]:
+def check(options: DoctorOptions) -> Iterator[Finding]:
     """For the entry-point group `kv_core.doctor`."""
     yield from _memory()
     yield from _numa(Path("/sys/devices/system/node"))
-    yield from _directory(Path(asked.path))
+    yield from _directory(Path(options.path))
     yield from _libraries()
 
 

@@ -113,26 +113,26 @@ def register(commands: Any) -> None:
     output.add_argument("--plot", metavar="FILE", help="draw hit ratio over capacity; .svg, .png or .pdf")
 
 
-def _sim(asked: argparse.Namespace) -> int:
-    if asked.plot is not None:
+def _sim(args: argparse.Namespace) -> int:
+    if args.plot is not None:
         from kv_tiers.tools import sim_plot  # before the work: without its library there is nothing to wait for
 
-        sim_plot.check(asked.plot)
-    if asked.chunk_tokens is not None and asked.chunk_tokens < 1:
-        raise InputError(f"--chunk-tokens {asked.chunk_tokens}: a chunk has at least one token")
-    policies = list(dict.fromkeys(asked.policy.split(",")))
+        sim_plot.check(args.plot)
+    if args.chunk_tokens is not None and args.chunk_tokens < 1:
+        raise InputError(f"--chunk-tokens {args.chunk_tokens}: a chunk has at least one token")
+    policies = list(dict.fromkeys(args.policy.split(",")))
     for name in policies:
         if name != _OPT:
             make_policy(name, 1)  # refuse what is not there before the trace is read
-    warm_up = _part(asked.warm_up, "--warm-up")
-    trace = read_trace(asked.trace)
-    chunk_tokens, chunk_bytes = _sizes(trace, asked.chunk_tokens, asked.token_bytes)
-    capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in asked.capacity.split(",")]
-    below = [_below(text, trace, chunk_bytes) for text in asked.below]
+    warm_up = _part(args.warm_up, "--warm-up")
+    trace = read_trace(args.trace)
+    chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
+    capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
+    below = [_below(text, trace, chunk_bytes) for text in args.below]
     names = ["host", *(plan.name for plan in below)]
     if len(set(names)) < len(names):
         raise InputError(f"--below: the tiers' names must differ, and not be host: {', '.join(names)}")
-    gbps = _bandwidths(asked.bandwidth, names)
+    gbps = _bandwidths(args.bandwidth, names)
     if below and _OPT in policies:
         raise InputError("opt is of one tier; leave --below out, or opt")
     clock = _Clock(len(trace.prompts) * len(capacities) * len(policies))
@@ -146,14 +146,14 @@ def _sim(asked: argparse.Namespace) -> int:
                 served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress())
                 runs.append(_Run(policy, capacity, served.hit_ratio, served))
             clock.finish(len(trace.prompts))
-    if asked.json:
+    if args.json:
         for run in runs:
             print(json.dumps(_described(run, trace, chunk_bytes, chunk_tokens, gbps)))
     else:
         _print_table(runs, trace, chunk_bytes, gbps)
-    if asked.plot is not None:
+    if args.plot is not None:
         lines = {name: [(r.capacity_chunks, r.hit_ratio) for r in runs if r.policy == name] for name in policies}
-        sim_plot.draw(asked.plot, {trace.name: (trace.chunks_unique, lines)})
+        sim_plot.draw(args.plot, {trace.name: (trace.chunks_unique, lines)})
     return 0
 
 

@@ -45,18 +45,18 @@ def register(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="what the server reports, one object a line")
 
 
-def _top(asked: argparse.Namespace) -> int:
+def _top(args: argparse.Namespace) -> int:
     from kv_tiers.server.config import default_socket
 
-    if not 0.05 <= asked.every <= 3600:
-        raise InputError(f"--every {asked.every:g}: write 0.05 to 3600 seconds")
-    path = Path(asked.socket) if asked.socket else default_socket(asked.name)
+    if not 0.05 <= args.every <= 3600:
+        raise InputError(f"--every {args.every:g}: write 0.05 to 3600 seconds")
+    path = Path(args.socket) if args.socket else default_socket(args.name)
     try:
-        if asked.json:
-            return _print_json(path, asked.every, once=asked.once)
-        if asked.once or not sys.stdout.isatty():
-            return _print_once(path, asked.every)
-        return _watch(path, asked.every)
+        if args.json:
+            return _print_json(path, args.every, once=args.once)
+        if args.once or not sys.stdout.isatty():
+            return _print_once(path, args.every)
+        return _watch(path, args.every)
     except TierDown as why:
         raise ConfigError(f"{why}; start one with kv-server, or say --name or --socket") from None
     except KeyboardInterrupt:  # how it is ended

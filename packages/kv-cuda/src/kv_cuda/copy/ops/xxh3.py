@@ -136,9 +136,9 @@ def _scrambled(total, key):  # type: ignore[no-untyped-def]
 class ChunkSums:
     """Checksums of chunks of one size. Of one thread at a time; what it needs in device memory it allocates once."""
 
-    def __init__(self, device: torch.device, nbytes: int, most_chunks: int) -> None:
+    def __init__(self, device: torch.device, nbytes: int, max_chunks: int) -> None:
         """
-        nbytes: of a chunk. most_chunks: asked about in one call.
+        nbytes: of a chunk. max_chunks: asked about in one call.
 
         Raises:
             InputError: chunks so small that the checksum is another one.
@@ -149,8 +149,8 @@ class ChunkSums:
         self._whole_stripes = (nbytes - 1) // _STRIPE_BYTES
         self._blocks = (nbytes - 1) // _BLOCK_BYTES + 1
         self._keys = torch.from_numpy(_KEYS).to(device)
-        self._sums = torch.empty((most_chunks, self._blocks, 8), dtype=torch.int64, device=device)
-        self._lanes = torch.empty((most_chunks, 8), dtype=torch.int64, device=device)
+        self._sums = torch.empty((max_chunks, self._blocks, 8), dtype=torch.int64, device=device)
+        self._lanes = torch.empty((max_chunks, 8), dtype=torch.int64, device=device)
 
     def of(self, chunks: torch.Tensor) -> list[bytes]:
         """xxh3_128 of the first bytes of each row, in its canonical form. On the current stream, and waits for it.
