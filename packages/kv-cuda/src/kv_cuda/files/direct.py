@@ -60,8 +60,11 @@ def make_direct_copier(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept. event: when the blocks
-    of the loaded ones hold their bytes. The files may be given back at once."""
+    """What became of a load. The files may be given back at once.
+
+    outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept.
+    event: done when the blocks of the loaded ones hold their bytes.
+    """
 
     outcomes: list[LoadOutcome]
     event: Event
@@ -69,7 +72,12 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """at: its place among the extents that were given. copies: where its tokens go, of an extent that the ring's will replace."""
+    """One chunk of a call.
+
+    at: its place among the extents that were given.
+    file: where it lies, or is to lie.
+    copies: where its tokens go; their extent is replaced by one of the ring's.
+    """
 
     at: int
     file: FileExtent
