@@ -119,6 +119,29 @@ def test_what_was_computed_before_an_update_in_place_is_never_found_and_the_next
             assert engine.hits == [hits], path
 
 
+@pytest.mark.slow
+def test_two_ranks_that_update_their_weights_agree_on_the_new_key_space(
+    model: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank stores its shard under the name that the scheduler gives: a hit needs both."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with started(str(model), cache=None, **two) as plain:
+        of_model = plain.ask_in_turn(ASKED)
+        plain.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tuned)})
+        of_tuned = plain.ask_in_turn(ASKED)
+    assert all(one != other for one, other in zip(of_tuned, of_model, strict=True))
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    with started(str(model), cache=cache, **two) as engine:
+        warm(engine, of_model)
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tuned)})
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == COLD
+        assert engine.ask_in_turn(ASKED) == of_tuned
+        assert engine.hits == WARM
+
+
 class TestOneEngine:
     """One engine after the other of vLLM's verbs, in this order."""
 
