@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kv_sglang.cli import engine_arguments
 from kv_tiers.pool.host_pool import pool_path
 from kv_tiers.testing.wait import until
@@ -90,6 +91,17 @@ class Engine:
         manager = self.inner.tokenizer_manager
         success, message, _ = self.inner.loop.run_until_complete(manager.update_weights_from_disk(request, None))
         assert success, message
+
+    def update_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """One of the model's, in place."""
+        steps = (
+            self.inner.begin_weight_update,
+            lambda: self.inner.update_weights_from_tensor([(name, tensor)]),
+            self.inner.end_weight_update,
+        )
+        for step in steps:
+            success, message = step()[:2]
+            assert success, message
 
     def flush(self) -> None:
         """Empty the engine's caches on device and host, once it has nothing under way. Storage keeps what it has."""

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+import torch
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt
 from kv_cuda.tiny import TinyLlama
 
@@ -58,3 +59,12 @@ class OneEngine:
         engine.ask(PROMPTS[:2])
         assert engine.ask_in_turn(PROMPTS[:2]) == reference[:2]
         assert engine.hits == COLD_HITS[:2]
+
+    def test_one_tensor_updated_in_place_is_another_model(self, engine: Engine, reference: list[Answer]) -> None:
+        """As a trainer sends it: a norm of one layer, negated, and put back."""
+        for sign in (-1.0, 1.0):
+            engine.flush()
+            engine.update_tensor("model.layers.1.input_layernorm.weight", sign * torch.ones(TinyLlama().hidden))
+            answers = engine.ask_in_turn(PROMPTS[:2])
+            assert engine.hits == COLD_HITS[:2]
+            assert [answer == before for answer, before in zip(answers, reference, strict=False)] == [sign > 0] * 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from kv_cuda.tiny import TinyLlama
 from kv_tiers import HostPool
 from kv_tiers.server.process import launch
 from one_engine import OneEngine
@@ -84,15 +85,23 @@ def test_calls_that_fail_and_are_late(tiny_llama: str, reference: list[Answer], 
 
 
 @pytest.mark.slow
-def test_two_ranks_each_with_its_share(tiny_llama: str) -> None:
-    """At a private server, which rank 0 starts."""
+def test_two_ranks_each_with_its_shard(tiny_llama: str, tmp_path: Path) -> None:
+    """At a private server, which rank 0 starts. Both change the key space together when weights are updated."""
     apart = {"tp_size": 2, "environ": ON_A_CORE_EACH}
+    other = str(TinyLlama(seed=1).write(tmp_path / "other"))
     with started(tiny_llama, **apart) as plain:
         expected = plain.ask_in_turn(PROMPTS)
+        plain.update_weights(other)
+        of_other = plain.ask_in_turn(PROMPTS)
     with started(tiny_llama, cache={"host": {"capacity_bytes": "32MiB"}}, **apart) as ranks:
         assert ranks.ask_in_turn(PROMPTS) == expected
         assert ranks.hits == COLD_HITS
         assert ranks.ask_in_turn(PROMPTS) == expected
+        assert ranks.hits == WARM_HITS
+        ranks.update_weights(other)
+        assert ranks.ask_in_turn(PROMPTS) == of_other
+        assert ranks.hits == COLD_HITS
+        assert ranks.ask_in_turn(PROMPTS) == of_other
         assert ranks.hits == WARM_HITS
 
 
