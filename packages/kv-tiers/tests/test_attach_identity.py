@@ -24,7 +24,7 @@ def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any
         "source": str(directory),
         "revision": None,
         "computed_in": "float32",
-        "most_tokens": 4096,
+        "max_tokens": 4096,
     }
     return ServedModel(**given | changed)
 
@@ -43,7 +43,7 @@ def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> Non
     write(tmp_path)
     first = fingerprint(served(tmp_path))
     assert fingerprint(served(tmp_path, own={"_name_or_path": "elsewhere", "transformers_version": "5"})) == first
-    assert fingerprint(served(tmp_path, most_tokens=8192)) == first
+    assert fingerprint(served(tmp_path, max_tokens=8192)) == first
     assert fingerprint(served(tmp_path, overrides={"configuration": {}, "quantization": None})) == first
     others = [
         fingerprint(served(tmp_path), kv_dtype="bfloat16"),
@@ -53,7 +53,7 @@ def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> Non
         fingerprint(served(tmp_path, overrides={"configuration": {"rope_theta": 1e6}})),
         fingerprint(served(tmp_path, own={"rope_theta": 1e6})),
         fingerprint(served(tmp_path, own=LONGROPE)),
-        fingerprint(served(tmp_path, own=LONGROPE, most_tokens=8192)),
+        fingerprint(served(tmp_path, own=LONGROPE, max_tokens=8192)),
         fingerprint(served(tmp_path, dummy_seed=0)),
         fingerprint(served(tmp_path, dummy_seed=1)),
         fingerprint(served(tmp_path, source="org/name")),

@@ -48,9 +48,15 @@ class Proof:
 class LayerGroup:
     """The layers that share one block table, as the engine handed them over.
 
-    tensors: one a layer. candidates: every layout that these tensors could have. opaque: a layout that knows where
-    whole blocks lie and nothing about their inside. origin: what makes opaque blocks of two engines interchangeable.
-    row_dtype, row_shape: of the rows that the engine's update takes, (heads, head_dim) a token.
+    tensors: one a layer.
+    block_tokens: tokens a block.
+    blocks: how many each layer has.
+    candidates: every layout that these tensors could have.
+    opaque: a layout that knows where whole blocks lie and nothing about their inside.
+    origin: what makes opaque blocks of two engines interchangeable.
+    row_dtype: of the rows that the engine's update takes.
+    row_shape: of one of them, (heads, head_dim) a token.
+    update: the engine's own.
     scales: of a quantised cache, by layer: what K and V are divided by before they are stored. () where the cache holds
         the rows as they are.
     """

@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 class Tile:
     """An axis split in two, as matrix units want it: [index // size][index % size], and each has a stride.
 
-    size: indices in a tile, which lie at the axis's own stride. stride: from one tile to the next, in elements.
+    size: indices in a tile, which lie at the axis's own stride.
+    stride: from one tile to the next, in elements.
     """
 
     size: int
@@ -71,8 +72,14 @@ class PartLayout:
 class PagedLayout:
     """The layers that share one block table.
 
-    name: what people call this order of bytes. dtype: as torch spells it. blocks: how many each layer has.
-    page_elements: one block of one layer, all parts. Its elements need not be neighbours in memory.
+    name: what people call this order of bytes.
+    dtype: as torch spells it.
+    itemsize: of an element, bytes.
+    layers: how many share the table.
+    blocks: how many each layer has.
+    block_tokens: tokens a block.
+    heads, head_dim: of a token's row in one layer of one part.
+    parts: where K and V, or MLA's latent, lie in a block of a layer.
     own_tensors: each part has tensors of its own. They are handed over part by part: K of all layers, then V.
     """
 

@@ -44,8 +44,14 @@ KV: Final = "kv"
 class Rank:
     """Which share of the engine this process is.
 
-    replicated: every rank has the same KV, and one of them writes it (MLA). stage: of pipeline parallelism.
-    replica: of data parallelism, within attention; replicas: of either kind.
+    number: among the tensor-parallel ranks.
+    ranks: how many there are.
+    replicated: every rank has the same KV, and one of them writes it (MLA).
+    stage: of pipeline parallelism.
+    stages: how many there are.
+    replica: of data parallelism, within attention.
+    replicas: how many there are, of either kind.
+    nodes: machines.
     """
 
     number: int
@@ -60,7 +66,14 @@ class Rank:
 
 @dataclass(slots=True)
 class Attached:
-    """What was opened. stores: by SGLang's name of the pool. watch: over the engine's weights."""
+    """What was opened.
+
+    stores: by SGLang's name of the pool.
+    caches: by the format of their chunks.
+    buses: of the caches in this process.
+    server: the private one, in the process that started it.
+    watch: over the engine's weights.
+    """
 
     stores: dict[str, PageStore] = field(default_factory=dict)
     caches: dict[Format, LocalCache | RemoteCache] = field(default_factory=dict)
@@ -141,7 +154,7 @@ def served_model(rank: Rank) -> ServedModel:
             "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
             "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
         },
-        most_tokens=int(model.context_len),
+        max_tokens=int(model.context_len),
         read_config=read,
         beside=beside,
     )

@@ -73,7 +73,7 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
             "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
             "kv_scales": kv_scales,
         },
-        most_tokens=model.max_model_len,
+        max_tokens=model.max_model_len,
         read_config=read,
         beside=[("draft", str(draft.model))] if draft else (),
     )

@@ -25,7 +25,13 @@ Exit status 1 where something is wrong.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """what: the thing examined. found: how it is. advice: what to do about it; empty only where all is well."""
+    """One line of `kv doctor`.
+
+    state: "ok", "note" or "wrong".
+    what: the thing examined.
+    found: how it is.
+    advice: what to do about it; empty only where all is well.
+    """
 
     state: State
     what: str

@@ -48,8 +48,12 @@ class _Part:
     """One part over runs of layers, counted in words.
 
     runs: [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each, of the engine's memory.
-    word: what is moved at once, one element or a few neighbours of dim. tile: tokens of a tile.
-    heads, dims: of a token's row in words, dims in tiles.
+    word: what is moved at once, one element or a few neighbours of dim.
+    tile: tokens of a tile.
+    heads: of a token's row.
+    dims: words of a head's row, in tiles.
+    transposed: dim is not the innermost axis.
+    interleaved: tokens are, in short tiles.
     """
 
     runs: list[torch.Tensor]

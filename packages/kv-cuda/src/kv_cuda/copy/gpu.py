@@ -39,7 +39,13 @@ _PROGRAMS_ON_DEVICE = 32
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """All copies of one chunk. start: their first token in the lists of tokens."""
+    """All copies of one chunk.
+
+    copies: what the plan says of it.
+    copy_path: how its bytes go.
+    start: its first token in the lists of tokens.
+    tokens: how many it has there.
+    """
 
     copies: tuple[Copy, ...]
     copy_path: CopyPath

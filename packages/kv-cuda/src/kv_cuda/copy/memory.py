@@ -15,7 +15,12 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """bytes: uint8. pinned: None where there is nothing to pin. is_on_device: it is the device's own memory."""
+    """A host pool as a copier has it.
+
+    bytes: its memory, uint8.
+    pinned: None where there is nothing to pin.
+    is_on_device: it is the device's own memory.
+    """
 
     bytes: torch.Tensor
     pinned: PinnedMapping | None = None

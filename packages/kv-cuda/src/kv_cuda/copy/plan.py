@@ -44,7 +44,9 @@ class ChunkWork:
 class CopyShape:
     """A layout as a format asks for it: in `blocks` a page is a run of bytes, one head whose "tokens" are a plain cut.
 
-    itemsize: of what `parts` count in. heads, head_dim: of a token's row in one layer of one part.
+    parts: where each part lies.
+    itemsize: of what `parts` count in, bytes.
+    heads, head_dim: of a token's row in one layer of one part.
     """
 
     parts: tuple[PartLayout, ...]

@@ -27,7 +27,12 @@ _THREADS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class NoCuFile:
-    """Files cannot be read straight into this device. advice: what to do about it. has_module: but the kernel could."""
+    """Files cannot be read straight into this device.
+
+    why: what is missing.
+    advice: what to do about it.
+    has_module: the kernel could.
+    """
 
     why: str
     advice: str

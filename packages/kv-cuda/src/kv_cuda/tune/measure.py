@@ -19,7 +19,16 @@ _ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One path in one direction, as medians. limit_gbps: a plain copy of the same bytes, pinned memory ↔ device."""
+    """One copy path in one direction, as medians.
+
+    layout: its name.
+    direction: load or store.
+    copy_path: which.
+    run_bytes: length of a run of neighbouring bytes.
+    chunk_bytes: of a chunk.
+    gbps: GB/s.
+    limit_gbps: of a plain copy of the same bytes, pinned memory ↔ device.
+    """
 
     layout: str
     direction: Direction
@@ -32,7 +41,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: a cache in bfloat16 with 128 elements a head. chunks: moved in one call."""
+    """What is measured: a cache in bfloat16 with 128 elements a head.
+
+    layers, heads: of the cache.
+    chunk_tokens: tokens a chunk.
+    chunks: moved in one call.
+    block_tokens: tokens a block; each is measured.
+    """
 
     layers: int = 32
     heads: int = 8

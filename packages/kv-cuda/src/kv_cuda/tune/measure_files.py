@@ -24,8 +24,16 @@ CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFile:
-    """One path in one direction, as medians. limit_gbps: the same bytes between the files and memory of the host, past
-    the system's cache where the file system can, without checksum or copy."""
+    """One copy path in one direction, as medians.
+
+    directory: where the files are.
+    direction: load or store.
+    copy_path: which.
+    chunk_bytes: of a chunk.
+    gbps: GB/s.
+    limit_gbps: of the same bytes between the files and the host's memory, past the system's cache where the file
+        system can, without checksum or copy.
+    """
 
     directory: str
     direction: Direction

@@ -18,7 +18,12 @@ _PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """One device pool: its pages' format, and what makes copiers. replicated: every rank has the same bytes (MLA)."""
+    """One pool of the device.
+
+    pages: their format and layout.
+    copier: makes one, for a thread.
+    replicated: every rank has the same bytes (MLA).
+    """
 
     pages: PoolPages
     copier: Callable[[], LayerwiseCopier]

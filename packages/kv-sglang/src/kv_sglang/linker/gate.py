@@ -10,7 +10,12 @@ from kv_cuda.copy.streams import Event, engine_follows
 
 @dataclass(slots=True)
 class _Batch:
-    """Loads that started together. layers: copies on their way; over: nothing more will come; landed: all arrived."""
+    """Loads that started together.
+
+    layers: copies on their way, by layer.
+    over: nothing more will come.
+    landed: all arrived.
+    """
 
     layers: list[Event] = field(default_factory=list)
     over: bool = False

@@ -34,7 +34,15 @@ _MAX_ADAPTERS: Final = 4096
 
 @dataclass(slots=True)
 class _Adapter:
-    """One that was seen. content: None until it is known. is_queued: whether the thread is to look at it."""
+    """One that was seen.
+
+    name, path: as the engine has them.
+    seen_ns: when it was seen first, since the epoch.
+    content: what it is named by; None until it is known.
+    states: of its files, when they were read.
+    is_void: it cannot be named.
+    is_queued: the thread is to look at it.
+    """
 
     name: str
     path: str

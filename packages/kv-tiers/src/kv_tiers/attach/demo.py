@@ -42,7 +42,9 @@ Ask = Callable[[list[int]], tuple[int, list[int]]]
 class Demo:
     """An engine's part of it.
 
-    program: the module that runs this again, in a process of its own. environ: what that process needs.
+    program: the module that runs this again, in a process of its own.
+    engine: its name.
+    environ: what that process needs.
     start: a model, its dtype and our settings (None: without us) → the engine, and the size of its vocabulary.
     write_tiny: writes a tiny model to a directory.
     """
@@ -56,7 +58,14 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request: what the engine says it found, how long it took, and what it generated."""
+    """One request.
+
+    request: its name.
+    phase: when it was sent.
+    hit_tokens: what the engine says it found.
+    seconds: how long it took.
+    tokens: what it generated.
+    """
 
     request: str
     phase: str

@@ -42,7 +42,10 @@ class HashingStoppedError(Exception):
 class FileState:
     """A file as its status has it. Equal states have equal content, as far as times tell.
 
-    path: resolved. device, inode: of the file system. size: bytes. mtime_ns, ctime_ns: since the epoch.
+    path: resolved.
+    device, inode: of the file system.
+    size: bytes.
+    mtime_ns, ctime_ns: since the epoch.
     """
 
     path: str

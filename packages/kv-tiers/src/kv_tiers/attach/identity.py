@@ -50,11 +50,13 @@ _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})
 class ServedModel:
     """A model as an engine was told to serve it.
 
-    engine: its name. source: a directory, a file or a hub's name, as given. revision: the hub's, None for its default.
+    engine: its name.
+    source: a directory, a file or a hub's name, as given.
+    revision: the hub's, None for its default.
     computed_in: the dtype of the layers, as torch spells it.
     dummy_seed: of weights that the engine makes up; None where it loads them.
     overrides: what the engine was told to change of the model's configuration, quantisation included; nothing else.
-    most_tokens: the longest sequence that the engine accepts.
+    max_tokens: the longest sequence that the engine accepts.
     read_config: the configuration as the engine read it. It counts only where the model's own file is not found.
     beside: other weights that decide the KV, as name and directory or hub's name: a draft's, and adapters' of which the
         engine's own names of prefixes say no more.
@@ -66,7 +68,7 @@ class ServedModel:
     computed_in: str
     dummy_seed: int | None = None
     overrides: Mapping[str, object] = field(default_factory=dict)
-    most_tokens: int = 0
+    max_tokens: int = 0
     read_config: Mapping[str, object] = field(default_factory=dict)
     beside: Sequence[tuple[str, str]] = ()
 
@@ -317,7 +319,7 @@ def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
     text = json.dumps([described, overrides], default=str)
     if "longrope" in text or "dynamic" in text:
         # These choose their frequencies by the longest sequence the engine accepts.
-        overrides["most_tokens"] = model.most_tokens
+        overrides["most_tokens"] = model.max_tokens  # so it is called in key spaces that exist
     whole: dict[str, object] = {"config": described, "overrides": overrides, "own": raw is not None}
     known = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     return whole, list(architectures) if known and isinstance(architectures, list) else []

@@ -33,8 +33,11 @@ _LAST_S: Final = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class KeptFormat:
-    """What an engine keeps. engine: its name. model: what decides its KV beside the weights. kind: of the format.
+    """What an engine keeps.
 
+    engine: its name.
+    model: what decides its KV beside the weights.
+    kind: of the format.
     fingerprint: of the format; chunks are found by engines of the same one only.
     """
 

@@ -14,7 +14,13 @@ from kv_cuda import Copier, CpuCopier, PagedLayout, make_copier
 
 @dataclass(slots=True)
 class Errors:
-    """Over all numbers that came back. worst: the largest error, as a part of its row's largest magnitude."""
+    """Over all numbers that came back.
+
+    numbers: how many.
+    absolute, squared: sums of the errors.
+    worst: the largest error, as a part of its row's largest magnitude.
+    given_absolute, given_squared: sums of the numbers themselves.
+    """
 
     numbers: int = 0
     absolute: float = 0.0
