@@ -144,8 +144,8 @@ def test_a_gap_gives_up_what_lies_behind_it(fault: str) -> None:
     tower.run()
     plan = tower.ask(KEYS)
     assert (plan.chunks, plan.ended) == (2, Ended.ABSENT)
-    counts = tower.cache.lower.promote_counts()
-    assert (counts.asked, counts.arrived, counts.given_up) == (6, 2, 4)
+    counts = tower.cache.lower.promotions.counts
+    assert (counts.requested, counts.arrived, counts.given_up) == (6, 2, 4)
     tower.read(KEYS[:2])
     tower.close()
 

@@ -118,7 +118,7 @@ def work_of(tower: Tower, keys: list[ChunkKey], seen: Counter[str], index: Count
         [list(tier.calls) for tier in tower.tiers],
         {name: getattr(after, name) - getattr(before, name) for name in names},
         waits,
-        (promotions.counts.asked, promotions.counts.arrived),
+        (promotions.counts.requested, promotions.counts.arrived),
     )
 
 

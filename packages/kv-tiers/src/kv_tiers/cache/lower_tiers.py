@@ -8,7 +8,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.cache.host import HostTier
-from kv_tiers.cache.promote import PromoteCounts, Promotions
+from kv_tiers.cache.promote import Promotions
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
@@ -21,7 +21,14 @@ _log = limited_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One tier's, at this moment."""
+    """One tier at this moment.
+
+    name: as configured.
+    health: of its lane, and why.
+    usage: what the tier says of itself.
+    lane: what its lane counted.
+    spill: what was counted of the way down to it.
+    """
 
     name: str
     health: Health
@@ -112,9 +119,6 @@ class LowerTiers:
             health, why = lane.health()
             states.append(TierState(lane.name, health, why, lane.usage(), lane.counts(), spill))
         return states
-
-    def promote_counts(self) -> PromoteCounts:
-        return self.promotions.counts
 
     def drain(self, timeout_s: float) -> None:
         """Have everything stored below that is to be stored, as far as the time allows."""

@@ -39,9 +39,15 @@ _LATELY: Final = 16
 
 @dataclass(slots=True)
 class PromoteCounts:
-    """Chunks that were asked of tiers below, of those that arrived, and that a break in their run made worthless."""
+    """What is counted of the way up. It only grows.
 
-    asked: int = 0
+    requested: chunks that lower tiers were told to load.
+    arrived: those of them that came up.
+    given_up: those that a break in their run made worthless.
+    waits_over: holders whose time was over before all had come.
+    """
+
+    requested: int = 0
     arrived: int = 0
     given_up: int = 0
     waits_over: int = 0
@@ -64,11 +70,14 @@ class _Answers:
 
 @dataclass(slots=True)
 class _Wait:
-    """One holder's patience.
+    """One holder that waits.
 
+    began_s: since when.
+    until_s: how long it may.
+    over: it waits no more.
     slots: of chunks that came up for it, leased until it asks again and is promised them.
-    answers: (tier, place in the prompt) → leading chunks held there, None while asked.
-    tiers: that bring something up for it.
+    tiers: the places of those that bring something up for it.
+    answers: (tier, place in the prompt) → leading chunks held there, None while the tier is being asked.
     """
 
     began_s: float
@@ -81,7 +90,13 @@ class _Wait:
 
 @dataclass(slots=True)
 class _Promotion:
-    """A leading run on its way up. `broken_at`: the first of its places that did not come."""
+    """A leading run on its way up.
+
+    holder: for whom.
+    chain: all keys of its prompt.
+    broken_at: the first place in the prompt that did not come.
+    wait: the holder's.
+    """
 
     holder: Holder
     chain: list[ChunkKey]
@@ -91,6 +106,8 @@ class _Promotion:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """Places `start` … `stop` (excluded) of a prompt, which a tier has."""
+
     tier: int
     start: int
     stop: int
@@ -98,7 +115,14 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Places `start`… of the prompt, in these slots."""
+    """What one call of a tier brings up.
+
+    tier: its place among the lanes.
+    start: the first key's place in the prompt.
+    keys: neighbours in the prompt.
+    slots: where they are going to be.
+    began_s: when it was submitted.
+    """
 
     tier: int
     start: int
@@ -140,8 +164,8 @@ class Promotions:
         self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
         self.counts = PromoteCounts()
 
-    def is_pending(self, asked: Sequence[ChunkKey], have: int, holder: Holder, now_s: float) -> bool:
-        """Whether waiting will make the first `have` chunks of `asked` more. Starts what is to be waited for.
+    def is_pending(self, keys: Sequence[ChunkKey], have: int, holder: Holder, now_s: float) -> bool:
+        """Whether waiting will make the first `have` chunks of `keys` more. Starts what is to be waited for.
 
         Without the lock. Asking again is how a holder learns that its wait is over.
         """
@@ -155,11 +179,11 @@ class Promotions:
                     self._disappoint(tier)
             if wait.over:
                 return False
-            if asked[have] in self._arriving or self._index.find(asked[have]) is not None:
+            if keys[have] in self._arriving or self._index.find(keys[have]) is not None:
                 return True  # the latter arrived since the lookup
-            if self._index.is_held(asked[have]):
+            if self._index.is_held(keys[have]):
                 return False  # an engine is storing it: it will be there for the next request
-        runs = self._where(wait, asked, have, now_s)
+        runs = self._where(wait, keys, have, now_s)
         if runs is None:
             return True
         if not runs:
@@ -168,7 +192,7 @@ class Promotions:
         wait.tiers.update(run.tier for run in runs)
         patience_s = max(self._patience_s[tier] for tier in wait.tiers)
         wait.until_s = wait.began_s + min(self._wait_s, patience_s)
-        return self._start(_Promotion(holder, list(asked), len(asked), wait), runs)
+        return self._start(_Promotion(holder, list(keys), len(keys), wait), runs)
 
     def promised(self, holder: Holder) -> None:
         """What came up for this holder so far is in its promise. Under the lock."""
@@ -217,16 +241,16 @@ class Promotions:
     def _disappoint(self, tier: int) -> None:
         self._patience_s[tier] = max(self._patience_s[tier] / 2, min(_MIN_PATIENCE_S, self._wait_s))
 
-    def _where(self, wait: _Wait, asked: Sequence[ChunkKey], have: int, now_s: float) -> list[_Run] | None:
+    def _where(self, wait: _Wait, keys: Sequence[ChunkKey], have: int, now_s: float) -> list[_Run] | None:
         """Which tier has which part of what is missing. None: one that must be asked has not answered yet."""
         runs: list[_Run] = []
         at = have
-        while at < len(asked):
+        while at < len(keys):
             for tier, lane in enumerate(self._lanes):
                 if lane.holds_is_local:
-                    chunks = lane.leading(asked[at:])
+                    chunks = lane.leading(keys[at:])
                 else:
-                    answer = self._asked(wait, tier, lane, asked, at)
+                    answer = self._answer_of(wait, tier, lane, keys, at)
                     if answer is None and now_s >= wait.began_s + self._patience_s[tier]:
                         wait.answers[tier, at] = answer = 0  # it answers too late, if it does
                         self._disappoint(tier)
@@ -243,7 +267,7 @@ class Promotions:
                 break
         return runs
 
-    def _asked(self, wait: _Wait, tier: int, lane: Lane, asked: Sequence[ChunkKey], at: int) -> int | None:
+    def _answer_of(self, wait: _Wait, tier: int, lane: Lane, keys: Sequence[ChunkKey], at: int) -> int | None:
         for (other, start), chunks in wait.answers.items():
             if other == tier and chunks is not None and start < at < start + chunks:
                 return start + chunks - at
@@ -251,15 +275,15 @@ class Promotions:
         if place not in wait.answers:
             wait.answers[place] = None
 
-            asked_s = self._clock.now_s()
+            sent_s = self._clock.now_s()
 
             def answered(leading: int) -> None:
                 with self._host.lock:
-                    self._answers[tier].came(leading, self._clock.now_s() - asked_s)
+                    self._answers[tier].came(leading, self._clock.now_s() - sent_s)
                 if wait.answers[place] is None:
                     wait.answers[place] = leading
 
-            if not lane.ask(asked[at:], answered):
+            if not lane.ask(keys[at:], answered):
                 wait.answers[place] = 0
         return wait.answers[place]
 
@@ -291,7 +315,7 @@ class Promotions:
                 else:
                     continue
                 break
-            self.counts.asked += sum(len(job.keys) for job in jobs)
+            self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.tell_evicted("promotion", promotion.holder)
             if not jobs:
                 return bool(self._arriving)  # others' are on their way; then there will be room

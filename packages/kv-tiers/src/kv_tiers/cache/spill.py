@@ -11,7 +11,7 @@ take turns, so one whose part is used up, or that stores much, keeps no other fr
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kv_core.keys import ChunkKey
@@ -29,7 +29,14 @@ WriteMode = Literal["through", "back", "never"]
 
 @dataclass(slots=True)
 class SpillCounts:
-    """Of one tier. waiting, under_way: present values; the others only grow. In chunks."""
+    """What is counted of the way down to one tier, in chunks. The last three only grow.
+
+    waiting: not handed to the lane, at the moment of the snapshot.
+    under_way: being stored now.
+    stored: by the tier.
+    refused: by the tier, which does not want them.
+    lost: evicted from the pool before they could be stored.
+    """
 
     waiting: int = 0
     under_way: int = 0
@@ -45,11 +52,15 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Below:
-    """One tier and what it does not have yet: of each share by slot, oldest first.
+class _LowerTier:
+    """A lower tier, and the chunks of the pool that it does not have yet.
 
-    share_of: of the slots in `queues`. turns: the shares that have something there and may have more leased; the first
-    is next.
+    lane: of the tier.
+    mode: when chunks go there.
+    queues: what waits, of each share by slot, oldest first.
+    share_of: the share of each slot in `queues`.
+    turns: the shares that have something waiting and may have more leased; the first is next.
+    counts: of this tier.
     """
 
     lane: Lane
@@ -83,7 +94,7 @@ class _Below:
 
 @dataclass(slots=True)
 class _Batch:
-    below: _Below
+    tier: _LowerTier
     share: Share
     slots: list[int]
     chunks: list[_Waiting]
@@ -107,7 +118,7 @@ class Spills:
         much is kept free for what comes next."""
         self._host = host
         self._index = index
-        self._below = [_Below(lane, mode) for lane, mode in lanes]
+        self._tiers = [_LowerTier(lane, mode) for lane, mode in lanes]
         self._part = part
         self._batch_chunks = batch_chunks
         self._leased: Counter[Share] = Counter()
@@ -119,25 +130,25 @@ class Spills:
         self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
     ) -> None:
         """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
-        if not keys or not self._below:
+        if not keys or not self._tiers:
             return
         share = self._host.share_of(keys[0].tenant)
         parents = dict(zip(chain, (None, *chain), strict=False))
-        for below in self._below[:above]:
-            if below.mode == "never":
+        for tier in self._tiers[:above]:
+            if tier.mode == "never":
                 continue
             for key, slot in zip(keys, slots, strict=True):
                 if self._index.key_at(slot) == key:  # else it was forgotten while it was written
-                    if below.remove(slot):
-                        below.counts.lost += 1  # another chunk's, evicted since
-                    below.add(slot, _Waiting(key, parents.get(key)), share)
+                    if tier.remove(slot):
+                        tier.counts.lost += 1  # another chunk's, evicted since
+                    tier.add(slot, _Waiting(key, parents.get(key)), share)
         self._pump(share)
 
     def _pump(self, share: Share) -> None:
         """Hand over what the lanes have room for, now that there is something new of this share."""
-        for below in self._below:
-            if below.mode == "through":
-                while self._hand_over(below):
+        for tier in self._tiers:
+            if tier.mode == "through":
+                while self._hand_over(tier):
                     pass
         if self._writes_back:
             self._make_room(share)
@@ -151,32 +162,32 @@ class Spills:
                 return
             key = self._index.key_at(slot)
             lacking = [
-                (below, waiting)
-                for below in self._below
-                if below.mode == "back" and (waiting := below.find(slot)) is not None and waiting.key == key
+                (tier, waiting)
+                for tier in self._tiers
+                if tier.mode == "back" and (waiting := tier.find(slot)) is not None and waiting.key == key
             ]
             if not lacking:
                 self._host.evict(slot)
                 self._host.free([slot])
                 continue
-            for below, waiting in lacking:
-                if not self._submit(_Batch(below, share, [slot], [waiting], then_evict=True)):
+            for tier, waiting in lacking:
+                if not self._submit(_Batch(tier, share, [slot], [waiting], then_evict=True)):
                     return
-                below.remove(slot)
+                tier.remove(slot)
 
     def drain(self, timeout_s: float) -> None:
         """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
         until = time.monotonic() + timeout_s
-        for below in self._below:
-            while below.lane.health()[0].serves:
+        for tier in self._tiers:
+            while tier.lane.health()[0].serves:
                 with self._host.lock:
-                    while self._hand_over(below):
+                    while self._hand_over(tier):
                         pass
-                    done = not below.share_of
+                    done = not tier.share_of
                 left = until - time.monotonic()
                 if left <= 0:
                     break
-                if below.lane.drain(left) and done:
+                if tier.lane.drain(left) and done:
                     break
                 time.sleep(min(left, 0.002))  # what waits has no room, for another tier's sake
 
@@ -185,53 +196,48 @@ class Spills:
         self._stopped = True
         key_at = self._index.key_at
         left = 0
-        for below in self._below:
-            left += below.counts.under_way
-            for queue in below.queues.values():
+        for tier in self._tiers:
+            left += tier.counts.under_way
+            for queue in tier.queues.values():
                 left += sum(key_at(slot) == chunk.key for slot, chunk in queue.items())
-            below.queues.clear()
-            below.share_of.clear()
-            below.turns.clear()
+            tier.queues.clear()
+            tier.share_of.clear()
+            tier.turns.clear()
         return left
 
     def counts(self) -> list[SpillCounts]:
         """By tier, in their order."""
-        for below in self._below:
-            below.counts.waiting = len(below.share_of)
-        return [
-            SpillCounts(**{name: getattr(below.counts, name) for name in SpillCounts.__slots__})
-            for below in self._below
-        ]
+        return [replace(tier.counts, waiting=len(tier.share_of)) for tier in self._tiers]
 
-    def _hand_over(self, below: _Below) -> bool:
+    def _hand_over(self, tier: _LowerTier) -> bool:
         """The next few of one prompt. False: there is no room, or nothing to hand over."""
-        room = min(self._batch_chunks, below.lane.room_for_stores()) if below.turns else 0
-        while room > 0 and below.turns:
-            share = next(iter(below.turns))
+        room = min(self._batch_chunks, tier.lane.room_for_stores()) if tier.turns else 0
+        while room > 0 and tier.turns:
+            share = next(iter(tier.turns))
             its_room = min(room, self._part_of(share) - self._leased[share])
             if its_room <= 0:
-                del below.turns[share]  # until some of what is leased has been stored
+                del tier.turns[share]  # until some of what is leased has been stored
                 continue
-            batch = self._next_of(below, share, its_room)
-            if share in below.turns:
-                below.turns.move_to_end(share)
+            batch = self._next_of(tier, share, its_room)
+            if share in tier.turns:
+                tier.turns.move_to_end(share)
             if batch.slots:
                 return self._submit(batch)
         return False
 
-    def _next_of(self, below: _Below, share: Share, room: int) -> _Batch:
+    def _next_of(self, tier: _LowerTier, share: Share, room: int) -> _Batch:
         """What comes next of a share's queue: a few of one prompt, and none that are not there any more."""
-        batch = _Batch(below, share, [], [], then_evict=False)
-        while (queue := below.queues.get(share)) and len(batch.slots) < room:
+        batch = _Batch(tier, share, [], [], then_evict=False)
+        while (queue := tier.queues.get(share)) and len(batch.slots) < room:
             slot, waiting = next(iter(queue.items()))
             if batch.chunks and waiting.parent != batch.chunks[-1].key:
                 break
-            below.remove(slot)
+            tier.remove(slot)
             if self._index.key_at(slot) == waiting.key:
                 batch.slots.append(slot)
                 batch.chunks.append(waiting)
             else:
-                below.counts.lost += 1
+                tier.counts.lost += 1
         return batch
 
     def _part_of(self, share: Share) -> int:
@@ -248,8 +254,8 @@ class Spills:
         self._index.lease(batch.slots)
         self._leased[batch.share] += len(batch.slots)
         self._emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
-        batch.below.counts.under_way += len(batch.slots)
-        if batch.below.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
+        batch.tier.counts.under_way += len(batch.slots)
+        if batch.tier.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
             return True
         self._settle(batch)
         self._requeue(batch)
@@ -258,10 +264,10 @@ class Spills:
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        down = stored < len(outcomes) and not batch.below.lane.health()[0].serves
+        down = stored < len(outcomes) and not batch.tier.lane.health()[0].serves
         with self._host.lock:
             self._settle(batch)
-            counts = batch.below.counts
+            counts = batch.tier.counts
             counts.stored += stored
             if down and not stored:
                 self._requeue(batch)
@@ -279,7 +285,7 @@ class Spills:
         keys = [chunk.key for chunk, outcome in whole if isinstance(outcome, Stored)]
         self._host.events.publish(
             events.Spilled(
-                batch.below.lane.name,
+                batch.tier.lane.name,
                 keys,
                 len(outcomes) - len(keys),
                 is_retried,
@@ -292,17 +298,17 @@ class Spills:
         self._host.unlease(batch.slots)
         self._leased[batch.share] -= len(batch.slots)
         self._emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
-        batch.below.counts.under_way -= len(batch.slots)
-        for below in self._below:
-            if batch.share in below.queues:
-                below.turns[batch.share] = None
+        batch.tier.counts.under_way -= len(batch.slots)
+        for tier in self._tiers:
+            if batch.share in tier.queues:
+                tier.turns[batch.share] = None
 
     def _requeue(self, batch: _Batch) -> None:
         """It waits again, where it was."""
         for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
             if self._index.key_at(slot) == chunk.key and not self._stopped:
-                batch.below.add(slot, chunk, batch.share)
-                batch.below.queues[batch.share].move_to_end(slot, last=False)
+                batch.tier.add(slot, chunk, batch.share)
+                batch.tier.queues[batch.share].move_to_end(slot, last=False)
 
     def _evict(self, batch: _Batch) -> None:
         for slot, chunk in zip(batch.slots, batch.chunks, strict=True):

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
@@ -38,29 +38,19 @@ from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
 _log = limited_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneCounts:
-    """A snapshot. `queued` is a present value; the rest only grow. Chunks, but for `downs` and `seconds_…`."""
-
-    queued: int
-    loaded: int
-    absent: int
-    damaged: int
-    read_failed: int
-    stored: int
-    refused: int
-    discarded: int
-    downs: int
-    seconds_loading: float
-    seconds_storing: float
-
-
-class _Probe:
-    """Whether a tier that failed is back."""
-
-
 @dataclass(slots=True)
-class _Totals:
+class LaneCounts:
+    """What a lane counts. All but `queued` only grow.
+
+    queued: chunks to be loaded or stored, and questions, at the moment of the snapshot.
+    loaded, absent, damaged, read_failed: chunks that were to be loaded, by what became of them.
+    stored, refused: chunks that were to be stored, by what became of them.
+    discarded: chunks.
+    downs: how often the tier failed after it had served.
+    seconds_loading, seconds_storing: in the tier's calls, those of all threads together.
+    """
+
+    queued: int = 0
     loaded: int = 0
     absent: int = 0
     damaged: int = 0
@@ -71,6 +61,10 @@ class _Totals:
     downs: int = 0
     seconds_loading: float = 0.0
     seconds_storing: float = 0.0
+
+
+class _Probe:
+    """Whether a tier that failed is back."""
 
 
 class Lane:
@@ -110,7 +104,7 @@ class Lane:
         self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}  # job → when it began
-        self._totals = _Totals()
+        self._counts = LaneCounts()
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
             for number in range(threads)
@@ -186,21 +180,9 @@ class Lane:
             return health, self._tracker.full if health is Health.FULL else self._tracker.last_failure
 
     def counts(self) -> LaneCounts:
+        """A snapshot."""
         with self._changed:
-            totals = self._totals
-            return LaneCounts(
-                queued=self._jobs.queued,
-                loaded=totals.loaded,
-                absent=totals.absent,
-                damaged=totals.damaged,
-                read_failed=totals.read_failed,
-                stored=totals.stored,
-                refused=totals.refused,
-                discarded=totals.discarded,
-                downs=totals.downs,
-                seconds_loading=totals.seconds_loading,
-                seconds_storing=totals.seconds_storing,
-            )
+            return replace(self._counts, queued=self._jobs.queued)
 
     def usage(self) -> TierUsage:
         return self.tier.usage()
@@ -321,7 +303,7 @@ class Lane:
             case Load():
                 arrivals, failures = self._load(job.reads)
                 with self._changed:
-                    self._totals.seconds_loading += self._clock.now_s() - began
+                    self._counts.seconds_loading += self._clock.now_s() - began
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
                 refuse = self._rest("; ".join(failures)) if failures else _nothing
@@ -339,7 +321,7 @@ class Lane:
             case Store():
                 outcomes = self._store(job)
                 with self._changed:
-                    self._totals.seconds_storing += self._clock.now_s() - began
+                    self._counts.seconds_storing += self._clock.now_s() - began
                 self._see_whether_full()
                 return lambda: job.done(outcomes)
             case Clear():
@@ -347,7 +329,7 @@ class Lane:
             case Discard():
                 self.tier.discard(job.keys)
                 with self._changed:
-                    self._totals.discarded += len(job.keys)
+                    self._counts.discarded += len(job.keys)
             case ClearTenant():
                 assert isinstance(self.tier, ClearsTenants)
                 self.tier.clear_tenant(job.tenant)
@@ -384,10 +366,10 @@ class Lane:
                 failures.append(outcome.reason)
             arrivals.append(arrival)
         with self._changed:
-            self._totals.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
-            self._totals.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
-            self._totals.damaged += len(wrong)
-            self._totals.read_failed += len(failures)
+            self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+            self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
+            self._counts.damaged += len(wrong)
+            self._counts.read_failed += len(failures)
         if wrong:
             if self.events.on:
                 reasons = {arrival.outcome.reason for arrival in arrivals if isinstance(arrival.outcome, Damaged)}
@@ -403,8 +385,8 @@ class Lane:
         outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         with self._changed:
-            self._totals.stored += stored
-            self._totals.refused += len(outcomes) - stored
+            self._counts.stored += stored
+            self._counts.refused += len(outcomes) - stored
         return outcomes
 
     def _see_whether_full(self) -> None:
@@ -422,7 +404,7 @@ class Lane:
         """
         with self._changed:
             is_first = self._tracker.failed(why)
-            self._totals.downs += is_first
+            self._counts.downs += is_first
             self._health()
             if down is not None:
                 self._jobs.say_again(down)
@@ -447,7 +429,7 @@ class Lane:
                 job.done(0)
             case Store():
                 with self._changed:
-                    self._totals.refused += len(job.chunks)
+                    self._counts.refused += len(job.chunks)
                 job.done([Refused(why)] * len(job.chunks))
             case _:
                 pass
