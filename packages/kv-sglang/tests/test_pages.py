@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import ConfigError, InputError
+from kv_core.format import FormatSetting
 from kv_sglang.pages import PageStore
-from kv_sglang.pools import Wanted, describe
+from kv_sglang.pools import describe
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
@@ -45,7 +46,7 @@ class Cache:
         self.opened: dict[str, LocalCache] = {}
         self.stores: list[PageStore] = []
 
-    def attach(self, pool: Any, *, wait_s: float = 5.0, wanted: Wanted = "auto") -> PageStore:
+    def attach(self, pool: Any, *, wait_s: float = 5.0, wanted: FormatSetting = "auto") -> PageStore:
         described = describe(pool, "kv", wanted)
         nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
         if fingerprint not in self.opened:
@@ -152,7 +153,7 @@ def test_pages_that_only_sglang_can_flatten_come_back_byte_for_byte(cache: Cache
 
 @pytest.mark.parametrize(("wanted", "most"), [("int8", 1 / 254), ("fp8", 1 / 16)])
 def test_quantised_pages_come_back_within_their_bound_into_another_layout(
-    cache: Cache, make_pool: MakePool, rows_of: Rows, wanted: Wanted, most: float
+    cache: Cache, make_pool: MakePool, rows_of: Rows, wanted: FormatSetting, most: float
 ) -> None:
     one, other = make_pool("mha", "page_head"), make_pool("mha", "layer_first")
     fill(one)

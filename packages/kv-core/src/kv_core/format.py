@@ -10,20 +10,29 @@ page is the same bytes.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeGuard, get_args
 
 from kv_core.errors import InputError
 
-Kind = Literal["canonical", "blocks", "int8", "fp8"]
+QuantisedKind = Literal["int8", "fp8"]
+Kind = Literal["canonical", "blocks", QuantisedKind]
+FormatSetting = Literal["auto", Kind]
+"""What a user may write. auto: canonical where that is proved, else blocks."""
 
-QUANTISED: Final = {"int8": "int8", "fp8": "float8_e4m3fn"}
+QUANTISED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """The dtype of each kind that keeps numbers in one byte."""
 SCALE_BYTES: Final = 4
 """Of a scale, a float32: one for each head of each token in each layer of each part."""
 
 FORMAT_VERSION = 1
 """Part of every fingerprint. The bytes of a version never change; a new order of bytes is a new version."""
+
+
+def is_quantised_kind(kind: str) -> TypeGuard[QuantisedKind]:
+    """Whether a kind of format, or a user's setting, keeps numbers in one byte."""
+    return kind in QUANTISED
 
 
 @dataclass(frozen=True, slots=True)

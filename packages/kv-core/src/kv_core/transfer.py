@@ -33,6 +33,13 @@ class TransferPlan:
     def tokens(self) -> int:
         return sum(copy.tokens for copy in self.copies)
 
+    def by_chunk(self) -> dict[HostExtent, list[Copy]]:
+        """The copies of each chunk, in their order."""
+        chunks: dict[HostExtent, list[Copy]] = {}
+        for copy in self.copies:
+            chunks.setdefault(copy.extent, []).append(copy)
+        return chunks
+
 
 def plan_transfer(
     extents: Sequence[HostExtent],

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_core.connect.scheduler import check_blocks
-from kv_core.format import ChunkFormat
+from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
-from kv_cuda.canary import LayerGroup, Proof, Refusal, Wanted, prove
+from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 from kv_cuda.choose import Copier, make_copier
 from kv_cuda.layout import PagedLayout
 
@@ -64,7 +64,7 @@ class BoundGroups:
         return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]
 
 
-def bind_groups(groups: Sequence[LayerGroup], wanted: Wanted, chunk_tokens: int) -> BoundGroups | Refusal:
+def bind_groups(groups: Sequence[LayerGroup], wanted: FormatSetting, chunk_tokens: int) -> BoundGroups | Refusal:
     """Prove each group's layout, and make its copier.
 
     Raises:

@@ -11,11 +11,10 @@ wherever they lie. What the blocks held before is put back.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from kv_core.errors import InputError
-from kv_core.format import ChunkFormat
+from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
 from kv_cuda.layout import PagedLayout
@@ -23,7 +22,6 @@ from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
 
 _log = limited_logger(__name__)
 
-Wanted = Literal["auto", "canonical", "blocks", "int8", "fp8"]
 EngineUpdate = Callable[[int, dict[str, torch.Tensor], torch.Tensor], None]
 """(layer, rows by part as [tokens, heads, head_dim], slots): the engine's own cache update."""
 
@@ -73,7 +71,7 @@ class LayerGroup:
     scales: tuple[tuple[float, float], ...] = ()
 
 
-def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refusal:
+def prove(group: LayerGroup, wanted: FormatSetting, chunk_tokens: int) -> Proof | Refusal:
     """Find the layout and the format that are shown to be right.
 
     wanted: as the setting `format` says. What is quantised is made from canonical chunks, so these are what is proved.
@@ -83,12 +81,10 @@ def prove(group: LayerGroup, wanted: Wanted, chunk_tokens: int) -> Proof | Refus
     fitting = [] if wanted == "blocks" else [layout for layout in group.candidates if _may_fit(group, layout)]
     if len(fitting) == 1:
         (layout,) = fitting
-        chunk_format = layout.canonical_format(chunk_tokens)
-        if wanted in ("int8", "fp8"):
-            try:
-                chunk_format = layout.quantised_format(wanted, chunk_tokens)
-            except InputError as error:
-                return Refusal(str(error))
+        try:
+            chunk_format = layout.format_of_rows(wanted, chunk_tokens)
+        except InputError as error:
+            return Refusal(str(error))
         return Proof(layout, chunk_format, f"layout {layout.name}, format {chunk_format.kind}")
     if len(fitting) > 1:
         names = ", ".join(layout.name for layout in fitting)

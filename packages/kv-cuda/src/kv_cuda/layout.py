@@ -7,12 +7,12 @@ all layers of a group. Where K and V are in tensors of their own (`own_tensors`)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from kv_core.errors import InputError
-from kv_core.format import QUANTISED, ChunkFormat
+from kv_core.format import QUANTISED, ChunkFormat, FormatSetting, QuantisedKind, is_quantised_kind
 
 _QUANTISABLE: Final = ("float32", "bfloat16", "float16")
 _T = TypeVar("_T")
@@ -150,7 +150,7 @@ class PagedLayout:
             itemsize=self.itemsize,
         )
 
-    def quantised_format(self, kind: Literal["int8", "fp8"], chunk_tokens: int) -> ChunkFormat:
+    def quantised_format(self, kind: QuantisedKind, chunk_tokens: int) -> ChunkFormat:
         """As `canonical_format` in one byte an element with scales.
 
         Raises:
@@ -163,6 +163,16 @@ class PagedLayout:
             )
         exact = self.canonical_format(chunk_tokens)
         return replace(exact, kind=kind, dtype=QUANTISED[kind], itemsize=1)
+
+    def format_of_rows(self, wanted: FormatSetting, chunk_tokens: int) -> ChunkFormat:
+        """The canonical format, or what is quantised from it where that is wanted.
+
+        Raises:
+            InputError: as of `quantised_format`.
+        """
+        if is_quantised_kind(wanted):
+            return self.quantised_format(wanted, chunk_tokens)
+        return self.canonical_format(chunk_tokens)
 
     def blocks_format(self, chunk_tokens: int, origin: str) -> ChunkFormat:
         """Whole blocks as opaque bytes, [layers, blocks, page bytes]. origin: what makes them interchangeable.

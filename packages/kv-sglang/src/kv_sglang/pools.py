@@ -8,18 +8,16 @@ to, under an origin that says all that those bytes follow from, so that nothing 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from kv_core.errors import ConfigError, InputError
-from kv_core.format import ChunkFormat
+from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.transfer import TransferPlan
 from kv_cuda import Copier, PagedLayout, PartLayout, make_copier
 from kv_cuda.copy.streams import DoneEvent
 
 from kv_sglang import TESTED
-
-Wanted = Literal["auto", "canonical", "int8", "fp8"]
 
 _CANONICAL: Final = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 """Exactly these: what derives from them keeps something else beside."""
@@ -43,7 +41,7 @@ class PoolPages:
     one_page: Callable[[], tuple[torch.Tensor, Copier]] | None
 
 
-def describe(pool: Any, name: str, wanted: Wanted = "auto") -> PoolPages:
+def describe(pool: Any, name: str, wanted: FormatSetting = "auto") -> PoolPages:
     """
     wanted: the format, as in the settings. What only SGLang can flatten is kept as it is, whatever is wanted.
 
@@ -64,7 +62,19 @@ def describe(pool: Any, name: str, wanted: Wanted = "auto") -> PoolPages:
     return _opaque(pool, name)
 
 
-def _canonical(pool: Any, wanted: Wanted, *, mla: bool) -> PoolPages | None:
+def format_of_pages(layout: PagedLayout, wanted: FormatSetting, page_tokens: int) -> ChunkFormat:
+    """What is kept of pages that lie so.
+
+    Raises:
+        ConfigError: the format that the settings want cannot be made of them.
+    """
+    try:
+        return layout.format_of_rows(wanted, page_tokens)
+    except InputError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _canonical(pool: Any, wanted: FormatSetting, *, mla: bool) -> PoolPages | None:
     """None: a layout that is not known here, or a buffer of another shape than that layout has."""
     buffer: torch.Tensor = pool.kv_buffer
     pages = buffer.numel() // _page_elements(pool, mla=mla)
@@ -73,12 +83,7 @@ def _canonical(pool: Any, wanted: Wanted, *, mla: bool) -> PoolPages | None:
         return None
     layers = [buffer.view(-1)[number * step :] for number in range(pool.layer_num)]
     _check_addresses(pool, layout, layers)
-    described = layout.canonical_format(pool.page_size)
-    if wanted in ("int8", "fp8"):
-        try:
-            described = layout.quantised_format(wanted, pool.page_size)
-        except InputError as error:
-            raise ConfigError(str(error)) from None
+    described = format_of_pages(layout, wanted, pool.page_size)
 
     def one_page() -> tuple[torch.Tensor, Copier]:
         one_shape, one, one_step = _layout(pool, pages=1, mla=mla)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from kv_core.errors import ConfigError
@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, other_sglang, served_model
 from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
-from kv_sglang.pools import PoolPages, Wanted, describe, first_slots
+from kv_sglang.pools import PoolPages, describe, first_slots
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
@@ -104,7 +104,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
         config, arguments = self._config, get_server_args()
         settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size), os.environ)
-        self._pages = {name: describe(pool, name, cast(Wanted, settings.format)) for name, pool in self._pools.items()}
+        self._pages = {name: describe(pool, name, settings.format) for name, pool in self._pools.items()}
         rank = Rank(
             number=config.tp_rank,
             ranks=config.tp_size,

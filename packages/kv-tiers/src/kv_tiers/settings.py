@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 from kv_core.errors import ConfigError
+from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
@@ -39,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
     secret_file: str = ""
     """For blake2b: the file with the secret, 16 to 64 bytes, readable by its owner alone."""
-    format: Literal["auto", "canonical", "blocks", "int8", "fp8"] = "auto"
+    format: FormatSetting = "auto"
     """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved. int8,
     fp8: one byte an element and a scale for each head of each token. They are lossy: what is loaded differs from what
     was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""

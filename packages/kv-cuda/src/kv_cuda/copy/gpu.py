@@ -159,12 +159,9 @@ class GpuCopier:
 
     def _launches(self, plan: TransferPlan, direction: Direction) -> Iterator[list[_Group]]:
         """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
-        by_chunk: dict[HostExtent, list[Copy]] = {}
-        for copy in plan.copies:
-            by_chunk.setdefault(copy.extent, []).append(copy)
         groups: list[_Group] = []
         start = 0
-        for copies in by_chunk.values():
+        for copies in plan.by_chunk().values():
             tokens = sum(copy.tokens for copy in copies)
             if start + tokens > self._pipelines[direction].list_tokens:
                 yield groups

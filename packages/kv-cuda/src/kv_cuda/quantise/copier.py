@@ -18,7 +18,7 @@ import torch
 from kv_core.connect.device import DeviceCopier
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
-from kv_core.format import ChunkFormat
+from kv_core.format import ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, TransferPlan
 
 from kv_cuda.copy.memory import Pool, device_pool, host_pool
@@ -50,7 +50,7 @@ class QuantisingCopier:
             InputError: the format is not one of this layout's.
         """
         kind, tokens = chunk_format.kind, chunk_format.chunk_tokens
-        if kind not in ("int8", "fp8") or chunk_format != layout.quantised_format(kind, tokens):
+        if not is_quantised_kind(kind) or chunk_format != layout.quantised_format(kind, tokens):
             raise InputError(f"the format is none of layout {layout.name} in one byte an element: {chunk_format}")
         self._layout, self._format, self._device = layout, chunk_format, device
         self._pools: dict[str, Pool] = {}
@@ -116,10 +116,7 @@ class QuantisingCopier:
         """Each chunk's bytes in its pool, and what is to be moved."""
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         validate_and_split(plan, self._layout, self._format, nbytes, to_engine=to_engine)
-        by_chunk: dict[HostExtent, list[Copy]] = {}
-        for copy in plan.copies:
-            by_chunk.setdefault(copy.extent, []).append(copy)
-        return [(self._pools[extent.pool].chunk(extent), copies) for extent, copies in by_chunk.items()]
+        return [(self._pools[extent.pool].chunk(extent), copies) for extent, copies in plan.by_chunk().items()]
 
 
 class _ScaleCheck:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from kv_core.errors import ConfigError, InputError
+from kv_core.errors import ConfigError
+from kv_core.format import FormatSetting
 from kv_cuda import PagedLayout, PartLayout, make_copier
 from kv_cuda.choose import LayerwiseCopier
 
 from kv_sglang import TESTED
-from kv_sglang.pools import PoolPages, Wanted
+from kv_sglang.pools import PoolPages, format_of_pages
 
 _PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 """Exactly these: what derives from them keeps its rows otherwise, or something beside."""
@@ -30,7 +31,7 @@ class DevicePool:
     replicated: bool
 
 
-def describe_device(pool: Any, page_size: int, wanted: Wanted = "auto") -> DevicePool:
+def describe_device(pool: Any, page_size: int, wanted: FormatSetting = "auto") -> DevicePool:
     """
     wanted: the format, as in the settings.
 
@@ -62,12 +63,7 @@ def describe_device(pool: Any, page_size: int, wanted: Wanted = "auto") -> Devic
         parts=tuple(PartLayout(part, 0, page_size * row, row, dim, 1) for part in (["kv"] if mla else ["k", "v"])),
         own_tensors=not mla,
     )
-    described = layout.canonical_format(page_size)
-    if wanted in ("int8", "fp8"):
-        try:
-            described = layout.quantised_format(wanted, page_size)
-        except InputError as error:
-            raise ConfigError(str(error)) from None
+    described = format_of_pages(layout, wanted, page_size)
 
     def copier() -> LayerwiseCopier:
         return make_copier(layout, cast(Sequence[torch.Tensor], tensors), described)

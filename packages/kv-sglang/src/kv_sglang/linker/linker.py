@@ -30,7 +30,6 @@ from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
 from kv_sglang.page_settings import read_settings
-from kv_sglang.pools import Wanted
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
@@ -78,7 +77,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         self._group = params.attn_tp_cache_group or params.tp_cache_group
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         settings = read_settings(extra_config or {}, int(params.page_size), os.environ)
-        described = describe_device(pool, int(params.page_size), cast(Wanted, settings.format))
+        described = describe_device(pool, int(params.page_size), settings.format)
         rank = _rank(server_args, described.replicated, self._group)
         self._writes = not described.replicated or rank.number == 0
         watch_updates()

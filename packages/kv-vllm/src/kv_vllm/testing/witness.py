@@ -86,14 +86,14 @@ class WitnessedCopier:
         self._copier.detach(pool)
 
     def store(self, plan: TransferPlan) -> CopyEvent:
-        for extent, copies in _by_chunk(plan).items():
+        for extent, copies in plan.by_chunk().items():
             self._given[extent] = self._gather(copies)
         return self._copier.store(plan)
 
     def load(self, plan: TransferPlan) -> CopyEvent:
         event = self._copier.load(plan)
         event.wait()
-        for extent, copies in _by_chunk(plan).items():
+        for extent, copies in plan.by_chunk().items():
             tokens = [token for copy in copies for token in range(copy.first_token, copy.first_token + copy.tokens)]
             self._errors.add(self._given[extent][:, tokens], self._gather(copies)[:, tokens])
         return event
@@ -106,10 +106,3 @@ class WitnessedCopier:
         ).wait()
         numbers = torch.frombuffer(self._gathered, dtype=getattr(torch, described.dtype)).double().numpy()
         return numbers.reshape(-1, described.chunk_tokens, described.heads, described.head_dim)
-
-
-def _by_chunk(plan: TransferPlan) -> dict[HostExtent, list[Copy]]:
-    by_chunk: dict[HostExtent, list[Copy]] = {}
-    for copy in plan.copies:
-        by_chunk.setdefault(copy.extent, []).append(copy)
-    return by_chunk
