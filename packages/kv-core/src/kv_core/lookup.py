@@ -21,7 +21,9 @@ class Ended(Enum):
 class LookupPlan:
     """The leading chunks that `holder` may now load. They stay put until its lease ends or expires.
 
+    holder: to whom they are leased.
     chunks: how many leading chunks every shard and group holds.
+    ended: why no more.
     tiers: for each of those chunks, the slowest tier that one of its keys must come from.
     """
 

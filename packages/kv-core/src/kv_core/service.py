@@ -63,11 +63,25 @@ class WriteLease:
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """A snapshot. Slots and leases are present values; the rest only grow. Lookups, and the chunks asked for and hit in
-    them, are counted when they are answered for good: not while the answer is `PENDING`.
+    """A snapshot. Slots, residents, reserved and leases are present values; the rest only grow.
 
     At rest `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and
     `chunks_committed + chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.
+
+    slots_total, slots_used: of the pool.
+    chunks_resident: that a lookup could find.
+    chunks_reserved: whose bytes are still to come.
+    read_leases, write_leases: that are open, promises among the reads.
+    lookups: that were answered for good, and not `PENDING`.
+    chunks_asked, chunks_hit: in those lookups.
+    chunks_reserved_ever: that got room.
+    chunks_committed, chunks_aborted: of those, by what became of them.
+    chunks_evicted: to make room.
+    chunks_forgotten: because somebody said so.
+    chunks_adopted: of an earlier process, from a named pool.
+    chunks_refused: that got no room.
+    chunks_damaged: whose checksum was wrong.
+    leases_expired: that were not given back in time.
     """
 
     slots_total: int

@@ -15,7 +15,7 @@ from kv_core.testing import key_chain
 from kv_tiers.config import HostConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
-from kv_tiers.server import connections as clients_module
+from kv_tiers.server import connections as connections_module
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.cache_servers import join_at, report_of
 from kv_tiers.testing.contract import CHUNK_BYTES
@@ -214,7 +214,7 @@ def within() -> Iterator[CacheServer]:
 def test_who_registers_nothing_and_asks_nothing_is_not_kept(
     within: CacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients_module, "UNREGISTERED_S", 0.3)
+    monkeypatch.setattr(connections_module, "UNREGISTERED_S", 0.3)
     registered = RemoteCache(within.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
         connection.settimeout(20)
@@ -236,5 +236,5 @@ def test_one_that_may_be_writing_still_is_named_in_the_log(
     cut(writer)  # and it makes no call that would tell it so
     until(lambda: "writing 3 chunks, and has not come back" in caplog.text, 30)
     assert f"process {os.getpid()} " in caplog.text
-    assert len(within.ask(within.report).result(10).sessions) == 0
+    assert len(within.submit(within.report).result(10).sessions) == 0
     writer.close()

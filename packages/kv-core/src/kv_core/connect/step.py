@@ -42,7 +42,13 @@ class LoadStep:
 
 @dataclass(frozen=True, slots=True)
 class StoreStep:
-    """After this step's forward pass the request's first `len(digests)` chunks are computed: keep those we lack."""
+    """After this step's forward pass the request's first `len(digests)` chunks are computed: keep those we lack.
+
+    request_id: the engine's.
+    digests: of the chunks from the prompt's first.
+    tenant: the tag in the keys.
+    blocks: for each group, the blocks that these chunks are in.
+    """
 
     request_id: str
     digests: tuple[bytes, ...]
@@ -111,7 +117,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Loads that ended since the last report. Every failed one is also finished: its wait is over either way."""
+    """Loads that ended since the last report.
+
+    finished: requests whose wait is over.
+    failed: those of them that have to be computed.
+    """
 
     finished: frozenset[str]
     failed: frozenset[str]

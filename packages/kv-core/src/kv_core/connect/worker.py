@@ -22,7 +22,13 @@ _log = limited_logger(__name__)
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """What the half did since it was made."""
+    """What the half did since it was made.
+
+    loads_finished, loads_failed: requests.
+    tokens_loaded: of those that did not fail.
+    chunks_stored: that were committed.
+    stores_failed: leases that were given up.
+    """
 
     loads_finished: int = 0
     loads_failed: int = 0

@@ -66,7 +66,7 @@ class HostTier:
         self._shares = shares
         self._totals = totals
         self._policy_name = policy_name(shares.common.policy)
-        self._evicted: list[ChunkKey] = []  # not told yet
+        self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
         self._closed = False
         self._adopt()
@@ -146,7 +146,7 @@ class HostTier:
             has_evicted = has_evicted or bool(evicted)
             if share.slots_used <= share.slots:
                 self._shares.over.remove(share)
-            self.tell_evicted("quota")
+            self.publish_evicted("quota")
         return has_evicted
 
     def commit(
@@ -179,10 +179,10 @@ class HostTier:
         self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Empty a slot that nobody leases, and keep it taken for whoever asked. `tell_evicted` once a call's are."""
+        """Empty a slot that nobody leases, and keep it taken for whoever asked. `publish_evicted` once a call's are."""
         self._have_evicted({slot: self._index.empty(slot)})
 
-    def tell_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
+    def publish_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
         """Why room was needed, and for whom, of all that was evicted since the last call."""
         if self._evicted:
             keys, self._evicted = self._evicted, []
@@ -250,7 +250,7 @@ class HostTier:
         return slots
 
     def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
-        """Empty so many slots of this share, if there are, and keep them taken. Then `tell_evicted`."""
+        """Empty so many slots of this share, if there are, and keep them taken. Then `publish_evicted`."""
         evicted = self._index.evict(wanted, protected, skipped, share.policy)
         self._have_evicted(evicted)
         return list(evicted)

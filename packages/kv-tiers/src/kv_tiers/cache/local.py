@@ -149,7 +149,7 @@ class LocalCache:
             missing = self._index.not_held(chain) if len(own_slots) < len(chain) else []
             skipped: set[int] = set()
             slots = self._host.reserve(missing, frozenset(own_slots), skipped)
-            self._host.tell_evicted("store", holder)
+            self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(own_slots) if slot in skipped])
             refused = len(missing) - len(slots)

@@ -316,7 +316,7 @@ class Promotions:
                     continue
                 break
             self.counts.requested += sum(len(job.keys) for job in jobs)
-            self._host.tell_evicted("promotion", promotion.holder)
+            self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
                 return bool(self._arriving)  # others' are on their way; then there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])

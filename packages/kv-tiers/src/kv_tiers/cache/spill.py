@@ -152,7 +152,7 @@ class Spills:
                     pass
         if self._writes_back:
             self._make_room(share)
-            self._host.tell_evicted("watermark")
+            self._host.publish_evicted("watermark")
 
     def _make_room(self, share: Share) -> None:
         """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
@@ -275,12 +275,12 @@ class Spills:
                 counts.refused += len(outcomes) - stored
             if batch.then_evict and stored:
                 self._evict(batch)
-                self._host.tell_evicted("watermark")
+                self._host.publish_evicted("watermark")
             if self._host.events.on:
-                self._tell(batch, outcomes, is_retried=down and not stored)
+                self._publish(batch, outcomes, is_retried=down and not stored)
             self._pump(batch.share)
 
-    def _tell(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
+    def _publish(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
         whole = zip(batch.chunks, outcomes, strict=True)
         keys = [chunk.key for chunk, outcome in whole if isinstance(outcome, Stored)]
         self._host.events.publish(

@@ -38,8 +38,23 @@ _PEER: Final = struct.Struct("3i")
 
 
 @dataclass(eq=False, slots=True)
-class Client:
-    """One connection. pidfd: of its process, or -1; whoever hears that the client is gone takes it over."""
+class ClientConnection:
+    """One client's, as the server has it.
+
+    number: never another's.
+    socket: which does not block.
+    pid: of the client's process; 0 if that is not in sight.
+    pidfd: of the same, or -1; whoever hears that the connection is gone takes it over.
+    is_greeted: the client has said hello.
+    is_ending: it gets what is unsent and no more.
+    waiting: what it registered, while its cache is being opened and it is not heard.
+    register, session: what it registered, and what it holds since.
+    token: to resume the session.
+    frames: what has arrived.
+    unsent: frames, each with the descriptor that goes with it or -1.
+    events: what the selector watches the socket for.
+    heard_s: when it connected, made its last whole request or was refused, by the monotonic clock.
+    """
 
     number: int
     socket: socket.socket
@@ -47,19 +62,14 @@ class Client:
     pidfd: int = -1
     is_greeted: bool = False
     is_ending: bool = False
-    """It gets what is unsent and no more."""
     waiting: wire.Register | None = None
-    """Its cache is being opened, and it is not heard meanwhile."""
     register: wire.Register | None = None
     session: Session | None = None
     token: bytes = b""
     frames: wire.Frames = field(default_factory=lambda: wire.Frames(wire.MAX_REQUEST_BYTES))
     unsent: deque[tuple[bytes, int]] = field(default_factory=deque)
-    """Frames, each with the descriptor that goes with it or -1."""
     events: int = 0
-    """What the selector watches its socket for."""
     heard_s: float = 0.0
-    """When it connected, made its last whole request or was refused, by the monotonic clock."""
 
     @property
     def due_s(self) -> float | None:
@@ -69,29 +79,29 @@ class Client:
         return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
 
 
-class Clients:
+class Connections:
     """Used by the server's thread only, which calls what the selector says is registered."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        max_clients: int,
+        max_connections: int,
         *,
-        answer: Callable[[Client, wire.Request], None],
-        gone: Callable[[Client], None],
+        answer: Callable[[ClientConnection, wire.Request], None],
+        gone: Callable[[ClientConnection], None],
     ) -> None:
         """answer: may raise `InputError` and `MisuseError`. gone: the connection is closed, whichever side did it."""
         self._selector = selector
-        self._max_clients = max_clients
+        self._max_connections = max_connections
         self._answer = answer
         self._gone = gone
-        self._clients: dict[int, Client] = {}
-        self._eager: dict[int, Client] = {}  # more of their requests are here than their turn allowed
-        self._unsettled: dict[int, Client] = {}  # those that may have to be dropped for want of words
+        self._connections: dict[int, ClientConnection] = {}
+        self._eager: dict[int, ClientConnection] = {}  # more of their requests are here than their turn allowed
+        self._unsettled: dict[int, ClientConnection] = {}  # those that may have to be dropped for want of words
         self._last_number = 0
 
-    def all(self) -> list[Client]:
-        return list(self._clients.values())
+    def all(self) -> list[ClientConnection]:
+        return list(self._connections.values())
 
     def are_eager(self) -> bool:
         """Somebody's next turn has come already."""
@@ -121,20 +131,20 @@ class Clients:
         for client in list(self._eager.values()):
             self.work(client)
 
-    def work(self, client: Client) -> None:
+    def work(self, client: ClientConnection) -> None:
         """Answer what has arrived, up to a turn's worth."""
         self._eager.pop(client.number, None)
         for _ in range(FRAMES_A_TURN):
-            if client.waiting or client.is_ending or client.number not in self._clients:
+            if client.waiting or client.is_ending or client.number not in self._connections:
                 break
             if not self.attempt(client, partial(self._take_next, client)):
                 break
         else:
             self._eager[client.number] = client
-        if client.number in self._clients:
+        if client.number in self._connections:
             self._watch(client)
 
-    def attempt(self, client: Client, act: Callable[[], bool]) -> bool:
+    def attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
         """What comes of wrong requests, and of bugs of ours: one client's trouble and nobody else's."""
         try:
             return act()
@@ -147,7 +157,7 @@ class Clients:
             self.refuse(client, "a bug in the server; its log has the rest", kind="fault")
         return True
 
-    def send(self, client: Client, answer: wire.Answer, descriptor: int = -1) -> None:
+    def send(self, client: ClientConnection, answer: wire.Answer, descriptor: int = -1) -> None:
         client.unsent.append((wire.frame(answer), descriptor))
         if len(client.unsent) > MAX_QUEUED_FRAMES:
             _log.warning("session %d is dropped: it does not read its answers", client.number)
@@ -155,7 +165,7 @@ class Clients:
             return
         self._flush(client)
 
-    def refuse(self, client: Client, text: str, *, kind: wire.FailedKind = "refused") -> None:
+    def refuse(self, client: ClientConnection, text: str, *, kind: wire.FailedKind = "refused") -> None:
         """Say why, and end the session."""
         _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
         client.is_ending = True
@@ -163,9 +173,9 @@ class Clients:
         self._unsettled[client.number] = client
         self.send(client, wire.Failed(kind, text))
 
-    def drop(self, client: Client) -> None:
+    def drop(self, client: ClientConnection) -> None:
         """The connection is over, whichever side ended it."""
-        if self._clients.pop(client.number, None) is None:
+        if self._connections.pop(client.number, None) is None:
             return
         self._eager.pop(client.number, None)
         self._unsettled.pop(client.number, None)
@@ -179,17 +189,19 @@ class Clients:
         """Take over a connection that was accepted; it does not block."""
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         self._last_number += 1
-        client = self._clients[self._last_number] = Client(self._last_number, accepted, pid, heard_s=time.monotonic())
+        client = self._connections[self._last_number] = ClientConnection(
+            self._last_number, accepted, pid, heard_s=time.monotonic()
+        )
         self._unsettled[client.number] = client
         if uid != os.geteuid():
             self.refuse(client, f"this server is user {os.geteuid()}'s, and you are user {uid}")
-        elif len(self._clients) > self._max_clients:
-            self.refuse(client, f"this server has its {self._max_clients} clients (max_sessions) already")
+        elif len(self._connections) > self._max_connections:
+            self.refuse(client, f"this server has its {self._max_connections} clients (max_sessions) already")
         else:
             client.pidfd = open_pidfd(pid)
             self._watch(client)
 
-    def _watch(self, client: Client) -> None:
+    def _watch(self, client: ClientConnection) -> None:
         """Have the selector tell us what this client's state has use for."""
         events = selectors.EVENT_WRITE if client.unsent else 0
         if not (client.is_ending or client.waiting or client.number in self._eager):
@@ -205,14 +217,14 @@ class Clients:
             self._selector.modify(client.socket, events, ready)
         client.events = events
 
-    def _ready(self, client: Client) -> None:
+    def _ready(self, client: ClientConnection) -> None:
         # It may have been dropped since the selector looked, and either of these may drop it.
-        if client.unsent and client.number in self._clients:
+        if client.unsent and client.number in self._connections:
             self._flush(client)
-        if client.events & selectors.EVENT_READ and client.number in self._clients:
+        if client.events & selectors.EVENT_READ and client.number in self._connections:
             self._read(client)
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: ClientConnection) -> None:
         try:
             data = client.socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -225,18 +237,18 @@ class Clients:
         client.frames.feed(data)
         self.work(client)
 
-    def _take_next(self, client: Client) -> bool:
+    def _take_next(self, client: ClientConnection) -> bool:
         """False: no whole request is here."""
         body = client.frames.next()
         if body is None:
             return False
         self._answer(client, wire.read_request(body))
         client.heard_s = time.monotonic()
-        if client.session is None and client.number in self._clients:
+        if client.session is None and client.number in self._connections:
             self._unsettled[client.number] = client
         return True
 
-    def _flush(self, client: Client) -> None:
+    def _flush(self, client: ClientConnection) -> None:
         try:
             while client.unsent:
                 data, descriptor = client.unsent[0]

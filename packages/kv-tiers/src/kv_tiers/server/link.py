@@ -33,24 +33,25 @@ class Link:
         timeout_s: float,
         clock: Clock,
         *,
-        register: Callable[[], wire.Register],
-        met: Callable[[Opening, wire.Pool], None],
-        back: Callable[[], None],
-        lost: Callable[[], None],
+        on_connect: Callable[[], wire.Register],
+        on_connected: Callable[[Opening, wire.Pool], None],
+        on_reconnected: Callable[[], None],
+        on_disconnected: Callable[[], None],
     ) -> None:
         """timeout_s: how long an answer may take.
 
-        register: what to say to a server that is met.
-        met: a server has answered that. It may raise `TierDown`, and the server counts as away.
-        back: it can be asked again. lost: it cannot, and what was under way has failed.
+        on_connect: what to register with a server.
+        on_connected: a server has answered that. It may raise `TierDown`, and the server counts as away.
+        on_reconnected: after that, where a server was away before: it can be asked again.
+        on_disconnected: it cannot be asked any more, and what was under way has failed.
         """
         self._path = path
         self._timeout_s = timeout_s
         self._clock = clock
-        self._register = register
-        self._met = met
-        self._back = back
-        self._lost = lost
+        self._on_connect = on_connect
+        self._on_connected = on_connected
+        self._on_reconnected = on_reconnected
+        self._on_disconnected = on_disconnected
         self.connection: Connection | None = None
         self.nobody_listens = False
         """The last attempt found no server at the socket."""
@@ -65,20 +66,20 @@ class Link:
             ConfigError: no server can be used there; the text says why.
         """
         try:
-            self._opening = Opening(self._path, timeout_s, self._register())
+            self._opening = Opening(self._path, timeout_s, self._on_connect())
             answer = self._opening.finish(timeout_s)
             if answer is None:
                 raise TierDown(f"no answer within {timeout_s} s")
-            self._meet(self._opening, answer)
+            self._connected(self._opening, answer)
         except TierDown as why:
             raise ConfigError(f"no cache server can be used at {self._path}: {why}") from None
         finally:
             self._give_up_opening()
 
-    def is_up(self, *, may_meet: Callable[[wire.Pool], bool] | None = None) -> bool:
+    def is_up(self, *, may_connect: Callable[[wire.Pool], bool] | None = None) -> bool:
         """The server can be asked. If it was away, this is what tries again.
 
-        may_meet: whether the server that gave this answer may be met now; a call that says nothing meets any.
+        may_connect: whether the server that gave this answer may be connected to now; None: any may.
         """
         if self.connection is not None:
             return True
@@ -87,17 +88,17 @@ class Link:
             if self._opening is None:
                 if now_s < self._retry_s:
                     return False
-                self._opening = Opening(self._path, 0, self._register())
+                self._opening = Opening(self._path, 0, self._on_connect())
                 self._opened_s = now_s
             answer = self._opening.finish(0)
             if answer is None:
                 if now_s - self._opened_s > self._timeout_s:
                     raise TierDown("it takes connections, and does not answer")
                 return False
-            if may_meet is not None and not may_meet(answer):
+            if may_connect is not None and not may_connect(answer):
                 self._give_up_opening()
                 return False
-            self._meet(self._opening, answer)
+            self._connected(self._opening, answer)
         except (TierDown, ConfigError) as why:
             self.nobody_listens = isinstance(why, NobodyListens)
             _log.debug("the cache server at %s is still away: %s", self._path, why)
@@ -106,7 +107,7 @@ class Link:
             self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
             return False
         _log.warning("the cache server at %s is back", self._path)
-        self._back()
+        self._on_reconnected()
         return self.connection is not None
 
     def ask(self, request: wire.Request, answer: type[A]) -> A | None:
@@ -154,7 +155,7 @@ class Link:
         """The connection is of no more use."""
         _log.warning("the cache server at %s is away, so nothing is found there: %s", self._path, why)
         self.close()
-        self._lost()
+        self._on_disconnected()
 
     def close(self) -> None:
         if self.connection is not None:
@@ -162,8 +163,8 @@ class Link:
             self.connection = None
         self._give_up_opening()
 
-    def _meet(self, opening: Opening, answer: wire.Pool) -> None:
-        self._met(opening, answer)
+    def _connected(self, opening: Opening, answer: wire.Pool) -> None:
+        self._on_connected(opening, answer)
         opening.connection.drop_descriptors()
         opening.connection.timeout_s = self._timeout_s
         self.connection, self._opening = opening.connection, None

@@ -34,7 +34,13 @@ _MAX_LOOK_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """One session's write leases. pid: 0 if the kernel tells us nothing of it, and they end at `deadline_s`."""
+    """What one session was writing.
+
+    cache: where.
+    writes: by the numbers of their leases.
+    pid: of the process; 0 if the kernel says nothing of it.
+    deadline_s: when they end in that case.
+    """
 
     cache: LocalCache
     writes: dict[int, OpenWrite]
@@ -44,13 +50,21 @@ class Orphan:
 
 @dataclass(slots=True)
 class _Process:
-    """One that lives, however many of its sessions have ended: each open descriptor is one less for a client."""
+    """One that lives, however many of its sessions have ended: each open descriptor is one less for a client.
+
+    pidfd: readable when it has ended.
+    tokens: of its sessions that ended.
+    lost_s: since when there are any, by the monotonic clock.
+    look_s: when to look next at what it has in its memory.
+    wait_s: from that look to the one after.
+    is_looked_at: there was a look.
+    is_named: it is in the log.
+    """
 
     pidfd: int
     tokens: set[bytes]
     lost_s: float = field(default_factory=time.monotonic)
     look_s: float = field(default_factory=lambda: time.monotonic() + _LOOK_S)
-    """When to look next at what it has in its memory."""
     wait_s: float = _LOOK_S
     is_looked_at: bool = False
     is_named: bool = False

@@ -8,7 +8,7 @@ than a local socket's connect.
 What a reconnect finds is one of two things. The same server still has this client's write leases, as it cannot know
 whether somebody is writing: they go on, and everything else is void. Another server has another pool: leases of the old
 one are void here before a new one is given, and the old mapping lasts as long as anybody uses it, so that a copy which
-is under way harms nobody. What was forgotten meanwhile is told to whoever answers, before the first lookup.
+is under way harms nobody. What was forgotten meanwhile is said to whoever answers, before the first lookup.
 """
 
 import threading
@@ -69,8 +69,8 @@ class RemoteCache:
         chunk_bytes, fingerprint: what the chunks are; sessions with the same share them.
         engine, shards, facts: what the engine's other processes may ask for (`kv_tiers.server.wire.Registered`).
         timeout_s: how long any later call may take.
-        on_new_pool: told of each pool but the first before anything in it is leased to this client. It is called by
-            whichever call met the restarted server and must not call the cache.
+        on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
+            whichever call connected to the restarted server and must not call the cache.
 
         Raises:
             ConfigError: no server answers there, or it refuses this client; the text says why.
@@ -86,7 +86,7 @@ class RemoteCache:
         self._writes: dict[LeaseId, Holder] = {}
         self._void: set[LeaseId] = set()  # of those, which the server does not know (any more)
         self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
-        self._said: wire.Register | None = None  # to the server that was met last
+        self._registered: wire.Register | None = None  # to the server that was connected to last
         self._forgotten: dict[ChunkKey, None] = {}
         self._is_cleared = False
         self._own_numbers = 0
@@ -101,10 +101,10 @@ class RemoteCache:
             socket,
             timeout_s,
             MonotonicClock() if clock is None else clock,
-            register=self._register,
-            met=self._meet,
-            back=self._catch_up,
-            lost=self._lose,
+            on_connect=self._register,
+            on_connected=self._connected,
+            on_reconnected=self._catch_up,
+            on_disconnected=self._disconnected,
         )
         self._link.open(connect_timeout_s)
 
@@ -174,7 +174,7 @@ class RemoteCache:
                 raise MisuseError(
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
-            # The server is met first, if it is back: it must hear of this lease as one that we still have.
+            # Connect first, if the server is back: it must hear of this lease as one that we still have.
             is_up = self._link.is_up()
             if self._strike_write(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
@@ -254,7 +254,7 @@ class RemoteCache:
         self._check_open()
         return self._link.ask(request, answer)
 
-    def _lose(self) -> None:
+    def _disconnected(self) -> None:
         """The connection is lost."""
         if self._has_stored and not self._closed and (self._returning is None or not self._returning.is_alive()):
             self._returning = Returning(self._try_to_return)
@@ -265,8 +265,8 @@ class RemoteCache:
             return self._closed or self._come_back()
 
     def _come_back(self, until_s: float = 0.0) -> bool:
-        """To the server that may still have write leases of ours. Another one is not met here: its pool would take the
-        old one's place while the engine copies. True: we are back, or the old server is no more.
+        """To the server that may still have write leases of ours. Another one is not connected to here: its pool would
+        take the old one's place while the engine copies. True: we are back, or the old server is no more.
 
         until_s: try until then, by the monotonic clock.
         """
@@ -277,7 +277,7 @@ class RemoteCache:
             is_another = answer.name != self.pool.name
             return not is_another
 
-        while not self._link.is_up(may_meet=is_the_same):
+        while not self._link.is_up(may_connect=is_the_same):
             if is_another or self._link.nobody_listens:
                 return True
             if time.monotonic() >= until_s:
@@ -300,7 +300,7 @@ class RemoteCache:
             is_cleared=self._is_cleared,
         )
 
-    def _meet(self, opening: Opening, answer: wire.Pool) -> None:
+    def _connected(self, opening: Opening, answer: wire.Pool) -> None:
         """A server has answered: the first, the same again, or another.
 
         Raises:
@@ -322,18 +322,18 @@ class RemoteCache:
         ours = {lease % _GENERATION for lease in self._writes if lease not in self._void}
         self._void.update(lease for lease in self._writes if lease % _GENERATION not in resumed)
         self._surplus = resumed - ours
-        self._said, self._token = opening.register, answer.token
+        self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
         self._has_stored = bool(ours)
 
     def _catch_up(self) -> None:
         """Tell the server what was given up and forgotten after it was written to."""
-        assert self._said is not None
+        assert self._registered is not None
         for number in self._surplus:
             self._ask(wire.Release(number, True), wire.Truth)
-        told = set(self._said.forgotten.unpack())
-        left = [key for key in self._forgotten if key not in told]
-        must_clear = self._is_cleared and not self._said.is_cleared
+        known = set(self._registered.forgotten.unpack())
+        left = [key for key in self._forgotten if key not in known]
+        must_clear = self._is_cleared and not self._registered.is_cleared
         self._forgotten.clear()
         self._is_cleared = must_clear and self._ask(wire.Clear(), wire.Done) is None
         if left and self._ask(wire.Forget(wire.pack_keys(left)), wire.Done) is None:

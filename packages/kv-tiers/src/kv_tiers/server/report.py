@@ -11,7 +11,15 @@ MAX_TENANTS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One session. pid: 0 if its process is not in sight, as in another container."""
+    """One session.
+
+    session: its number, never another's.
+    pid: of the client's process; 0 if that is not in sight, as in another container.
+    engine: whose process it is.
+    chunk_bytes, fingerprint: the format that it registered.
+    shards: in how many each of its chunks is stored.
+    facts: what the engine's other processes may ask for.
+    """
 
     session: int
     pid: int
@@ -24,9 +32,16 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """health: the name of a `Health`, and why. waiting, under_way: chunks on their way there.
+    """One lower tier. All counts but the present values only grow.
 
-    What follows only grows. In chunks, but for downs; lost: evicted from the pool before they could be stored here.
+    name: as configured.
+    health: the name of a `Health`.
+    why: it is not `UP`.
+    chunks, used_bytes, capacity_bytes: None where the tier does not say.
+    waiting, under_way: chunks on their way there now.
+    loaded, stored, damaged, refused: chunks, by what became of them.
+    lost: chunks that were evicted from the pool before they could be stored here.
+    downs: how often it failed after it had served.
     """
 
     name: str
@@ -47,8 +62,12 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class TenantReport:
-    """What a tenant has of the pool. name: from the settings, "" if it is not there. tag: hex, as in keys' paths.
+    """What a tenant has of the pool.
 
+    name: from the settings, "" if it is not there.
+    tag: hex, as in keys' paths.
+    chunks: as slots are.
+    used_bytes: of those.
     quota_bytes: None for one that shares what the quotas leave.
     """
 
@@ -61,10 +80,15 @@ class TenantReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """One format's cache. sessions: of clients that use it now.
+    """One format's cache.
 
-    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most, as `tenants_known`
-    counts all.
+    chunk_bytes, fingerprint: the format.
+    pool: its name.
+    sessions: of clients that use it now.
+    counts: of the whole cache.
+    tiers: below the pool, hottest first.
+    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most.
+    tenants_known: how many there are in all.
     """
 
     chunk_bytes: int
@@ -79,9 +103,15 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The server at this moment. orphans: sessions that ended while their process lived and might still write.
+    """The server at this moment.
 
-    opening: caches that are being opened.
+    pid: its process.
+    package: its version.
+    sessions: of clients that have registered a cache.
+    orphans: sessions that ended while their process lived and might still write.
+    caches: one for each format.
+    opening: how many caches are being opened.
+    uptime_s: since it began.
     """
 
     pid: int

@@ -30,9 +30,9 @@ from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
-from kv_tiers.server.connections import Client, Clients, turn_away
+from kv_tiers.server.connections import ClientConnection, Connections, turn_away
 from kv_tiers.server.explain import explain_prompt
-from kv_tiers.server.mailbox import Calls
+from kv_tiers.server.mailbox import ServerMailbox
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
 from kv_tiers.server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
 from kv_tiers.server.session import Session
@@ -42,10 +42,10 @@ T = TypeVar("T")
 
 
 class CacheServer:
-    """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `ask` is for one thread."""
+    """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `submit` is for one thread."""
 
     def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
-        """Take the socket. Clients that connect from now wait until `serve`.
+        """Take the socket. Connections that connect from now wait until `serve`.
 
         Raises:
             ConfigError: another server has it, or it cannot be had.
@@ -67,10 +67,10 @@ class CacheServer:
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
         self._caches = Caches(config, self._clock, self.bus, self._wake)
-        self._calls = Calls(self._wake)
-        self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._calls.ask)
-        self._clients = Clients(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
-        self._acceptor = Acceptor(self._address.listener, greet=self._clients.greet, turn_away=turn_away)
+        self._mailbox = ServerMailbox(self._wake)
+        self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._mailbox.submit)
+        self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
+        self._acceptor = Acceptor(self._address.listener, greet=self._connections.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
@@ -89,12 +89,12 @@ class CacheServer:
     def is_stopping(self) -> bool:
         return self._is_stopping
 
-    def ask(self, question: Callable[[], T]) -> "Future[T]":
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
         """From any thread: have the serving thread do this between two requests. It must not wait, nor take long.
 
         The future holds what it returns or raises, or `TierDown` once the server stops.
         """
-        return self._calls.ask(question)
+        return self._mailbox.submit(work)
 
     def stop(self) -> None:
         """From any thread or signal handler, at any time: `serve` closes everything and returns."""
@@ -111,18 +111,18 @@ class CacheServer:
             while not self._is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
                     key.data()
-                self._clients.take_turns()
+                self._connections.take_turns()
                 self._orphans.expire()
-                self._clients.expire()
+                self._connections.expire()
                 self._accept_again()
         finally:
             self._close()
 
     def _patience_s(self) -> float | None:
         """How long there may be nothing to do. None: until somebody asks."""
-        if self._clients.are_eager():
+        if self._connections.are_eager():
             return 0
-        soonest = [self._orphans.patience_s(), self._clients.patience_s()]
+        soonest = [self._orphans.patience_s(), self._connections.patience_s()]
         if self._accepts_from_s is not None:
             soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
         return min((seconds for seconds in soonest if seconds is not None), default=None)
@@ -138,14 +138,14 @@ class CacheServer:
             self._accepts_from_s = None
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
 
-    def _answer(self, client: Client, request: wire.Request) -> None:
+    def _answer(self, client: ClientConnection, request: wire.Request) -> None:
         """
         Raises:
             InputError, MisuseError: the request is wrong.
         """
         if not client.is_greeted and not isinstance(request, wire.Hello):
             raise InputError("the first message is a hello")
-        send = partial(self._clients.send, client)
+        send = partial(self._connections.send, client)
         match request:
             case wire.Hello():
                 client.is_greeted = True
@@ -173,7 +173,7 @@ class CacheServer:
 
     # Sessions, from their registration to their end.
 
-    def _register(self, client: Client, request: wire.Register) -> None:
+    def _register(self, client: ClientConnection, request: wire.Register) -> None:
         """
         Raises:
             InputError: what was forgotten are no keys.
@@ -189,21 +189,21 @@ class CacheServer:
         elif self._caches.open(wanted):
             client.waiting = request
         else:
-            self._clients.refuse(
+            self._connections.refuse(
                 client,
                 f"this server has caches of {self._max_formats} formats (max_formats) already; "
                 "start another one for this model",
             )
 
-    def _go_on(self, client: Client, request: wire.Register, opened: Opened) -> bool:
+    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
         """A client whose cache was being opened."""
         if opened.cache is not None:
             self._begin_session(client, request, opened.cache)
         else:
-            self._clients.refuse(client, opened.failure.text, kind=opened.failure.kind)
+            self._connections.refuse(client, opened.failure.text, kind=opened.failure.kind)
         return True
 
-    def _begin_session(self, client: Client, request: wire.Register, cache: LocalCache) -> None:
+    def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
         session = Session(
             client.number,
             cache,
@@ -211,9 +211,9 @@ class CacheServer:
             clock=self._clock,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
         )
-        told = request.facts.get("chunk_tokens", "")
-        if told.isascii() and told.isdigit() and len(told) < 10:  # facts are an engine's to choose
-            cache.events.chunk_tokens = int(told)
+        chunk_tokens = request.facts.get("chunk_tokens", "")
+        if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
+            cache.events.chunk_tokens = int(chunk_tokens)
         self._resume(session, request)
         if request.is_cleared:
             cache.clear()
@@ -223,14 +223,14 @@ class CacheServer:
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
         answer = wire.Pool(pool.name, pool.chunk_bytes, pool.slots, client.token, list(session.writes), cache.events.on)
-        self._clients.send(client, answer, pool.descriptor)
+        self._connections.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
         """Take over what this client was writing in its session before, and still has."""
-        for other in self._clients.all():
+        for other in self._connections.all():
             # A client that gave its connection up may be back before we have seen the old one close.
             if request.resume and other.token == request.resume:
-                self._clients.drop(other)
+                self._connections.drop(other)
         orphan = self._orphans.take(request.resume)
         if orphan is None:
             return
@@ -238,14 +238,14 @@ class CacheServer:
         session.adopt({lease: write for lease, write in orphan.writes.items() if lease in kept})
         give_up(orphan.cache, {lease: write for lease, write in orphan.writes.items() if lease not in kept})
 
-    def _unregister(self, client: Client) -> None:
+    def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:
             client.session.end_reads()
             give_up(client.session.cache, client.session.writes)
         client.session = client.register = None
         client.token = b""
 
-    def _gone(self, client: Client) -> None:
+    def _gone(self, client: ClientConnection) -> None:
         pidfd, client.pidfd = client.pidfd, -1
         if client.session is None:
             close_pidfd(pidfd)
@@ -253,8 +253,8 @@ class CacheServer:
         client.session.end_reads()
         self._orphans.add(client.token, client.session.cache, client.session.writes, client.pid, pidfd)
 
-    def _is_open(self, lease: int, cache: LocalCache, *, but: Client) -> bool:
-        for one in self._clients.all():
+    def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
+        for one in self._connections.all():
             session = one.session
             if session is None or session.cache is not cache or one is but:
                 continue
@@ -262,7 +262,7 @@ class CacheServer:
                 return True
         return self._orphans.holds(cache, lease)
 
-    # What is told about the server.
+    # Reports.
 
     def _registrations(self) -> list[Registration]:
         return [
@@ -275,13 +275,13 @@ class CacheServer:
                 one.register.shards,
                 one.register.facts,
             )
-            for one in self._clients.all()
+            for one in self._connections.all()
             if one.register is not None
         ]
 
     def report(self) -> Report:
         """For the serving thread: the server at this moment."""
-        used = [one.session.cache for one in self._clients.all() if one.session is not None]
+        used = [one.session.cache for one in self._connections.all() if one.session is not None]
         caches = [
             CacheReport(
                 nbytes,
@@ -312,22 +312,22 @@ class CacheServer:
 
     def _woken(self) -> None:
         self._wake_reader.recv(4096)
-        self._calls.answer()
+        self._mailbox.drain()
         for opened in self._caches.opened():
-            for client in self._clients.all():
+            for client in self._connections.all():
                 request = client.waiting
                 if request is None or (request.chunk_bytes, request.fingerprint) != opened.format:
                     continue
                 client.waiting = None
-                self._clients.attempt(client, partial(self._go_on, client, request, opened))
-                self._clients.work(client)
+                self._connections.attempt(client, partial(self._go_on, client, request, opened))
+                self._connections.work(client)
 
     def _close(self) -> None:
         self._address.stop_listening()
         self._acceptor.close()
-        self._calls.close()
-        for client in self._clients.all():
-            self._clients.drop(client)
+        self._mailbox.close()
+        for client in self._connections.all():
+            self._connections.drop(client)
         self._orphans.close()
         self._caches.close()
         self.bus.close()

@@ -33,7 +33,11 @@ MAX_HOLDERS: Final = 1 << 16
 
 @dataclass(slots=True)
 class _Timed:
-    """A promise or a read lease of so many keys, void at `deadline_s` if not before."""
+    """A promise or a read lease.
+
+    keys: how many.
+    deadline_s: void then, if not before.
+    """
 
     keys: int
     deadline_s: float
@@ -41,7 +45,12 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class OpenWrite:
-    """A write lease for a chain of so many keys, of which `slots` got room."""
+    """A write lease.
+
+    holder: the client's name for whose it is.
+    keys: how many the chain has.
+    slots: how many of them got room.
+    """
 
     holder: Holder
     keys: int
@@ -136,7 +145,7 @@ class Session:
         if plan.chunks:
             self._remember_timed(verb.holder, plan.chunks * verb.keys_per_chunk)
         if plan.chunks or verb.wait_for_promotion:
-            self._meet(verb.holder)
+            self._note_holder(verb.holder)
         return wire.Planned(plan.chunks, plan.ended.name, plan.tiers)
 
     def _renew(self, holder: Holder) -> wire.Truth:
@@ -155,7 +164,7 @@ class Session:
         if isinstance(answer, LoadFailed):
             return wire.ReadLeased(0, [], wire.pack_keys(answer.missing), answer.reason)
         self._remember_timed(answer.id, len(keys))
-        self._meet(verb.holder)
+        self._note_holder(verb.holder)
         return wire.ReadLeased(answer.id, self._slots(answer.extents), wire.Keys(), "")
 
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
@@ -174,7 +183,7 @@ class Session:
         return [extent.offset // self.cache.pool.slot_bytes for extent in extents]
 
     def _commit(self, lease: int) -> None:
-        self._strike_write(lease, must=True)
+        self._strike_write(lease, must_be_open=True)
         self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
 
     def _give_up(self, lease: int) -> bool:
@@ -193,11 +202,11 @@ class Session:
         for lease in [lease for lease, write in self.writes.items() if write.holder == holder]:
             self._give_up(lease)
 
-    def _strike_write(self, lease: int, *, must: bool = False) -> bool:
+    def _strike_write(self, lease: int, *, must_be_open: bool = False) -> bool:
         write = self.writes.pop(lease, None)
         if write is None:
             self._check_not_anothers(lease)
-            if must:
+            if must_be_open:
                 raise MisuseError(f"write lease {lease} is not open in this session")
             return False
         self._keys_held -= write.keys
@@ -211,7 +220,7 @@ class Session:
         self._forget_timed(holder)
         self.cache.lookup([], self._prefix + holder)
 
-    def _meet(self, holder: Holder) -> None:
+    def _note_holder(self, holder: Holder) -> None:
         self._holders[holder] = None
         self._holders.move_to_end(holder)
         if len(self._holders) > MAX_HOLDERS:

@@ -91,10 +91,14 @@ class Hello(_Message, tag="hello"):
 class Register(_Message, tag="register"):
     """What this session's chunks are. Answered by `Pool`, with the pool's descriptor beside it.
 
-    engine, shards, facts: what other processes of the same engine may ask for (`Registered`); facts are opaque here.
-    resume: the token of this client's session before, if there was one; writes: the write leases of it that the client
-        still has. The server gives back all others of that session.
-    forgotten, is_cleared: what was forgotten while the server was away. Done before this session's first lookup.
+    engine: whose process this is. What follows may be asked for by its other processes (`Registered`).
+    chunk_bytes, fingerprint: the format of the chunks.
+    shards: in how many each chunk is stored.
+    facts: opaque here.
+    resume: the token of this client's session before, if there was one.
+    writes: the write leases of it that the client still has. The server gives back all others of that session.
+    forgotten: keys that were forgotten while the server was away. Done before this session's first lookup.
+    is_cleared: the whole cache was, meanwhile.
     """
 
     engine: Name
@@ -229,8 +233,12 @@ class Welcome(_Message, tag="welcome"):
 
 
 class Pool(_Message, tag="pool"):
-    """name: of this pool and of no other, ever. token: to resume this session. writes: those that were resumed.
+    """What a registration gives.
 
+    name: of this pool and of no other, ever.
+    chunk_bytes, slots: its size.
+    token: to resume this session.
+    writes: write leases that were resumed.
     is_watched: somebody wants to hear of allocated blocks.
     """
 
@@ -251,7 +259,12 @@ class Truth(_Message, tag="truth"):
 
 
 class Planned(_Message, tag="planned"):
-    """ended: the name of an `Ended`."""
+    """A `LookupPlan`.
+
+    chunks: how many leading ones are promised.
+    ended: the name of an `Ended`.
+    tiers: the slowest that each of those chunks comes from.
+    """
 
     chunks: int
     ended: str
@@ -259,10 +272,12 @@ class Planned(_Message, tag="planned"):
 
 
 class ReadLeased(_Message, tag="read_leased"):
-    """slots: of the keys of the call, in their order.
+    """A read lease, or none.
 
-    lease 0: there is none, for the reason given. missing: which keys are not held; none of them if nothing was looked
-    at, as this session holds as much as one may.
+    lease: 0: the load has failed.
+    slots: of the keys of the call, in their order.
+    missing: the keys that are not held; none where nothing was looked at, as this session holds as much as one may.
+    reason: of the failure.
     """
 
     lease: int
@@ -272,7 +287,13 @@ class ReadLeased(_Message, tag="read_leased"):
 
 
 class WriteLeased(_Message, tag="write_leased"):
-    """places: which of the keys of the call. lease 0: there is none, for the reason given."""
+    """A write lease, or none.
+
+    lease: 0: there is none.
+    places: which of the keys of the call got room.
+    slots: where to write those.
+    refused: why others got none.
+    """
 
     lease: int
     places: list[int]
@@ -312,8 +333,14 @@ class Explained:
 
 
 class Explanations(_Message, tag="explanations"):
-    """caches: how many there are. history_keys: as set. remembered_s: how long ago the memory began; is_whole: nothing
-    was forgotten in it since."""
+    """What is known of a prompt.
+
+    caches: how many there are.
+    history_keys: how many keys the history may remember; 0: there is none.
+    remembered_s: how long ago the memory began.
+    is_whole: nothing was forgotten in it since.
+    explained: the caches, key spaces and tenants that know anything of the prompt.
+    """
 
     caches: int
     history_keys: int

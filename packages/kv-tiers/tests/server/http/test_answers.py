@@ -80,7 +80,7 @@ def test_while_it_stops_it_is_alive_and_not_ready() -> None:
 def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
     go_on = threading.Event()
-    hanging = served.server.ask(lambda: go_on.wait(30))
+    hanging = served.server.submit(lambda: go_on.wait(30))
     assert "not answered" in problem(served.get("/readyz"), 503)
     assert served.get("/healthz").status_code == 200
     go_on.set()
@@ -92,14 +92,14 @@ def test_what_is_asked_of_a_server_that_has_ended_is_refused_at_once(served: Ser
     def wrong() -> None:
         raise KeyError("a bug of whoever asks")
 
-    assert served.server.ask(lambda: 3).result(10) == 3
+    assert served.server.submit(lambda: 3).result(10) == 3
     with pytest.raises(KeyError):
-        served.server.ask(wrong).result(10)
+        served.server.submit(wrong).result(10)
     assert served.get("/readyz").status_code == 200
     served.server.stop()
     served.thread.join(10)
     with pytest.raises(TierDown, match="stopping"):
-        served.server.ask(lambda: 3).result(0)
+        served.server.submit(lambda: 3).result(0)
 
 
 def test_metrics_are_what_happened(served: Served) -> None:

@@ -54,7 +54,7 @@ class Relay:
         now_s = time.monotonic()
         if self._report is None or now_s - self._asked_s > _FRESH_S:
             self._asked_s = now_s
-            self._report = self._server.ask(self._server.report)
+            self._report = self._server.submit(self._server.report)
         return await _answer(self._report)
 
     async def caches(self) -> dict[Format, LocalCache]:
@@ -62,7 +62,7 @@ class Relay:
         Raises:
             Problem: as of `report`.
         """
-        return await _answer(self._server.ask(lambda: self._server.caches))
+        return await _answer(self._server.submit(lambda: self._server.caches))
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` on another thread.
