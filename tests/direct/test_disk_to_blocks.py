@@ -220,5 +220,5 @@ def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cac
 
 def test_a_tier_that_is_to_be_left_alone_lends_nothing(cache: LocalCache) -> None:
     assert list(cache.lower.files()) == ["disk"]
-    cache.lower.freeze("disk", True)
+    cache.lower._lanes[0].freeze(True)
     assert cache.lower.files() == {}

@@ -148,7 +148,7 @@ class Hierarchy(RuleBasedStateMachine):
 
     @rule(tier=tiers, frozen=st.booleans())
     def freeze(self, tier: int, frozen: bool) -> None:
-        self.cache.lower.freeze(f"tier{tier}", frozen)
+        self.lanes[tier].freeze(frozen)
 
     @rule(tier=tiers, steps=st.integers(1, 4))
     def work(self, tier: int, steps: int) -> None:

@@ -49,6 +49,7 @@ class Administration:
         self._index = index
         self._shares = shares
         self._lower = lower
+        self._promotions = lower.promotions
         self._pins: dict[str, list[int]] = {}
         self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
 
@@ -118,7 +119,7 @@ class Administration:
                     time.sleep(0.002)
                 elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
                     best = plan.chunks
-                    self._lower.promotions.forget_wait(holder)
+                    self._promotions.forget_wait(holder)
                 else:
                     break
             return self.pin(keys, name)
@@ -134,7 +135,7 @@ class Administration:
     def where(self, keys: Sequence[ChunkKey]) -> list[str]:
         """The fastest tier that holds each key, `BEING_WRITTEN`, or "" for nowhere. Leases and touches nothing.
 
-        A tier that must be asked over a network is not.
+        Remote tiers are skipped.
         """
         with self._host.lock:
             self._host.check_open()

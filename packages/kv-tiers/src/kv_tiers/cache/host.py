@@ -1,6 +1,6 @@
 """The host tier: a pool, the index of what is in it, and the record that a named pool keeps, as one thing.
 
-It moves chunks through their lives and knows nothing of who asked. `lock` is the one lock of the cache: every method is
+It moves chunks through their lives and knows nothing of holders. `lock` is the one lock of the cache: every method is
 called under it unless it says otherwise, and nothing under it waits or reads a chunk's bytes.
 """
 
@@ -179,7 +179,7 @@ class HostTier:
         self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Empty a slot that nobody leases, and keep it taken for whoever asked. `publish_evicted` once a call's are."""
+        """Empty a slot that nobody leases, and keep it taken for the caller. `publish_evicted` once a call's are."""
         self._have_evicted({slot: self._index.empty(slot)})
 
     def publish_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:

@@ -82,6 +82,7 @@ class LocalCache:
         for lane, _ in lanes:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
+        self._promotions, self._spills = self.lower.promotions, self.lower.spills
         self.admin = Administration(self, self._host, self._index, shares, self.lower)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
 
@@ -101,7 +102,7 @@ class LocalCache:
                 have = len(slots)
                 if not (doubtful := self._host.lease_doubtful(slots)):
                     plan = self._promise(keys, slots, holder, keys_per_chunk, now_s)
-                    self.lower.promotions.promised(holder)
+                    self._promotions.promised(holder)
                     may_wait = wait_for_promotion and have < len(keys) and bool(self.lower)
                     if not may_wait:
                         self._count_lookup(len(keys) // keys_per_chunk, plan.chunks)
@@ -109,7 +110,7 @@ class LocalCache:
             self._host.verify(doubtful)
         if may_wait:
             # What is promised already stays put meanwhile, so what comes up joins it.
-            if self.lower.promotions.is_pending(keys, have, holder, now_s):
+            if self._promotions.is_pending(keys, have, holder, now_s):
                 plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
             else:
                 with self._lock:
@@ -183,7 +184,7 @@ class LocalCache:
             self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than what was added just now, and must not leave before it.
             self._host.touch(write.chain)
-            self.lower.spills.committed(write.keys, write.slots, write.chain)
+            self._spills.committed(write.keys, write.slots, write.chain)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, write.keys, seconds))
@@ -218,7 +219,7 @@ class LocalCache:
 
     def end(self, holder: Holder) -> None:
         with self._lock:
-            self.lower.promotions.end(holder)
+            self._promotions.end(holder)
             reads, writes = self._leases.end(holder)
             for read in reads:
                 if read.kind == "load":
@@ -282,7 +283,7 @@ class LocalCache:
         self._expire(now_s)
 
     def _expire(self, now_s: float) -> None:
-        self.lower.promotions.expire(now_s)
+        self._promotions.expire(now_s)
         for read in self._leases.expire(now_s):
             if self.events.on:
                 self.events.publish(events.LeaseExpired(read.holder, read.number, len(read.slots), read.kind))
@@ -311,7 +312,7 @@ class LocalCache:
         before = self._leases.promise(holder, slots, now_s)
         if before is not None:
             self._host.unlease(before.slots)
-        sources = self.lower.promotions.sources(slots)
+        sources = self._promotions.sources(slots)
         if keys_per_chunk > 1:
             groups = (sources[at : at + keys_per_chunk] for at in range(0, len(sources), keys_per_chunk))
             sources = [max(group, key=self._order.__getitem__) for group in groups]
@@ -326,7 +327,7 @@ class LocalCache:
                 self.events.publish(events.LoadBegun(holder, 0, keys, len(missing)))
             return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
         self._index.lease(slots)
-        self.lower.promotions.used(slots)
+        self._promotions.used(slots)
         number = self._leases.open_read(holder, slots, now_s).number
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))

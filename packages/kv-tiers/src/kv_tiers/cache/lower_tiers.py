@@ -85,13 +85,6 @@ class LowerTiers:
         for lane in self._lanes:
             lane.clear_tenant(tenant)
 
-    def freeze(self, name: str, frozen: bool) -> bool:
-        """Leave a tier alone, or go on with it. False: there is none of this name."""
-        named = [lane for lane in self._lanes if lane.name == name]
-        for lane in named:
-            lane.freeze(frozen)
-        return bool(named)
-
     def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
         """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
         return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}

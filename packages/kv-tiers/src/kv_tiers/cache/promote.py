@@ -1,6 +1,6 @@
-"""The way up: chunks that only a tier below holds are brought into the pool before anything is promised.
+"""The way up: chunks that only a lower tier holds are brought into the pool before anything is promised.
 
-A lookup that ends in the host tier asks the tiers below, hottest first; each takes a leading run of what is left. What
+A lookup that ends in the host tier asks the lower tiers, hottest first; each takes a leading run of what is left. What
 they hold is loaded into slots that are reserved under one lock for as much of the run as there is room, so two
 prefetches never wait for each other, and the lookup's answer is "pending" for at most `wait_s`: then the engine gets
 what has arrived. What arrives later is there for the next request. A chunk that does not come breaks the run: what lies
@@ -8,8 +8,8 @@ behind it is worthless and given up.
 
 Each tier earns its patience. A wait that ends before all has come halves what the next request will wait for that tier,
 and what arrives in time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing,
-and what it brings late still serves later requests. And a tier that has to be asked, answers slowly and hardly ever has
-anything is still asked, but its answer is not waited for until it has something again.
+and what it brings late still serves later requests. And a remote tier that answers slowly and hardly ever has anything
+still gets the question, but its answer is not waited for until it has something again.
 """
 
 from collections import OrderedDict
@@ -55,7 +55,11 @@ class PromoteCounts:
 
 @dataclass(slots=True)
 class _Answers:
-    """How a tier that has to be asked has answered lately: how often with anything, and after how long."""
+    """How a remote tier has answered lately.
+
+    worth: how often with anything, from 0 to 1.
+    seconds: after how long.
+    """
 
     worth: float = 1.0
     seconds: float = 0.0
@@ -77,7 +81,7 @@ class _Wait:
     over: it waits no more.
     slots: of chunks that came up for it, leased until it asks again and is promised them.
     tiers: the places of those that bring something up for it.
-    answers: (tier, place in the prompt) → leading chunks held there, None while the tier is being asked.
+    answers: (tier, place in the prompt) → leading chunks held there, None while the tier has not answered.
     """
 
     began_s: float
@@ -242,7 +246,7 @@ class Promotions:
         self._patience_s[tier] = max(self._patience_s[tier] / 2, min(_MIN_PATIENCE_S, self._wait_s))
 
     def _where(self, wait: _Wait, keys: Sequence[ChunkKey], have: int, now_s: float) -> list[_Run] | None:
-        """Which tier has which part of what is missing. None: one that must be asked has not answered yet."""
+        """Which tier has which part of what is missing. None: a remote one has not answered yet."""
         runs: list[_Run] = []
         at = have
         while at < len(keys):

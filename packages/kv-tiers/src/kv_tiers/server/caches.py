@@ -74,7 +74,7 @@ class Caches:
         return True
 
     def opened(self) -> list[Opened]:
-        """What has been opened, or could not be, since this was asked last."""
+        """What has been opened, or could not be, since the last call."""
         news = []
         while self._opened:
             opened = self._opened.popleft()

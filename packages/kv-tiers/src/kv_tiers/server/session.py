@@ -175,7 +175,7 @@ class Session:
         self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
         self._keys_held += len(keys)
         places: list[int] = []
-        for key in lease.keys:  # in the order asked for
+        for key in lease.keys:  # in the order of the call
             places.append(keys.index(key, places[-1] if places else 0))
         return wire.WriteLeased(lease.id, places, self._slots(lease.extents), lease.refused)
 
