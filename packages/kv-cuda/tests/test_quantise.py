@@ -426,7 +426,7 @@ def test_a_format_that_is_not_this_layout_s_is_refused() -> None:
 
 
 @every_kind
-def test_whoever_asks_for_a_copier_gets_this_one(kind: Kind) -> None:
+def test_make_copier_gives_this_one_for_a_quantised_format(kind: Kind) -> None:
     copier = make_copier(NHD.layout, NHD.make(), NHD.layout.quantised_format(kind, CHUNK))
     assert isinstance(copier, QuantisingCopier)
 

@@ -284,7 +284,7 @@ def keys_in(
     shards: Iterable[int] = (0,),
     tenant: bytes = NO_TENANT,
 ) -> list[ChunkKey]:
-    """`KeySpace.keys` for whoever knows of the key space only its fingerprint.
+    """`KeySpace.keys` for a caller that knows of the key space only its fingerprint.
 
     Raises:
         InputError: a group that cannot be, a digest of another length than 16 or 32, no tag, or no fingerprint.

@@ -181,7 +181,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
     ) -> dict[str, list[bool]]:
         return {each.name: self._write(str(each.name), each.keys or [], each.host_indices, ()) for each in transfers}
 
-    # One page at a time, as the tensor that SGLang flattens it to. For whoever leaves out interface_v1.
+    # One page at a time, as the tensor that SGLang flattens it to. For users who leave out interface_v1.
 
     @guarded(always(None))
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:

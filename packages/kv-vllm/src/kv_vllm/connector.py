@@ -59,7 +59,7 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
-    """Whoever waits for a load hears that there is none."""
+    """Every request that waits for a load hears that there is none."""
     failed, self._unanswered = self._unanswered, set()
     return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 

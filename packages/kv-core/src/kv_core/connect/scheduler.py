@@ -2,7 +2,7 @@
 
 It lives on the engine's scheduler thread and never waits. The engine asks for a match as often as it likes; the answer
 is a delta over what the engine holds itself, and it is leased from the moment it is given until the request loads,
-declines, is preempted, aborted or finished. All of an engine's differences are in whoever calls this.
+declines, is preempted, aborted or finished. All of an engine's differences are in the caller.
 """
 
 from collections.abc import Iterable, Sequence

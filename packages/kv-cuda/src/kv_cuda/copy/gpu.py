@@ -315,6 +315,6 @@ class _CopyPipeline:
         if self._ring is None:
             nbytes = -(-self._planes_a_slot * self._kernel.plane_bytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
-            # What had this memory before may still be at work on it, in the queue of whoever gave it back.
+            # What had this memory before may still be at work on it, in the queue of its last user.
             self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring

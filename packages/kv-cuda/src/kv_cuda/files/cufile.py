@@ -74,7 +74,7 @@ def _load() -> Files | NoCuFile:
     if defaults.is_compat_mode_preferred():
         advice = "see that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
         return NoCuFile("kvikio is in compatibility mode", advice, has_module=True)
-    if defaults.get("num_threads") == 1:  # as it comes; whoever set another number meant it
+    if defaults.get("num_threads") == 1:  # as it comes; a user who set another number meant it
         defaults.set("num_threads", _THREADS)
     return CuFiles(kvikio)
 

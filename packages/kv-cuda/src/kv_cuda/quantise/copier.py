@@ -220,7 +220,7 @@ class _CopyPipeline:
                 for each in (self._exact, self._quantised)
             )
             self._copier.attach_tensor(self._name, exact.view(-1))
-            # What had this memory before may still be at work on it, in the queue of whoever gave it back.
+            # What had this memory before may still be at work on it, in the queue of its last user.
             self._free = [self._work.record()] * _STAGED_CHUNKS
             self._staging = exact, quantised, Codes(self._exact, self._quantised, self._device)
         exact, quantised, codes = self._staging

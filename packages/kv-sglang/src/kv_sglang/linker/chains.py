@@ -1,6 +1,6 @@
 """Which page comes before which, as far as questions about prompts have told.
 
-SGLang offers pages for storing without the prompt in front of them. Whoever stores them wants it: a page is worth
+SGLang offers pages for storing without the prompt in front of them. The store wants it: a page is worth
 nothing without those before it, so these must not leave to make room.
 """
 

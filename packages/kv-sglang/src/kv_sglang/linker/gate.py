@@ -68,7 +68,7 @@ class LayerGate:
             self._changed.wait_for(lambda: len(batch.layers) > layer or batch.over)
             event = batch.layers[layer] if len(batch.layers) > layer else None
         if event is not None:
-            with suppress(CopyFailed):  # whoever loads sees it too, and ends the batch as not landed
+            with suppress(CopyFailed):  # the loading thread sees it too, and ends the batch as not landed
                 engine_follows(event)
 
     def finish(self, number: int) -> bool:

@@ -3,7 +3,7 @@
 What must be decided at once (is it there, does it stay there) is decided on the caller's thread; what takes time, the
 copies, is not. SGLang asks several ranks the same and counts on the same answers, so none depends on how far a thread
 has come: a load that was taken is carried out, and a store that was offered gets its turn. An error on a thread is
-ours or the device's, and is told to whoever turns the cache off; the thread goes on, so that nothing is waited for in
+ours or the device's, and turns the cache off; the thread goes on, so that nothing is waited for in
 vain.
 """
 

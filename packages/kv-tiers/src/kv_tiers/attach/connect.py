@@ -53,7 +53,7 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
-    # Whoever asks `kv explain` asks a server: a history that nobody can ask for would cost and be of no use.
+    # `kv explain` asks a server: a history in this process could not be asked for, and would cost.
     bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0))
     try:
         cache = build_local_cache(

@@ -35,7 +35,7 @@ class FilesChangedError(Exception):
 
 
 class HashingStoppedError(Exception):
-    """Whoever wanted to know has gone."""
+    """The caller that wanted to know has gone."""
 
 
 @dataclass(frozen=True, slots=True)
