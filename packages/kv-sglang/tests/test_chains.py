@@ -14,7 +14,7 @@ def test_a_prompts_pages_come_back_in_order_over_several_questions() -> None:
 
 
 def test_what_was_told_longest_ago_is_forgotten() -> None:
-    chains = Chains(most=3)
+    chains = Chains(max_pages=3)
     chains.tell(["a", "b", "c"])
     chains.tell(["a", "b"])  # told again
     chains.tell(["p", "q", "r"])
@@ -25,6 +25,6 @@ def test_what_was_told_longest_ago_is_forgotten() -> None:
 
 def test_a_circle_ends() -> None:
     """No hash is its own ancestor, but a bug elsewhere must not hang the scheduler."""
-    chains = Chains(most=4)
+    chains = Chains(max_pages=4)
     chains.tell(["a", "b", "a"])
     assert len(chains.before("a")) <= 4

@@ -1,7 +1,7 @@
-"""Which page comes before which, as far as questions about prompts have told.
+"""Which page comes before which, as far as questions about prompts have shown.
 
-SGLang offers pages for storing without the prompt in front of them. The store wants it: a page is worth
-nothing without those before it, so these must not leave to make room.
+SGLang offers pages for storing without the prompt in front of them. The store wants it: a page is worth nothing without
+those before it, so these must not leave to make room.
 """
 
 from collections import OrderedDict
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-_MOST: Final = 1 << 16
+_MAX_PAGES: Final = 1 << 16
 
 
 class Chains:
-    """Bounded: what was told longest ago is forgotten. Not thread-safe."""
+    """Bounded: what was seen longest ago is forgotten. Not thread-safe."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        """most: pages that are remembered."""
-        self._most = most
+    def __init__(self, max_pages: int = _MAX_PAGES) -> None:
+        """max_pages: that are remembered."""
+        self._max_pages = max_pages
         self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
 
     def tell(self, hashes: Sequence[str]) -> None:
@@ -25,12 +25,12 @@ class Chains:
         for before, page in pairwise(hashes):
             self._before[page] = before
             self._before.move_to_end(page)
-        while len(self._before) > self._most:
+        while len(self._before) > self._max_pages:
             self._before.popitem(last=False)
 
     def before(self, page: str) -> list[str]:
         """The pages in front of this one, from the prompt's first, or from the first that is known."""
         found: list[str] = []
-        while (page := self._before.get(page, "")) and len(found) < self._most:
+        while (page := self._before.get(page, "")) and len(found) < self._max_pages:
             found.append(page)
         return found[::-1]
