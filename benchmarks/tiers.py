@@ -103,7 +103,7 @@ class Traffic:
         keys = key_chain(self._batch_chunks, branch=f"benchmark {next(self._numbers)}")
         writes = []
         for key, parent, pages, checksum in zip(keys, [None, *keys], self.pages, self._checksums, strict=False):
-            header = chunk_header.make_header(chunk_header.Header(key, parent, len(pages), FORMAT, checksum))
+            header = chunk_header.pack_header(key, parent, pages, FORMAT, checksum)
             writes.append(Write(key, parent, header, pages, len(pages)))
         return writes
 

@@ -125,7 +125,7 @@ class DiskChunks:
 
     def segments(self, entry: int, extent: Extent, stored_bytes: int) -> list[Segment]:
         """Where the header's page and the payload's first so many bytes are."""
-        return list(self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes)))
+        return self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes))
 
     @contextmanager
     def runs(self, carried: Sequence[Carried]) -> Iterator[tuple[list[memoryview], list[Run]]]:

@@ -39,8 +39,7 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import open_own_directory
 from kv_tiers.tiers.disk_files import NO_ROOM, File
-from kv_tiers.tiers.index import Extent
-from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, runs
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, runs
 
 VERSION: Final = 2
 RECORD_BYTES: Final = 512
@@ -48,8 +47,7 @@ RECORD_BYTES: Final = 512
 _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQI4xQ16s")
 _RECORD_MAGIC: Final = b"kvslot\r\n"
-_UNITS: Final = struct.Struct(f"<{MAX_UNITS}I")
-_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{_UNITS.size}s")
+_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{4 * MAX_UNITS}s")
 _RECORD_HEADER_AT: Final = 24
 _RECORD_LAYOUT: Final = np.dtype(
     [
@@ -133,53 +131,47 @@ class DiskDirectory:
             return True
         return (found.st_ino, found.st_dev) != self._lock_is
 
-    def records(self) -> Iterator[tuple[int, int, bytes, bytes | None, Extent | None]]:
-        """Entry, number, key, parent and extent of every record that reads well. Other entries are free.
+    def records(self) -> Iterator[tuple[int, int, bytes, bytes | None, int, PackedUnits]]:
+        """Entry, number, key, parent, stored bytes and units of every record that reads well. Other entries are free.
 
-        number: counts commits, so what was committed later has the larger one. extent: None where it is not within the
-        room that there is, as after a slab was lost.
+        number: counts commits, so what was committed later has the larger one. units: empty where they are not within
+        the room that there is, as after a slab was lost.
         """
         # Plain tuples of plain bytes: the garbage collector would spend half a second on a hundred thousand records.
         piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
         records = np.frombuffer(piece, _RECORD_LAYOUT)
         slot_units, entries = self._geometry.slot_units, CHUNKS_A_SLOT * self.slots
-        slabs = range(-(-self.slots // self._slab_slots))
-        backed = np.array([self._backed.get(number, 0) // self._geometry.slot_bytes for number in slabs])
         for start in range(0, entries, _RECORDS_AT_ONCE):
             got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
             found = records[: min(got, entries - start)]
             ours = (found["magic"] == _RECORD_MAGIC) & (found["entry"] == np.arange(start, start + len(found)))
             (at_all,) = np.nonzero(ours)
-            some = found[at_all]
-            units = some["units"].astype(np.int64)
-            counts = -(-(PAGE_BYTES + some["stored_bytes"].astype(np.int64)) // self._geometry.unit_bytes)
-            used = np.arange(MAX_UNITS) < counts[:, None]
-            slots = np.where(used, units, 0) // slot_units
-            slab_of = np.minimum(slots // self._slab_slots, len(slabs) - 1)
-            lies = (slots < self.slots) & (slots - slab_of * self._slab_slots < backed[slab_of])
-            within = (counts > 0) & (counts <= slot_units) & lies.all(axis=1)
-            is_slot = (units[:, 0] % slot_units == 0) & (counts == slot_units)
-            is_slot &= ((units == units[:, :1] + np.arange(MAX_UNITS)) | ~used).all(axis=1)
-            columns = (
-                at_all,
-                some["number"],
-                some["checksum"],
-                some["stored_bytes"],
-                counts,
-                units[:, 0],
-                is_slot,
-                within,
-            )
-            rows = zip(*(column.tolist() for column in columns), strict=True)
-            for row, (at, number, checksum, stored_bytes, count, first, is_whole, is_within) in enumerate(rows):
+            units = found["units"][at_all, :slot_units]
+            first = units[:, 0]
+            is_slot = (first % slot_units == 0) & (units == first[:, None] + np.arange(slot_units)).all(axis=1)
+            columns = (at_all, found["number"][at_all], found["checksum"][at_all], found["stored_bytes"][at_all])
+            rows = zip(*(column.tolist() for column in (*columns, first, is_slot)), strict=True)
+            for row, (at, number, checksum, stored_bytes, first_unit, is_whole) in enumerate(rows):
                 fields = bytes(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES - _U64.size])
                 if xxhash.xxh3_64_intdigest(fields) != checksum:
                     continue
-                extent = None
-                if is_within:
-                    where = range(first, first + count) if is_whole else tuple(units[row, :count].tolist())
-                    extent = Extent(where, stored_bytes)
-                yield start + at, number, *chunk_header.names_in(fields, _RECORD_HEADER_AT), extent
+                count = self._geometry.units_for(PAGE_BYTES + stored_bytes)
+                where: PackedUnits = first_unit
+                if count != slot_units or not is_whole:
+                    where = tuple(units[row, :count].tolist()) if count <= slot_units else ()
+                if not self._has(where):
+                    where = ()
+                key, parent = chunk_header.names_in(fields, _RECORD_HEADER_AT)
+                yield start + at, number, key, parent, stored_bytes, where
+
+    def _has(self, units: PackedUnits) -> bool:
+        """There is room for these on the medium."""
+        stride, slot_units = self._geometry.slot_bytes, self._geometry.slot_units
+        for unit in (units,) if isinstance(units, int) else units:
+            slab, at = divmod(unit // slot_units, self._slab_slots)
+            if (at + 1) * stride > self._backed.get(slab, 0):
+                return False
+        return True
 
     def header_in(self, entry: int) -> bytes | None:
         """The chunk's header in this record; None if the record does not read well."""
@@ -213,24 +205,30 @@ class DiskDirectory:
                 with self._growing:
                     self._grow(number, end)
 
-    def segments(self, units: Sequence[int], nbytes: int) -> Iterator[tuple[File, int, int]]:
+    def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
         """File, offset and size of each stretch that the first so many bytes in these units lie in, in their order."""
+        found = []
         for number, offset, end in self._stretches(units):
-            yield self._slabs[number], offset, min(end - offset, nbytes)
+            if nbytes > 0:
+                found.append((self._slabs[number], offset, min(end - offset, nbytes)))
             nbytes -= end - offset
-            if nbytes <= 0:
-                return
+        return found
 
-    def _stretches(self, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    def _stretches(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
         """Slab, offset and end of units that follow each other."""
         slab_units, unit_bytes = self._slab_slots * self._geometry.slot_units, self._geometry.unit_bytes
+        if isinstance(units, range):  # a whole slot: of one slab
+            slab, at = divmod(units.start, slab_units)
+            return [(slab, at * unit_bytes, (at + len(units)) * unit_bytes)]
+        found = []
         for first, count in runs(units):
             unit, end = first, first + count
             while unit < end:
                 slab, at = divmod(unit, slab_units)
                 step = min(end - unit, slab_units - at)
-                yield slab, at * unit_bytes, (at + step) * unit_bytes
+                found.append((slab, at * unit_bytes, (at + step) * unit_bytes))
                 unit += step
+        return found
 
     def records_there(self) -> int:
         """How many records the index has room for on the medium."""
@@ -426,7 +424,7 @@ BLANK_RECORD: Final = bytes(RECORD_BYTES)
 
 def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
     """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
-    fields = _RECORD.pack(_RECORD_MAGIC, number, entry, header, _UNITS.pack(*units, *[0] * (MAX_UNITS - len(units))))
+    fields = _RECORD.pack(_RECORD_MAGIC, number, entry, header, struct.pack(f"<{len(units)}I", *units))
     return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
 
 

@@ -9,16 +9,15 @@ those that make durable (`sync…`), which any thread may make at any time.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_directory import BLANK_RECORD, DiskDirectory, pack_record
 from kv_tiers.tiers.disk_files import File
-from kv_tiers.tiers.index import Extent, Place
-
-_Adopted = tuple[ChunkKey, ChunkKey | None, int, Extent]
+from kv_tiers.tiers.index import Place
+from kv_tiers.tiers.space import PackedUnits, pack
 
 
 class ChunkRecords:
@@ -29,7 +28,7 @@ class ChunkRecords:
         self._directories = directories
         self._slot_units = slot_units
         self._syncs = syncs
-        self._recorded: dict[int, Sequence[int]] = {}
+        self._recorded: dict[int, PackedUnits] = {}
         """By entry that has a record: the units that it names, of its directory."""
         self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
         self._wiped = array("q", bytes(8 * max(directory.slots for directory in directories) * len(directories)))
@@ -40,52 +39,51 @@ class ChunkRecords:
         """By directory: wipes up to this number last."""
         self._next_number = 0
 
-    def take_over(self) -> Iterator[_Adopted]:
-        """Key, parent, entry and extent of every chunk that is recorded, those worth least first. Once, at the start.
+    def take_over(self) -> Iterator[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]:
+        """Key, parent, entry, stored bytes and units of every chunk that is recorded, those worth least first. Once, at the start.
 
         Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
         """
         count = len(self._directories)
         found = []
         for at, directory in enumerate(self._directories):
-            for local, number, key, parent, extent in directory.records():
+            for local, number, key, parent, stored_bytes, units in directory.records():
                 entry = local * count + at
-                self._recorded[entry] = () if extent is None else extent.units
-                if extent is None:
+                self._recorded[entry] = units
+                if units == ():
                     self._stale.add(entry)
                 else:
-                    found.append((number, entry, key, parent, extent))
+                    found.append((number, entry, key, parent, stored_bytes, units))
         found.sort(reverse=True)
         self._next_number = found[0][0] + 1 if found else 0
         entry_of: dict[bytes, int] = {}
-        kept: dict[int, tuple[int, bytes, bytes | None, Extent]] = {}
+        number_of: dict[int, int] = {}
+        above: dict[int, bytes | None] = {}
+        bytes_of: dict[int, int] = {}
         taken = _Taken()
-        for number, entry, key, parent, extent in found:
-            slots = self._slots(entry, extent.units)
-            if key in entry_of or not taken.take(slots, entry % count, extent.units):
+        for number, entry, key, parent, stored_bytes, units in found:
+            if key in entry_of or not taken.take(self._slots(entry, units), entry % count, units):
                 self._stale.add(entry)
                 continue
-            entry_of[key] = entry
-            kept[entry] = number, key, parent, extent
+            entry_of[key], number_of[entry], above[entry], bytes_of[entry] = entry, number, parent, stored_bytes
         self.wipe(())
         parent_of = {
-            entry: NO_PARENT if parent is None else entry_of.get(parent, NO_PARENT)
-            for entry, (_, _, parent, _) in kept.items()
+            entry: NO_PARENT if parent is None else entry_of.get(parent, NO_PARENT) for entry, parent in above.items()
         }
-        keys = {entry: ChunkKey(key) for entry, (_, key, _, _) in kept.items()}
-        for entry in slots_least_worth_first({entry: number for entry, (number, *_) in kept.items()}, parent_of):
-            _, _, above, extent = kept[entry]
-            parent = keys.get(parent_of[entry])  # its own object, where it is here: half as many, and equal at a glance
-            if parent is None and above is not None:
-                parent = ChunkKey(above)
-            yield keys[entry], parent, entry, extent
+        keys = {entry: ChunkKey(key) for key, entry in entry_of.items()}
+        for entry in slots_least_worth_first(number_of, parent_of):
+            # Its parent's own object, where that is here: half as many, and equal at a glance.
+            parent_key = keys.get(parent_of[entry])
+            if parent_key is None and (elsewhere := above[entry]) is not None:
+                parent_key = ChunkKey(elsewhere)
+            yield keys[entry], parent_key, entry, bytes_of[entry], self._recorded[entry]
 
     def write(self, chunks: Iterable[tuple[Place, bytes]]) -> None:
         """Vouch for the chunks whose headers and payloads are in their places."""
         count = len(self._directories)
         records: dict[int, list[tuple[int, bytes]]] = {}
         for place, header in chunks:
-            self._recorded[place.entry] = place.extent.units
+            self._recorded[place.entry] = pack(place.extent.units)
             self._stale.discard(place.entry)
             local, at = divmod(place.entry, count)
             record = pack_record(local, self._next_number, header, place.extent.units)
@@ -136,8 +134,14 @@ class ChunkRecords:
         """Return when it lasts that no record names any part of the slots of these: at once where none ever did, or it
         was done."""
         count = len(self._directories)
-        slots = {slot for place in places for slot in self._slots(place.entry, place.extent.units)}
-        for at in {slot % count for slot in slots if self._wiped[slot] > self._durable[slot % count]}:
+        late: set[int] = set()
+        for place in places:
+            at = place.entry % count
+            if at not in late:
+                slots = self._slots(place.entry, pack(place.extent.units))
+                if max(map(self._wiped.__getitem__, slots)) > self._durable[at]:
+                    late.add(at)
+        for at in late:
             self._sync(at)
 
     def sync(self, entries: Iterable[int]) -> None:
@@ -159,11 +163,11 @@ class ChunkRecords:
         self.sync_files([self._directories[at].index])
         self._durable[at] = max(self._durable[at], wipes)
 
-    def _slots(self, entry: int, units: Sequence[int]) -> set[int]:
+    def _slots(self, entry: int, units: PackedUnits) -> Collection[int]:
         """Of the tier, that units of this entry's directory are of."""
         count = len(self._directories)
-        if isinstance(units, range):
-            return {units.start // self._slot_units * count + entry % count}
+        if isinstance(units, int):
+            return (units // self._slot_units * count + entry % count,)
         return {unit // self._slot_units * count + entry % count for unit in units}
 
 
@@ -175,18 +179,18 @@ class _Taken:
         self._in_part: set[int] = set()
         self._units: set[tuple[int, int]] = set()
 
-    def take(self, slots: set[int], directory: int, units: Sequence[int]) -> bool:
+    def take(self, slots: Collection[int], directory: int, units: PackedUnits) -> bool:
         """slots: that the units are of. False: another has one of them."""
-        if not slots.isdisjoint(self._whole):
+        if not self._whole.isdisjoint(slots):
             return False
-        if isinstance(units, range):
-            if not slots.isdisjoint(self._in_part):
+        if isinstance(units, int):
+            if not self._in_part.isdisjoint(slots):
                 return False
-            self._whole |= slots
+            self._whole.update(slots)
             return True
         mine = {(directory, unit) for unit in units}
         if len(mine) < len(units) or not mine.isdisjoint(self._units):
             return False
         self._units |= mine
-        self._in_part |= slots
+        self._in_part.update(slots)
         return True

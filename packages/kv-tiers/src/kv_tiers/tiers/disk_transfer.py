@@ -36,7 +36,7 @@ class HeaderPages:
         self._free.extend(pages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Carried:
     """A chunk that is read or written, by its number in the call.
 
@@ -76,6 +76,9 @@ def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: m
     placed: list[tuple[File, int, int, list[memoryview], int]] = []
     for one, header in zip(carried, headers, strict=True):
         left = [header, one.chunk.pages[: bytes_in_files(one.stored_bytes) - PAGE_BYTES]]
+        if len(one.segments) == 1:
+            placed.append((*one.segments[0], left, one.at))
+            continue
         for file, offset, nbytes in one.segments:
             taken, left = _split(left, nbytes)
             placed.append((file, offset, nbytes, taken, one.at))

@@ -10,15 +10,15 @@ several media (directories): entry e is medium e % n's, and its units are too.
 """
 
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.residency import Residency
-from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, Space
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
 
 
 class Extent(NamedTuple):
@@ -28,8 +28,7 @@ class Extent(NamedTuple):
     stored_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An entry and room that are reserved for a chunk."""
 
     key: ChunkKey
@@ -52,7 +51,8 @@ class ExtentIndex:
         entries = CHUNKS_A_SLOT * max(slots) * len(slots)
         self._residency = Residency(entries, policy)
         self._parents: list[ChunkKey | None] = [None] * entries
-        self._extents: list[Extent | None] = [None] * entries
+        self._stored_bytes = array("q", bytes(8 * entries))
+        self._units: list[PackedUnits] = [0] * entries
         self._slots_of_medium = list(slots)
         self._spaces: list[Space] = []
         self._free_entries: list[list[int]] = []
@@ -78,20 +78,21 @@ class ExtentIndex:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int, Extent]]) -> None:
-        """Take over (key, parent, entry, extent) that were there before, those worth least first. Of an idle index."""
-        taken: list[list[Sequence[int]]] = [[] for _ in self._spaces]
+    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]) -> None:
+        """Take over (key, parent, entry, stored bytes, units) that were there before, those worth least first. Of an idle
+        index."""
+        taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
             self._forget_places()
             self._withheld = None
-            for key, parent, entry, extent in chunks:
+            for key, parent, entry, stored_bytes, units in chunks:
                 number, medium = divmod(entry, self._media)
-                taken[medium].append(extent.units)
+                taken[medium].append(units)
                 used[medium].add(number)
                 self._residency.adopt(key, entry)
                 self._parents[entry] = parent
-                self._extents[entry] = extent
+                self._units[entry], self._stored_bytes[entry] = units, stored_bytes
             for medium, space in enumerate(self._spaces):
                 space.adopt(taken[medium])
                 self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
@@ -110,9 +111,7 @@ class ExtentIndex:
 
     def extent(self, entry: int) -> Extent:
         """Of a chunk that the caller has leased."""
-        extent = self._extents[entry]
-        assert extent is not None
-        return extent
+        return Extent(unpack(self._units[entry], self._geometry.slot_units), self._stored_bytes[entry])
 
     def end_load(self, entries: Sequence[int | None]) -> None:
         here = [entry for entry in entries if entry is not None]
@@ -275,19 +274,21 @@ class ExtentIndex:
         while True:
             for turn in range(self._turn, self._turn + self._media):
                 medium = turn % self._media
-                entry = self._entry(medium)
-                if entry is None:
+                space = self._spaces[medium]
+                if not space.has_room(units) or (entry := self._entry(medium)) is None:
                     continue
-                taken = self._spaces[medium].take(units)
-                if taken is not None:
-                    self._turn = medium + 1
-                    extent = self._extents[entry] = Extent(taken, stored_bytes)
-                    return Place(key, entry, extent)
-                self._free_entries[medium].append(entry // self._media)
+                taken = space.take(units)
+                assert taken is not None
+                self._turn = medium + 1
+                self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
+                return Place(key, entry, Extent(taken, stored_bytes))
             victim = next(iter(self._residency.evict(1, protected, skipped)), None)
             if victim is None:
                 return None
             evicted.append(victim)
+            if units == self._geometry.slot_units and isinstance(self._units[victim], int):
+                self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
+                return Place(key, victim, self.extent(victim))
             self._free(victim)
 
     def _entry(self, medium: int) -> int | None:
@@ -303,7 +304,6 @@ class ExtentIndex:
     def _free(self, entry: int, *, last: bool = False) -> None:
         number, medium = divmod(entry, self._media)
         self._spaces[medium].give(self.extent(entry).units, last=last)
-        self._extents[entry] = None
         self._free_entries[medium].append(number)
 
     def _entries_above(self, key: ChunkKey | None) -> list[int]:

@@ -50,6 +50,19 @@ class Geometry:
         return max(1, -(-stored_bytes // self.unit_bytes))
 
 
+PackedUnits = int | tuple[int, ...]
+"""A whole slot's units as the first of them: of many chunks that costs half the memory, and the garbage collector
+nothing."""
+
+
+def pack(units: Sequence[int]) -> PackedUnits:
+    return units.start if isinstance(units, range) else tuple(units)
+
+
+def unpack(packed: PackedUnits, slot_units: int) -> Sequence[int]:
+    return range(packed, packed + slot_units) if isinstance(packed, int) else packed
+
+
 def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First unit and number of units of each run of neighbours among them, in their order."""
     if isinstance(units, range):
@@ -90,15 +103,19 @@ class Space:
     def has_untouched(self) -> bool:
         return self.grows and self._untouched_from < self._slots
 
-    def adopt(self, taken: Iterable[Sequence[int]]) -> None:
+    def has_room(self, count: int) -> bool:
+        """`take` will find so many."""
+        return bool(self._whole) or self._part_units >= count or self.has_untouched()
+
+    def adopt(self, taken: Iterable[PackedUnits]) -> None:
         """These are taken, as they were before. Of a space of which nothing is."""
         whole: set[int] = set()
         parts: dict[int, set[int]] = {}
-        for units in taken:
-            if len(units) == self._slot_units and isinstance(units, range):
-                whole.add(units.start // self._slot_units)
+        for packed in taken:
+            if isinstance(packed, int):
+                whole.add(packed // self._slot_units)
             else:
-                for unit in units:
+                for unit in packed:
                     parts.setdefault(unit // self._slot_units, set()).add(unit)
         self._untouched_from = max(*whole, *parts, -1, -1) + 1
         self._whole = deque(slot for slot in range(self._untouched_from) if slot not in whole and slot not in parts)
