@@ -139,9 +139,12 @@ class DiskChunks:
     # A chunk's way in, in this order.
 
     def reserve(
-        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None
+        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None, *, lasting: bool = False
     ) -> list[Place | None]:
         """Places for those that get one, and no record of what was there.
+
+        lasting: return when it lasts that what was evicted has left. If not, the sync of the records that follow makes
+        it last; none follow where there is no place.
 
         Raises:
             TierDown: there are records, and they cannot be wiped.
@@ -160,6 +163,9 @@ class DiskChunks:
             except OSError as error:
                 self.abort(taken)
                 raise self.down(error) from error
+        if evicted and (lasting or not taken):
+            with self.aborting(taken):
+                self.sync_all_wipes()
         return places
 
     @contextmanager

@@ -141,6 +141,12 @@ class DiskDirectory:
         piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
         records = np.frombuffer(piece, _RECORD_LAYOUT)
         slot_units, entries = self._geometry.slot_units, CHUNKS_A_SLOT * self.slots
+        unit_bytes = self._geometry.unit_bytes
+        backed = np.zeros(self.slots, bool)
+        for number, nbytes in self._backed.items():
+            first_slot = number * self._slab_slots
+            backed[first_slot : first_slot + nbytes // self._geometry.slot_bytes] = True
+        backed_slots = set(np.nonzero(backed)[0].tolist())
         for start in range(0, entries, _RECORDS_AT_ONCE):
             got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
             found = records[: min(got, entries - start)]
@@ -148,30 +154,23 @@ class DiskDirectory:
             (at_all,) = np.nonzero(ours)
             units = found["units"][at_all, :slot_units]
             first = units[:, 0]
-            is_slot = (first % slot_units == 0) & (units == first[:, None] + np.arange(slot_units)).all(axis=1)
+            slots = first // slot_units
+            is_slot = (first % slot_units == 0) & (slots < len(backed)) & backed[np.minimum(slots, len(backed) - 1)]
+            is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
             columns = (at_all, found["number"][at_all], found["checksum"][at_all], found["stored_bytes"][at_all])
             rows = zip(*(column.tolist() for column in (*columns, first, is_slot)), strict=True)
             for row, (at, number, checksum, stored_bytes, first_unit, is_whole) in enumerate(rows):
                 fields = bytes(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES - _U64.size])
                 if xxhash.xxh3_64_intdigest(fields) != checksum:
                     continue
-                count = self._geometry.units_for(PAGE_BYTES + stored_bytes)
+                count = -(-(PAGE_BYTES + stored_bytes) // unit_bytes)
                 where: PackedUnits = first_unit
                 if count != slot_units or not is_whole:
-                    where = tuple(units[row, :count].tolist()) if count <= slot_units else ()
-                if not self._has(where):
-                    where = ()
+                    where = tuple(units[row, :count].tolist())
+                    if count > slot_units or not all(unit // slot_units in backed_slots for unit in where):
+                        where = ()
                 key, parent = chunk_header.names_in(fields, _RECORD_HEADER_AT)
                 yield start + at, number, key, parent, stored_bytes, where
-
-    def _has(self, units: PackedUnits) -> bool:
-        """There is room for these on the medium."""
-        stride, slot_units = self._geometry.slot_bytes, self._geometry.slot_units
-        for unit in (units,) if isinstance(units, int) else units:
-            slab, at = divmod(unit // slot_units, self._slab_slots)
-            if (at + 1) * stride > self._backed.get(slab, 0):
-                return False
-        return True
 
     def header_in(self, entry: int) -> bytes | None:
         """The chunk's header in this record; None if the record does not read well."""

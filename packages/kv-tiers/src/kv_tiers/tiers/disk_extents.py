@@ -68,7 +68,8 @@ class LentExtents:
         self._chunks.index.end_load(entries)
 
     def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
-        places = self._chunks.reserve(keys, [self._context.chunk_bytes] * len(keys), parent)
+        sizes = [self._context.chunk_bytes] * len(keys)
+        places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # nobody knows whether any will be committed
         scattered = [place for place in places if place is not None and not isinstance(place.extent.units, range)]
         if scattered:
             with self._chunks.lock:

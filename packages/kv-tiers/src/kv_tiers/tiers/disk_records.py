@@ -40,7 +40,7 @@ class ChunkRecords:
         self._next_number = 0
 
     def take_over(self) -> Iterator[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]:
-        """Key, parent, entry, stored bytes and units of every chunk that is recorded, those worth least first. Once, at the start.
+        """Key, parent, entry, stored bytes and units of every recorded chunk, those worth least first. Once.
 
         Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
         """
@@ -60,9 +60,9 @@ class ChunkRecords:
         number_of: dict[int, int] = {}
         above: dict[int, bytes | None] = {}
         bytes_of: dict[int, int] = {}
-        taken = _Taken()
+        taken = [_Taken(self._slot_units) for _ in self._directories]
         for number, entry, key, parent, stored_bytes, units in found:
-            if key in entry_of or not taken.take(self._slots(entry, units), entry % count, units):
+            if key in entry_of or not taken[entry % count].take(units):
                 self._stale.add(entry)
                 continue
             entry_of[key], number_of[entry], above[entry], bytes_of[entry] = entry, number, parent, stored_bytes
@@ -172,25 +172,25 @@ class ChunkRecords:
 
 
 class _Taken:
-    """Which slots and units records name, while they are taken over."""
+    """Which slots and units of one directory records name, while they are taken over."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_units: int) -> None:
+        self._slot_units = slot_units
         self._whole: set[int] = set()
         self._in_part: set[int] = set()
-        self._units: set[tuple[int, int]] = set()
+        self._units: set[int] = set()
 
-    def take(self, slots: Collection[int], directory: int, units: PackedUnits) -> bool:
-        """slots: that the units are of. False: another has one of them."""
-        if not self._whole.isdisjoint(slots):
-            return False
-        if isinstance(units, int):
-            if not self._in_part.isdisjoint(slots):
+    def take(self, packed: PackedUnits) -> bool:
+        """False: another has one of them."""
+        if isinstance(packed, int):
+            slot = packed // self._slot_units
+            if slot in self._whole or slot in self._in_part:
                 return False
-            self._whole.update(slots)
+            self._whole.add(slot)
             return True
-        mine = {(directory, unit) for unit in units}
-        if len(mine) < len(units) or not mine.isdisjoint(self._units):
+        slots, units = {unit // self._slot_units for unit in packed}, set(packed)
+        if len(units) < len(packed) or not slots.isdisjoint(self._whole) or not units.isdisjoint(self._units):
             return False
-        self._units |= mine
-        self._in_part.update(slots)
+        self._units |= units
+        self._in_part |= slots
         return True

@@ -79,8 +79,8 @@ class ExtentIndex:
             return [find(key) is not None for key in keys]
 
     def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]) -> None:
-        """Take over (key, parent, entry, stored bytes, units) that were there before, those worth least first. Of an idle
-        index."""
+        """Take over (key, parent, entry, stored bytes, units) that were there before, those worth least first. Of an
+        idle index."""
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
