@@ -1,0 +1,477 @@
+"""The Redis tier against servers that are not healthy, and its options."""
+
+import contextlib
+import itertools
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.testing import key_chain
+from kv_tiers import chunk_header
+from kv_tiers.registry import tier_factory
+from kv_tiers.testing.redis_servers import VALKEY, AskedServer, end_all, running
+from kv_tiers.testing.servers import Proxy, free_port
+from kv_tiers.testing.tier_contract import TierContract, aligned_pages
+from kv_tiers.testing.wait import joined, until
+from kv_tiers.tier import Read, TierContext
+from kv_tiers.tiers.redis import RedisTier, make_redis_tier
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    end_all()
+
+
+class Liar:
+    """A server that answers every connection with the same bytes, whatever it is asked."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.answer = answer
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                client.settimeout(2)
+                client.recv(1 << 16)
+                client.sendall(self.answer)
+                while client.recv(1 << 16):
+                    pass
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        joined(self.thread)
+
+
+class TestTroubles:
+    """What the world does to servers, and what must not come of it: wrong bytes, hanging, growing without bound."""
+
+    bench = TierContract()  # for its writes and checked loads
+    nbytes = 300_000
+    numbers = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _close(self) -> Iterator[None]:
+        self.closing: list[Any] = []
+        yield
+        for thing in reversed(self.closing):
+            thing.close()
+
+    def tier(self, url: str, **options: object) -> RedisTier:
+        self.bench.context = TierContext(self.nbytes, 303_104, "troubles")
+        options = {
+            "url": url,
+            "prefix": f"trouble{next(self.numbers)}",
+            "piece_bytes": 65536,
+            "timeout_s": 0.5,
+        } | options
+        tier = make_redis_tier(options, self.bench.context)
+        assert isinstance(tier, RedisTier)
+        self.bench.tier = tier
+        self.closing.append(tier)
+        return tier
+
+    def behind(self, server: AskedServer) -> Proxy:
+        proxy = Proxy(server.port)
+        self.closing.append(proxy)
+        return proxy
+
+    def test_a_server_that_starts_anew_is_used_again_at_once(self) -> None:
+        server = AskedServer(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            keys = key_chain(4)
+            self.bench.store(keys)
+            server.stop()
+            server.start()
+            assert tier.holds(keys) == [False] * 4  # over a connection that was dead and is not any more
+            self.bench.store(keys)
+            server.stop()
+            with pytest.raises(TierDown, match="refused"):
+                tier.holds(keys)
+            with pytest.raises(TierDown):
+                tier.probe()
+            server.start()
+            tier.probe()
+            self.bench.store(keys)
+            assert self.bench.loaded(keys) == [True] * 4
+        finally:
+            server.remove()
+
+    def test_a_server_killed_under_load_costs_misses_and_time_outs_only(self) -> None:
+        server = AskedServer(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            ended = threading.Event()
+            bad: list[BaseException] = []
+            done, downs, longest_s = [0], [0], [0.0]
+
+            def work(number: int) -> None:
+                for turn in itertools.count():
+                    if ended.is_set():
+                        return
+                    keys = key_chain(3, branch=f"{number} {turn % 3}")
+                    start = time.monotonic()
+                    try:
+                        tier.store(self.bench.writes(keys))
+                        self.bench.load(keys)  # which checks what is loaded
+                        done[0] += 1
+                    except TierDown:
+                        downs[0] += 1
+                        ended.wait(0.005)  # leave the processor to the server that is to start
+                    except BaseException as error:  # noqa: BLE001
+                        bad.append(error)
+                        return
+                    longest_s[0] = max(longest_s[0], time.monotonic() - start)
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for _ in range(3):
+                before = done[0]
+                until(lambda before=before: done[0] > before + 20 or bad)
+                server.stop()
+                before = downs[0]
+                until(lambda before=before: downs[0] > before or bad)
+                server.start()
+            before = done[0]
+            until(lambda: done[0] > before + 20 or bad)
+            ended.set()
+            for thread in threads:
+                joined(thread)
+            assert not bad
+            assert longest_s[0] < 4
+        finally:
+            server.remove()
+
+    def test_a_server_that_stands_still_is_down_after_the_time_out(self) -> None:
+        server = AskedServer(VALKEY)
+        try:
+            tier = self.tier(f"redis://127.0.0.1:{server.port}")
+            keys = key_chain(4)
+            self.bench.store(keys)
+            server.process.send_signal(signal.SIGSTOP)
+            for call in (lambda: tier.holds(keys), lambda: self.bench.load(keys), tier.probe, tier.clear):
+                start = time.monotonic()
+                with pytest.raises(TierDown):
+                    call()
+                assert time.monotonic() - start < 1.2
+            server.process.send_signal(signal.SIGCONT)
+            assert self.bench.loaded(keys) == [True] * 4
+        finally:
+            server.remove()
+
+    def test_a_reply_that_dribbles_in_is_as_late_as_none(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}")
+        keys = key_chain(1)
+        self.bench.store(keys)
+
+        def dribble(data: bytes) -> bytes:
+            time.sleep(0.1)  # the client's time-out, which this is to outlast in pieces, is of the real clock
+            return data[:100]
+
+        proxy.spoil = dribble
+        start = time.monotonic()
+        with pytest.raises(TierDown, match="in time"):
+            self.bench.load(keys)
+        assert time.monotonic() - start < 1.2
+        proxy.spoil = lambda data: data
+        assert tier.holds(keys) == [True]
+
+    def test_flipped_cut_and_swallowed_bytes_never_pass_for_a_chunk(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        (key,) = key_chain(1)
+        self.bench.store([key])
+        whole = bytes(self.bench.write(key).payload)
+        chance = random.Random(7)
+
+        def spoil(data: bytes) -> bytes | None:
+            at = chance.randrange(len(data))
+            match chance.randrange(4):
+                case 0:
+                    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+                case 1:
+                    return data[:at] if chance.random() < 0.3 else data
+                case 2:
+                    return None if chance.random() < 0.3 else data
+                case _:
+                    return data
+
+        seen = {"right": 0, "caught by the checksum": 0, "not loaded": 0, "down": 0}
+        for _ in range(100):
+            proxy.spoil = spoil
+            read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
+            try:
+                (outcome,) = tier.load([read])
+            except TierDown:
+                seen["down"] += 1
+            else:
+                if not isinstance(outcome, Loaded):
+                    seen["not loaded"] += 1
+                elif chunk_header.check(read.header, read.room, key=key, format_id=chunk_header.format_id("troubles")):
+                    seen["caught by the checksum"] += 1
+                else:
+                    assert bytes(read.room) == whole
+                    seen["right"] += 1
+            assert bytes(read.pages[self.nbytes :]) == bytes(303_104 - self.nbytes)
+            proxy.spoil = lambda data: data
+            tier.store([self.bench.write(key)])
+        assert min(seen["caught by the checksum"], seen["down"]) > 5
+
+    def test_what_was_spoilt_on_its_way_to_the_server_never_passes_for_a_chunk(self) -> None:
+        proxy = self.behind(running("valkey"))
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        (key,) = key_chain(1)
+        write = self.bench.write(key)
+        chance = random.Random(11)
+
+        def flip(data: bytes) -> bytes:
+            at = chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+
+        caught = 0
+        for _ in range(40):
+            tier.discard([key])
+            proxy.spoil_questions = flip
+            with contextlib.suppress(TierDown):
+                tier.store([write])
+            proxy.spoil_questions = lambda data: data
+            read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
+            if isinstance(tier.load([read])[0], Loaded):
+                assert (
+                    chunk_header.check(read.header, read.room, key=key, format_id=chunk_header.format_id("troubles"))
+                    is not None
+                )
+                caught += 1
+        assert caught > 5
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"$999999999999\r\n",
+            b"$-7\r\n",
+            b"$ 5\r\n",
+            b"$99999999999999999999999999999999\r\n",
+            b"*1000000000\r\n",
+            b":12345\r\n",
+            b"x" * 100_000,
+            b"$65792\r\n" + b"x" * 70_000,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            b"\0\xff" * 10,
+            b"",
+        ],
+    )
+    def test_a_server_that_lies_is_down_and_costs_no_memory(self, answer: bytes) -> None:
+        liar = Liar(answer)
+        self.closing.append(liar)
+        self.tier(f"redis://127.0.0.1:{liar.port}", timeout_s=0.2)
+        keys = key_chain(2)
+        with pytest.raises(TierDown):
+            self.bench.load(keys)
+        if answer[:1] != b":":
+            with pytest.raises(TierDown):
+                self.bench.tier.holds(keys)
+            with pytest.raises(TierDown):
+                self.bench.tier.store(self.bench.writes(keys))
+            with pytest.raises(TierDown):
+                self.bench.tier.probe()
+
+    def test_a_piece_that_is_gone_or_not_what_it_was_takes_the_chunk_with_it(self) -> None:
+        server = running("valkey")
+        tier = self.tier(f"unix://{server.unix}")
+        keys = key_chain(4)
+        self.bench.store(keys)
+        heads = [tier._head(key) for key in keys]
+        server.ask("DEL", heads[0] + b":3")
+        server.ask("DEL", heads[1])
+        server.ask("APPEND", heads[2] + b":1", "more")
+        server.ask("DEL", heads[3] + b":2")
+        server.ask("RPUSH", heads[3] + b":2", "a list")
+        assert tier.holds(keys) == [False, False, True, True]
+        outcomes = self.bench.load(keys)
+        assert outcomes[:2] == [Absent(), Absent()]
+        assert [type(outcome) for outcome in outcomes[2:]] == [Damaged, Damaged]
+        assert server.ask("KEYS", tier._prefix + b"*") == []
+        self.bench.store(keys)
+        server.ask("DEL", heads[0] + b":4")
+        self.bench.store(keys)  # what is incomplete is written anew
+        assert self.bench.loaded(keys) == [True] * 4
+
+    def test_a_server_that_evicts_serves_whole_chunks_or_none(self) -> None:
+        server = running("evicting", VALKEY, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random")
+        tier = self.tier(f"unix://{server.unix}")
+        for branch in range(30):
+            keys = key_chain(4, branch=str(branch))
+            tier.store(self.bench.writes(keys))
+        keys = [key for branch in range(30) for key in key_chain(4, branch=str(branch))]
+        held = tier.holds(keys)
+        assert 0 < sum(held) < 30
+        assert self.bench.loaded(keys) == held
+        assert len(server.ask("KEYS", "*")) == 5 * sum(held)  # the rest of what lost a piece is gone as well
+
+    def test_a_full_server_refuses_and_keeps_nothing_of_what_it_refused(self) -> None:
+        server = running("full", VALKEY, "--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
+        tier = self.tier(f"unix://{server.unix}")
+        keys = key_chain(40)
+        outcomes = tier.store(self.bench.writes(keys))
+        kept = [isinstance(outcome, Stored) for outcome in outcomes]
+        assert 3 < sum(kept) < 30
+        assert all(isinstance(outcome, Refused) for outcome, is_kept in zip(outcomes, kept, strict=True) if not is_kept)
+        assert tier.holds(keys) == self.bench.loaded(keys) == kept
+        assert len(server.ask("KEYS", "*")) == 5 * sum(kept)
+
+    def test_chunks_end_with_their_time_unless_they_are_used(self) -> None:
+        server = running("valkey")
+        for refresh in (False, True):
+            tier = self.tier(f"unix://{server.unix}", ttl_s=1000, refresh_ttl=refresh)
+            keys = key_chain(1)
+            self.bench.store(keys)
+            for name in tier._names(keys[0]):
+                assert 990 < server.ask("TTL", name) <= 1000
+                server.ask("EXPIRE", name, 500)
+            assert self.bench.loaded(keys) == [True]
+            for name in tier._names(keys[0]):
+                assert (server.ask("TTL", name) > 900) == refresh
+
+    def test_a_user_needs_few_rights_and_fewer_to_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server = running("valkey")
+        rights = ["+get", "+strlen", "+exists", "+set", "+unlink", "+scan", "+ping"]
+        server.ask("ACL", "SETUSER", "writer", "on", ">s3cret", "~mine:*", *rights)
+        server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~mine:*", "+get", "+strlen", "+exists", "+ping")
+        (tmp_path / "password").write_text("s3cret\n")
+        (tmp_path / "password").chmod(0o600)
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
+        url, keys = f"redis://127.0.0.1:{server.port}", key_chain(2)
+        writer = self.tier(url, username="writer", password_file=str(tmp_path / "password"), prefix="mine")
+        writer.clear()
+        self.bench.store(keys)
+        writer.discard(keys[1:])
+        writer.probe()
+        reader = self.tier(url, username="reader", password_env="KV_TEST_PASSWORD", prefix="mine")
+        reader.probe()
+        assert self.bench.loaded(keys) == [True, False]
+        refused = reader.store([self.bench.write(keys[1])])
+        assert isinstance(refused[0], Refused)
+        with pytest.raises(TierDown, match="NOPERM"):
+            reader.discard(keys)
+        (tmp_path / "password").write_text("another one")
+        server.ask("CLIENT", "KILL", "USER", "writer")
+        for call in (writer.probe, writer.clear, lambda: writer.holds(keys)):
+            with pytest.raises(TierDown, match=r"log in|invalid username") as raised:
+                call()
+            assert "another one" not in str(raised.value)
+        stranger = self.tier(url, username="reader", password_env="KV_TEST_PASSWORD", prefix="theirs")
+        with pytest.raises(TierDown, match="NOPERM"):
+            stranger.holds(keys)
+
+    def test_clearing_takes_all_of_its_namespace_and_nothing_else(self) -> None:
+        server = running("valkey")
+        tier, other = self.tier(f"unix://{server.unix}"), self.tier(f"unix://{server.unix}")
+        self.bench.store(key_chain(2))
+        mine = [b"%b{%d}" % (tier._prefix, number) for number in range(3000)]
+        with closing(redis.Redis(unix_socket_path=server.unix)) as client:
+            client.mset(dict.fromkeys(mine, b"x"))
+        tier.clear()
+        assert server.ask("EXISTS", *mine) == 0
+        assert other.holds(key_chain(2)) == [True, True]
+
+    def test_a_tenant_is_cleared_whatever_base64_makes_of_its_tag_and_of_the_key_space(self) -> None:
+        """A tenant's names have no common first letters across key spaces, so they are found by a pattern."""
+        tier = self.tier(f"unix://{running('valkey').unix}")
+        tags = [
+            bytes([first, *others]) for first in (0x00, 0x7F, 0xBE, 0xFF) for others in (bytes(6), b"\xfb\xef\xbe" * 2)
+        ]
+        spaces = [bytes([last]) * 16 for last in range(0, 256, 17)]
+        keys = [ChunkKey(b"\x01" + space + tag + bytes(6) + bytes(32)) for space in spaces for tag in tags]
+        self.bench.store(keys)
+        for cleared, tag in enumerate(tags):
+            tier.clear_tenant(tag)
+            assert tier.holds(keys) == [key.tenant not in tags[: cleared + 1] for key in keys]
+
+    def test_a_server_that_wants_a_password_is_down_without_one(self) -> None:
+        server = running("closed", VALKEY, "--requirepass", "s3cret")
+        self.tier(f"redis://127.0.0.1:{server.port}")
+        for call in (self.bench.tier.probe, self.bench.tier.clear, lambda: self.bench.load(key_chain(1))):
+            with pytest.raises(TierDown, match=r"NOAUTH|[Aa]uthentication required"):
+                call()
+
+    def test_a_dead_server_is_no_reason_not_to_start(self) -> None:
+        tier = self.tier(f"redis://127.0.0.1:{free_port()}")
+        with pytest.raises(TierDown, match="refused"):
+            tier.probe()
+        assert tier.usage().chunks is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "url"),
+        ({"url": "redis://h", "ttl": 3}, "did you mean 'ttl_s'"),
+        ({"url": "http://h"}, "redis://"),
+        ({"url": "redis://me:secret@h"}, "password_file"),
+        ({"url": "redis://h/x"}, "database"),
+        ({"url": "redis://h:99999"}, "port|Port"),
+        ({"url": "redis://"}, "no host"),
+        ({"url": "redis://a,b"}, "several hosts"),
+        ({"url": "redis://a,b/1", "mode": "cluster"}, "database 0"),
+        ({"url": "redis://a", "mode": "sentinel"}, "sentinel_master"),
+        ({"url": "redis://a", "mode": "sentinal"}, "mode"),
+        ({"url": "unix:///s", "mode": "cluster"}, "unix"),
+        ({"url": "redis://a", "piece_bytes": "4 MB!"}, "4MiB"),
+        ({"url": "redis://a", "piece_bytes": 0}, "4KiB"),
+        ({"url": "redis://a", "prefix": "a{b"}, "prefix"),
+        ({"url": "redis://a", "password_env": "NOT_THERE_AT_ALL"}, "NOT_THERE_AT_ALL"),
+        ({"url": "redis://a", "password_file": "/not/there"}, "/not/there"),
+        ({"url": "rediss://a", "tls_ca_file": "/not/there"}, "tls"),
+        ({"url": "redis://a", "refresh_ttl": True}, "ttl_s"),
+        ({"url": "redis://a", "username": "me"}, "password_file"),
+        ({"url": "redis://a", "timeout_s": 0}, "time-outs"),
+    ],
+)
+def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        tier_factory("redis")(options, TierContext(4096, 4096, "options"))
+    assert "secret" not in str(raised.value)
+
+
+def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[redis\]'"):
+        make_redis_tier({"url": "redis://h"}, TierContext(4096, 4096, "options"))
+
+
+def test_both_names_make_the_same_tier() -> None:
+    assert tier_factory("redis") is tier_factory("valkey") is make_redis_tier
+    with pytest.raises(ConfigError, match="did you mean 'redis'"):
+        tier_factory("reddis")
+
+
+def test_no_client_library_is_imported_before_its_tier_is_made() -> None:
+    modules = "kv_tiers.tiers.redis, kv_tiers.tiers.objects, kv_tiers.tiers.shared_fs, kv_tiers.registry"
+    program = f"import sys, {modules}; print([name for name in ('redis', 'obstore', 'moto') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == "[]"
