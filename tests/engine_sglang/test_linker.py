@@ -52,7 +52,7 @@ def test_what_hicache_stored_the_linker_finds_and_the_reverse(
     with started(tiny_llama, cache=settings(tmp_path)) as again:
         assert again.ask_in_turn(PROMPTS) == reference
         assert again.hits == WARM_HITS
-    with started(tiny_llama, cache=settings(tmp_path, capacity="1280KiB"), linker=True) as small:
+    with started(tiny_llama, cache=settings(tmp_path, capacity_bytes="1280KiB"), linker=True) as small:
         for _ in range(3):
             assert small.ask_in_turn(PROMPTS) == reference
         small.flush()
