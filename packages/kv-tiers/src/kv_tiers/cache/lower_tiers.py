@@ -96,7 +96,8 @@ class LowerTiers:
     def files(self) -> dict[str, SupportsFileExtents]:
         """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
 
-        They are called past their lanes, so from a thread that may wait. End what they lend before the cache is closed.
+        They are called past their lanes, so from a thread that may wait. End their leases and commit their reservations
+        before the cache is closed.
         """
         return {
             lane.name: lane.tier

@@ -9,6 +9,7 @@ Nothing here locks or calls a tier: the lane does, and holds its one lock around
 import traceback
 from collections.abc import Collection
 from enum import Enum
+from typing import Final
 
 from kv_core.clock import Clock
 
@@ -27,6 +28,17 @@ class Health(Enum):
         return self is Health.UP or self is Health.FULL
 
 
+_FIRST_THAT_HOLDS: Final = (
+    Health.CLOSED,  # for good
+    Health.FROZEN,  # by will, whatever else is wrong
+    Health.RESTING,  # it said so itself, and is probed
+    Health.STUCK,  # it says nothing; nothing can be asked of it, not even a probe
+    Health.FULL,  # it serves, and takes nothing
+    Health.UP,
+)
+"""What a tier's health is when several things are true of it."""
+
+
 class HealthTracker:
     """Of one tier."""
 
@@ -43,15 +55,15 @@ class HealthTracker:
 
     def now(self, running_since_s: Collection[float]) -> Health:
         """running_since_s: when each call that is under way began."""
-        if self.is_closed:
-            return Health.CLOSED
-        if self.is_frozen:
-            return Health.FROZEN
-        if self.rests_until_s is not None:
-            return Health.RESTING
-        if running_since_s and self._clock.now_s() - min(running_since_s) > self._stuck_s:
-            return Health.STUCK
-        return Health.FULL if self.full else Health.UP
+        holds = {
+            Health.CLOSED: self.is_closed,
+            Health.FROZEN: self.is_frozen,
+            Health.RESTING: self.rests_until_s is not None,
+            Health.STUCK: bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s,
+            Health.FULL: bool(self.full),
+            Health.UP: True,
+        }
+        return next(health for health in _FIRST_THAT_HOLDS if holds[health])
 
     def why(self, health: Health) -> str:
         match health:

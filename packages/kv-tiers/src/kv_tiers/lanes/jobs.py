@@ -86,10 +86,10 @@ Job = Submitted | Discard | Clear | ClearTenant
 class Jobs:
     """Of one lane."""
 
-    def __init__(self, *, max_load_chunks: int, max_store_chunks: int, most_stores: int) -> None:
-        """most_stores: how many may be under way at a time."""
+    def __init__(self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int) -> None:
+        """max_stores: how many may be under way at a time."""
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
-        self._most_stores = most_stores
+        self._max_stores = max_stores
         self._loads: deque[Load | Ask] = deque()
         self._stores: deque[Store] = deque()
         self._load_chunks = self._store_chunks = 0  # waiting and under way
@@ -197,7 +197,7 @@ class Jobs:
             keys = [key for key in self._discards if key not in busy]
             if keys:
                 return Discard(keys)
-        if self._stores and not self.is_clearing and len(self._storing) < self._most_stores:
+        if self._stores and not self.is_clearing and len(self._storing) < self._max_stores:
             first = self._stores[0]
             if not any(chunk.key in self._discarding for chunk in first.chunks):
                 return self._stores.popleft()
@@ -233,7 +233,7 @@ class Jobs:
             case _:
                 self._load_chunks -= _load_chunks(job)
 
-    def say_again(self, job: Job) -> None:
+    def requeue(self, job: Job) -> None:
         """The tier was down: what it was to forget it is told when it is back."""
         match job:
             case Clear():

@@ -98,7 +98,7 @@ class Lane:
         self._payloads = Payloads(format_id, codec, find_codec)
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
-            max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, most_stores=max(1, threads - 1)
+            max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, max_stores=max(1, threads - 1)
         )
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
@@ -407,7 +407,7 @@ class Lane:
             self._counts.downs += is_first
             self._health()
             if down is not None:
-                self._jobs.say_again(down)
+                self._jobs.requeue(down)
             waiting = self._jobs.take_submitted()
         if is_first and not self.events.is_logged:
             _log.warning("tier %s is down and rests: %s", self.name, why)

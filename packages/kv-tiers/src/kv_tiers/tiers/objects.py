@@ -139,17 +139,17 @@ class ObjectsTier:
         self._delete_below(self._prefix)
 
     def clear_tenant(self, tenant: bytes) -> None:
-        found = self._asked(lambda: self._obstore.list_with_delimiter(self._store, self._prefix))
+        found = self._call(lambda: self._obstore.list_with_delimiter(self._store, self._prefix))
         for space in found["common_prefixes"]:
             self._delete_below(f"{space.rstrip('/')}/{tenant.hex()}")
 
     def probe(self) -> None:
         try:
-            self._asked(lambda: self._obstore.head(self._store, f"{self._prefix}/probe"))
+            self._call(lambda: self._obstore.head(self._store, f"{self._prefix}/probe"))
         except FileNotFoundError:
             # So says a bucket that is there as well as one that is not; only the listing tells them apart.
             try:
-                self._asked(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
+                self._call(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
             except FileNotFoundError as error:
                 raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
 
@@ -164,7 +164,7 @@ class ObjectsTier:
 
     def _size(self, key: ChunkKey) -> int | None:
         try:
-            return int(self._asked(lambda: self._obstore.head(self._store, self._path(key)))["size"])
+            return int(self._call(lambda: self._obstore.head(self._store, self._path(key)))["size"])
         except FileNotFoundError:
             return None
 
@@ -173,7 +173,7 @@ class ObjectsTier:
 
     def _load(self, read: Read) -> LoadOutcome:
         try:
-            return self._asked(lambda: self._receive(read))
+            return self._call(lambda: self._receive(read))
         except FileNotFoundError:
             return Absent()
         except _WrongLengthError as error:
@@ -212,7 +212,7 @@ class ObjectsTier:
         body = [write.header, write.payload]
         put = self._obstore.put
         try:
-            self._asked(lambda: put(self._store, self._path(write.key), body, use_multipart=False))
+            self._call(lambda: put(self._store, self._path(write.key), body, use_multipart=False))
         except FileNotFoundError as error:
             raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
         except _ForbiddenError as error:
@@ -221,20 +221,20 @@ class ObjectsTier:
 
     def _delete_below(self, path: str) -> None:
         batches = self._obstore.list(self._store, path, chunk_size=_DELETED_AT_ONCE)
-        while (batch := self._asked(partial(next, batches, None))) is not None:
+        while (batch := self._call(partial(next, batches, None))) is not None:
             self._delete([found["path"] for found in batch])
 
     def _delete(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), _DELETED_AT_ONCE):
             some = list(paths[start : start + _DELETED_AT_ONCE])
             try:
-                self._asked(partial(self._obstore.delete, self._store, some))
+                self._call(partial(self._obstore.delete, self._store, some))
             except FileNotFoundError:
                 if len(some) > 1:  # a store without the bulk request may stop at the first that is gone
                     for path in some:
                         self._delete([path])
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _call(self, ask: Callable[[], T]) -> T:
         """What `ask` returns. That there is no such object passes through; all other errors are the store's."""
         errors = self._obstore.exceptions
         try:

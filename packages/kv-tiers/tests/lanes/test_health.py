@@ -1,0 +1,81 @@
+"""A tier's health: every state that things about it can make together, and how long it rests."""
+
+import itertools
+
+import pytest
+from kv_core.clock import HandClock
+from kv_tiers.lanes.health import Health, HealthTracker
+
+FACTS = list(itertools.product([False, True], repeat=5))
+STUCK_S = 10.0
+
+
+def expected(closed: bool, frozen: bool, resting: bool, stuck: bool, full: bool) -> Health:
+    if closed:
+        return Health.CLOSED
+    if frozen:
+        return Health.FROZEN
+    if resting:
+        return Health.RESTING
+    if stuck:
+        return Health.STUCK
+    return Health.FULL if full else Health.UP
+
+
+def tracker(clock: HandClock) -> HealthTracker:
+    return HealthTracker(rest_s=1.0, max_rest_s=5.0, stuck_s=STUCK_S, clock=clock)
+
+
+@pytest.mark.parametrize(("closed", "frozen", "resting", "stuck", "full"), FACTS)
+def test_of_all_that_is_true_the_first_counts(
+    closed: bool, frozen: bool, resting: bool, stuck: bool, full: bool
+) -> None:
+    clock = HandClock()
+    made = tracker(clock)
+    made.is_closed, made.is_frozen, made.full = closed, frozen, "no room" if full else ""
+    if resting:
+        made.failed("it broke")
+    running = [clock.now_s(), clock.now_s() + 5]
+    clock.advance(STUCK_S + (0.1 if stuck else 0))
+    health = made.now(running)
+    assert health is expected(closed, frozen, resting, stuck, full)
+    assert health.serves == (health in (Health.UP, Health.FULL))
+    why = {Health.RESTING: "it broke", Health.FULL: "no room"}.get(health, health.value)
+    assert made.why(health) == why
+    may_probe = resting and not frozen
+    assert made.may_probe() is may_probe
+    made.is_probing = True
+    assert not made.may_probe()
+
+
+def test_rests_grow_until_a_load_succeeds() -> None:
+    clock = HandClock()
+    made = tracker(clock)
+    rests = []
+    for _ in range(5):
+        assert made.failed("it broke")
+        rests.append(made.rest_left_s())
+        clock.advance(rests[-1] or 0)
+        assert made.may_probe()
+        made.probed()
+        assert made.now([]) is Health.UP
+    assert rests == [1.0, 2.0, 4.0, 5.0, 5.0]
+    made.loaded()
+    assert made.failed("again") and made.rest_left_s() == 1.0
+    assert not made.failed("still")  # it rests already, and longer
+    assert made.rest_left_s() == 2.0
+    assert made.last_failure == "still"
+
+
+def test_a_tier_that_is_left_alone_or_probed_has_no_rest_to_wait_for() -> None:
+    clock = HandClock()
+    made = tracker(clock)
+    assert made.rest_left_s() is None and not made.may_probe()
+    made.failed("it broke")
+    made.is_frozen = True
+    assert made.rest_left_s() is None
+    made.is_frozen, made.is_probing = False, True
+    assert made.rest_left_s() is None
+    made.is_probing = False
+    clock.advance(100)
+    assert made.rest_left_s() == 0.0
