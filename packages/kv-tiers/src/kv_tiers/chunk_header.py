@@ -19,6 +19,8 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 
+from kv_tiers.sealed import seal, unseal
+
 MAGIC: Final = b"kvchunk\n"
 VERSION: Final = 2
 """The meaning of a version never changes. A reader refuses versions that it does not know."""
@@ -32,7 +34,6 @@ PAGE_BYTES: Final = 4096
 _FIELDS: Final = struct.Struct(
     f"<8sHHHHQ16s16s{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ{MAX_CODEC_BYTES}s16sHxxxxxx{8 * (MAX_PIECES - 1)}s8x"
 )
-_CHECKSUM: Final = struct.Struct("<Q")
 _NAMES: Final = struct.Struct("<HH")
 _NAMES_BYTES_AT: Final = 12
 _KEY_AT: Final = 56
@@ -150,7 +151,7 @@ def make_header(header: Header) -> bytes:
         len(header.pieces),
         b"".join(header.pieces),
     )
-    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+    return seal(fields)
 
 
 def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
@@ -179,7 +180,7 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     ) = _FIELDS.unpack(fields)
     if version != VERSION or header_bytes != HEADER_BYTES:
         return Damaged(f"a chunk of version {version}; this release reads version {VERSION}")
-    if _CHECKSUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
+    if unseal(data) is None:
         return Damaged("the header's own checksum is wrong")
     try:
         named = ChunkKey.from_bytes(key[:key_bytes])

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
@@ -25,12 +24,12 @@ from kv_core.service import ReadLease
 
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 
 VERSION: Final = 2
 _MAGIC: Final = b"kvprefix"
 _HEADER: Final = struct.Struct("<8sHHIQQ16s")
-_U64: Final = struct.Struct("<Q")
-_HEADER_BYTES: Final = _HEADER.size + _U64.size
+_HEADER_BYTES: Final = _HEADER.size + SEAL_BYTES
 _BATCH_CHUNKS: Final = 8
 
 
@@ -63,7 +62,7 @@ def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fi
         try:
             with os.fdopen(handle, "wb") as file:
                 described = _HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, cache.pool.chunk_bytes, len(chain), form)
-                file.write(described + _U64.pack(xxhash.xxh3_64_intdigest(described)))
+                file.write(seal(described))
                 for key, parent, extent in zip(chain, [None, *chain], lease.extents, strict=False):
                     with cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                         file.write(chunk_header.pack_header(key, parent, chunk, form))
@@ -102,7 +101,7 @@ def _read_header(file: BinaryIO, path: Path, chunk_bytes: int, form: bytes) -> i
     if len(data) < _HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise InputError(f"{path} is no exported prefix")
     _, version, header_bytes, _, its_bytes, chunks, its_form = _HEADER.unpack(data[: _HEADER.size])
-    if _U64.unpack(data[_HEADER.size :])[0] != xxhash.xxh3_64_intdigest(data[: _HEADER.size]):
+    if unseal(data) is None:
         raise InputError(f"{path} is damaged: the checksum of its header is wrong")
     if version != VERSION or header_bytes != _HEADER_BYTES:
         raise InputError(f"{path} is of version {version}; this release reads version {VERSION}: export it again")

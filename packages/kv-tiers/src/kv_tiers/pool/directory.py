@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
+
+from kv_tiers.sealed import seal, unseal
 
 VERSION: Final = 1
 HEADER_BYTES: Final = 4096
@@ -34,7 +35,6 @@ _MAGIC: Final = b"kvpool\r\n"
 _HEADER: Final = struct.Struct("<8sIIQQQ32s")
 _RECORD_MAGIC: Final = b"kvck"
 _RECORD: Final = struct.Struct(f"<4sHHIIQQ16s{MAX_KEY_BYTES}s")
-_U64: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Directory:
         described = _HEADER.pack(
             _MAGIC, VERSION, 0, chunk_bytes, slot_bytes, slots, hashlib.sha256(fingerprint.encode()).digest()
         )
-        self._header = described + _U64.pack(xxhash.xxh3_64_intdigest(described))
+        self._header = seal(described)
         self._next_number = 0
 
     def is_ours(self) -> bool:
@@ -113,7 +113,7 @@ class Directory:
         number, self._next_number = self._next_number, self._next_number + 1
         fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, self._chunk_bytes, number, digest, key)
         start = HEADER_BYTES + slot * RECORD_BYTES
-        self._mapping[start : start + RECORD_BYTES] = fields + _checksum(slot, fields)
+        self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
 
     def wipe(self, slot: int) -> None:
         """The slot's bytes are about to be replaced, or its chunk was forgotten."""
@@ -125,8 +125,8 @@ class Directory:
         data = self._mapping[start : start + RECORD_BYTES]
         if data[:4] != _RECORD_MAGIC:
             return None
-        fields = data[: _RECORD.size]
-        if data[_RECORD.size :] != _checksum(slot, fields):
+        fields = unseal(data, seed=slot)
+        if fields is None:
             return None
         _, version, key_bytes, parent, _, chunk_bytes, number, digest, key = _RECORD.unpack(fields)
         if version != VERSION or chunk_bytes != self._chunk_bytes:
@@ -135,7 +135,3 @@ class Directory:
             return Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest)
         except InputError:
             return None
-
-
-def _checksum(slot: int, fields: bytes) -> bytes:
-    return _U64.pack(xxhash.xxh3_64_intdigest(fields, seed=slot))

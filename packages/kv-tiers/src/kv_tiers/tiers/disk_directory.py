@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import xxhash
 from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import open_own_directory
+from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, runs
 
@@ -61,7 +61,6 @@ _RECORD_LAYOUT: Final = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-_U64: Final = struct.Struct("<Q")
 _SLAB_BYTES: Final = 1 << 30
 _MAX_SLABS: Final = 64
 """Larger slabs for larger directories: every slab is an open file."""
@@ -157,11 +156,11 @@ class DiskDirectory:
             slots = first // slot_units
             is_slot = (first % slot_units == 0) & (slots < len(backed)) & backed[np.minimum(slots, len(backed) - 1)]
             is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
-            columns = (at_all, found["number"][at_all], found["checksum"][at_all], found["stored_bytes"][at_all])
+            columns = (at_all, found["number"][at_all], found["stored_bytes"][at_all])
             rows = zip(*(column.tolist() for column in (*columns, first, is_slot)), strict=True)
-            for row, (at, number, checksum, stored_bytes, first_unit, is_whole) in enumerate(rows):
-                fields = bytes(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES - _U64.size])
-                if xxhash.xxh3_64_intdigest(fields) != checksum:
+            for row, (at, number, stored_bytes, first_unit, is_whole) in enumerate(rows):
+                fields = unseal(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES])
+                if fields is None:
                     continue
                 count = -(-(PAGE_BYTES + stored_bytes) // unit_bytes)
                 where: PackedUnits = first_unit
@@ -176,11 +175,11 @@ class DiskDirectory:
         """The chunk's header in this record; None if the record does not read well."""
         found = bytearray(RECORD_BYTES)
         got = self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
-        fields, checksum = bytes(found[: _RECORD.size]), found[_RECORD.size :]
-        magic, _, place, header, _ = _RECORD.unpack(fields)
-        if got < RECORD_BYTES or magic != _RECORD_MAGIC or place != entry:
+        fields = unseal(found)
+        if got < RECORD_BYTES or fields is None:
             return None
-        return bytes(header) if _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields) else None
+        magic, _, place, header, _ = _RECORD.unpack(fields)
+        return bytes(header) if magic == _RECORD_MAGIC and place == entry else None
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """By entry; neighbours in one call."""
@@ -290,7 +289,7 @@ class DiskDirectory:
     def _header(self) -> bytes:
         unit_bytes, slot_units = self._geometry.unit_bytes, self._geometry.slot_units
         fields = _HEADER.pack(_MAGIC, VERSION, RECORD_BYTES, unit_bytes, slot_units, self._slab_slots, self._namespace)
-        return (fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))).ljust(PAGE_BYTES, b"\0")
+        return seal(fields).ljust(PAGE_BYTES, b"\0")
 
     def _begin_or_continue(self) -> None:
         found = bytearray(PAGE_BYTES)
@@ -299,12 +298,12 @@ class DiskDirectory:
             raise ConfigError(
                 f"{self.index.path} is not the index of a disk tier; move it away or choose another directory"
             )
-        fields, checksum = found[: _HEADER.size], found[_HEADER.size : _HEADER.size + _U64.size]
-        _, version, record_bytes, unit_bytes, slot_units, slab_slots, namespace = _HEADER.unpack(fields)
+        described = found[: _HEADER.size + SEAL_BYTES]
+        _, version, record_bytes, unit_bytes, slot_units, slab_slots, namespace = _HEADER.unpack_from(described)
         geometry = Geometry(unit_bytes, slot_units)
         if (
             got == PAGE_BYTES
-            and _U64.unpack(checksum)[0] == xxhash.xxh3_64_intdigest(fields)
+            and unseal(described) is not None
             and (version, record_bytes, namespace) == (VERSION, RECORD_BYTES, self._namespace)
             and geometry == self._geometry
             and slab_slots > 0
@@ -424,7 +423,7 @@ BLANK_RECORD: Final = bytes(RECORD_BYTES)
 def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
     """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
     fields = _RECORD.pack(_RECORD_MAGIC, number, entry, header, struct.pack(f"<{len(units)}I", *units))
-    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
+    return seal(fields)
 
 
 def _version_of(index: Path) -> int | None:

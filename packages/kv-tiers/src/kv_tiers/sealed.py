@@ -1,0 +1,22 @@
+"""Fields with a checksum behind them: what a header or a record in a file is believed by."""
+
+import struct
+from typing import Final
+
+import xxhash
+
+SEAL_BYTES: Final = 8
+_U64: Final = struct.Struct("<Q")
+
+
+def seal(fields: bytes, seed: int = 0) -> bytes:
+    """The fields, and XXH3 of 64 bits over them. seed: what else they are bound to, such as their place."""
+    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields, seed))
+
+
+def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
+    """The fields; None if the checksum behind them is wrong, or there is none."""
+    fields, found = bytes(data[:-SEAL_BYTES]), data[-SEAL_BYTES:]
+    if len(found) < SEAL_BYTES or _U64.unpack(found)[0] != xxhash.xxh3_64_intdigest(fields, seed):
+        return None
+    return fields
