@@ -32,7 +32,8 @@ from kv_core import ChainScheme, KeySequence, KeySpace
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.eviction import make_policy
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_tiers.tiers.disk import DiskConfig, DiskTier
+from kv_tiers.tiers.disk_chunks import bytes_for
 
 from benchmarks._report import Row, median_s, parser, report
 from benchmarks.tiers import MIB, Traffic

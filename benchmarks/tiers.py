@@ -35,7 +35,8 @@ from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.pool.host_pool import PAGE_BYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write
-from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_tiers.tiers.disk import DiskConfig, DiskTier
+from kv_tiers.tiers.disk_chunks import bytes_for
 from kv_tiers.tiers.disk_files import File
 
 from benchmarks._remote import redis_rows
