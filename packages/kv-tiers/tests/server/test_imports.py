@@ -12,6 +12,7 @@ CLIENT = {
     "kv_tiers.pool.host_pool",
     "kv_tiers.pool.machine",
     "kv_tiers.pool.private_files",
+    "kv_tiers.sealed",
     "kv_tiers.server",
     "kv_tiers.server.connection",
     "kv_tiers.server.link",
