@@ -74,6 +74,7 @@ def engine_with_adapters(model: str, cache: dict[str, Any] | None) -> Iterator[E
         yield engine
 
 
+@pytest.mark.slow
 def test_what_is_computed_under_an_adapter_is_found_under_it_alone(
     tiny_llama: str, adapters: list[Adapter], tmp_path: Path
 ) -> None:
