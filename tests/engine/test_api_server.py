@@ -97,7 +97,7 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
             # The private server ends after vLLM has.
             until(lambda: "the KV cache ends" in log.read_text(), END_S)
             said = log.read_text()
-        assert len(re.findall(r"INFO .*the KV cache is on: chunks of 256 tokens in a pool of 64MiB", said)) == 1, said
+        assert len(re.findall(r"INFO .*the KV cache is on: chunks of 256 tokens in a pool of 64 MiB", said)) == 1, said
         assert len(re.findall(f"INFO .*the KV cache ends: {end}, and 2 chunks entered the pool", said)) == 1, said
         # Neither a socket nor a lock is left.
         until(lambda: not [path for path in runtime.rglob("*") if not path.is_dir()], END_S)
