@@ -24,7 +24,7 @@ demo: ## a real engine reuses a prefix across requests and processes (ENGINE=sgl
 	@scripts/setup.sh $(ENGINE)
 	@$(ENGINE_PYTHON) -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
 
-test: lint test-packages test-engine test-sglang ## everything but `test-engines`, under 12 minutes on two cores
+test: lint test-packages test-engine test-sglang ## everything but `test-engines`: some 12 minutes on two cores
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
