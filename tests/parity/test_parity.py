@@ -21,7 +21,7 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
@@ -105,7 +105,7 @@ class Player:
         return self.heard
 
     def lookup(self, keys: list[ChunkKey], holder: str, keys_per_chunk: int = 1) -> object:
-        return self.at.service.lookup(keys, holder, keys_per_chunk=keys_per_chunk)
+        return self.at.service.lookup(keys, holder, shape=keys_of(keys_per_chunk))
 
     def fetch(self, keys: list[ChunkKey], holder: str) -> object:
         """Ask patiently until the answer is final."""
@@ -243,7 +243,6 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
             ("load", A, "l"),
             ("load", A[:1], "l"),
             ("lookup", A, "r", 2),
-            ("lookup", A, "r", 0),
             ("begin_store", A, "w", "1"),
             ("release", "1"),
             ("release", "1"),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_core.connect.request import HOLDING, NEXT, Event, Phase, advance
-from kv_core.connect.scheduler import ConnectShape, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import LoadStep, StepPlan, StoreStep
 from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
@@ -19,7 +20,7 @@ from kv_core.keys import KeySpace, tenant_tag
 BLOCK = 2
 CHUNK = 4
 SPACE = KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}")
-SHAPE = ConnectShape(ChainScheme(chunk_tokens=CHUNK), SPACE, (BLOCK,))
+SHAPE = ConnectShape(ChainScheme(chunk_tokens=CHUNK), SPACE, (GroupShape(BLOCK),))
 
 
 def test_a_life_goes_only_where_the_table_says() -> None:
@@ -42,7 +43,7 @@ def test_every_phase_can_be_reached_and_left_and_only_gone_is_the_end() -> None:
 
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="write chunk_tokens: 256"):
-        ConnectShape(ChainScheme(chunk_tokens=250), SPACE, (128,))
+        ConnectShape(ChainScheme(chunk_tokens=250), SPACE, (GroupShape(128),))
 
 
 digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from kv_core.connect.request import Phase
-from kv_core.connect.scheduler import ConnectShape, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import NO_SPACE, StepPlan
 from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
@@ -18,7 +19,7 @@ BLOCKS = (range(10, 15),)
 
 def halves(space: KeySpace | None = OLD) -> tuple[DictService, DictCopier, SchedulerHalf, WorkerHalf]:
     service, copier = DictService(), DictCopier()
-    shape = ConnectShape(ChainScheme(chunk_tokens=4), space, (2,))
+    shape = ConnectShape(ChainScheme(chunk_tokens=4), space, (GroupShape(2),))
     scheduler = SchedulerHalf(service, shape, name="e")
     return service, copier, scheduler, WorkerHalf(service, replace(shape, space=None), [copier], shard=0, name="e")
 

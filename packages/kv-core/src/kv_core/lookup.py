@@ -22,15 +22,20 @@ class LookupPlan:
     """The leading chunks that `holder` may now load. They stay put until its lease ends or expires.
 
     holder: to whom they are leased.
-    chunks: how many leading chunks every shard and group holds.
+    chunks: how many leading chunks are a hit: every group has all that it needs of them, in every shard.
     ended: why no more.
-    tiers: for each of those chunks, the slowest tier that one of its keys must come from.
+    tiers: for each of those chunks, the slowest tier that one of its needed keys must come from.
+    prefix_chunks: how many leading chunks the groups have that need the whole prefix. Beyond `chunks`, it is where
+        other prompts part from this one while a window or a state is missing there. Without such groups: `chunks`.
+    lacking: the group that ended the hit before `prefix_chunks`, and -1 where none did.
     """
 
     holder: str
     chunks: int
     ended: Ended
     tiers: tuple[str, ...]
+    prefix_chunks: int = 0
+    lacking: int = -1
 
 
 def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:

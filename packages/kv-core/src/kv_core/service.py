@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import LookupPlan
@@ -108,13 +109,13 @@ class CacheService(Protocol):
     """Everything an engine may ask of a cache. Every call returns at once."""
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        """Lease the leading run of held chunks to `holder` and say how long it is.
+        """Lease the longest hit among these chunks to `holder` and say how long it is (`kv_core.coverage`).
 
-        keys: chunk-major from the first chunk of the prompt; `keys_per_chunk` keys (shards × groups) name one chunk,
-        which counts only when all of them are held. Asking again replaces what the holder was promised before and
-        starts its time anew, so the call may be repeated without counting: one holder has one promise.
+        keys: chunk-major from the first chunk of the prompt, `shape.keys_per_chunk` for each. What the hit needs is
+        leased, and nothing else. Asking again replaces what the holder was promised before and starts its time anew, so
+        the call may be repeated without counting: one holder has one promise.
 
         wait_for_promotion: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is
             `PENDING`, with what can be promised already: ask again soon, with the same keys. The cache bounds that
@@ -131,8 +132,9 @@ class CacheService(Protocol):
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
 
-        keys: the whole chain from the prompt's first chunk. Chunks already held are touched, and never evicted to
-        make room for their own descendants. A write lease does not expire by time: a writer that lives may still be
+        keys: of one group and shard, the whole chain from the prompt's first chunk; of a group that does not need the
+        whole prefix, what of it the engine has. Chunks already held are touched, and never evicted to make room for
+        their own descendants. A write lease does not expire by time: a writer that lives may still be
         writing. It ends by `commit`, `release`, or with its holder.
         """
 

@@ -7,6 +7,7 @@ import hashlib
 
 from hypothesis import strategies as st
 
+from kv_core.coverage import ChunkShape
 from kv_core.extent import HostExtent
 from kv_core.format import QUANTISED, ChunkFormat, Kind
 from kv_core.hashing import ChainScheme, Item
@@ -88,6 +89,11 @@ def key_chain(chunks: int, *, branch: str = "", shards: int = 1, salt: str | Non
     root = "" if salt is None else f"salted {salt}:"
     digests = [hashlib.sha256(f"{root}{branch}/{chunk}".encode()).digest() for chunk in range(chunks)]
     return space.keys(digests, tenant=tenant_tag(salt))
+
+
+def keys_of(keys_per_chunk: int) -> ChunkShape:
+    """Chunks of so many keys, one a shard, all of which every hit needs."""
+    return ChunkShape(1, shards=keys_per_chunk)
 
 
 @st.composite

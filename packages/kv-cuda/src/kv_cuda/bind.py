@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_core.connect.scheduler import check_blocks
+from kv_core.connect.shape import check_blocks
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kv_core.connect.scheduler import ConnectShape, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
@@ -32,7 +33,7 @@ BLOCK = 2
 TOKEN_BYTES = 16
 CHUNK_BYTES = CHUNK * TOKEN_BYTES
 SHAPE = ConnectShape(
-    ChainScheme(chunk_tokens=CHUNK), KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}"), (BLOCK,)
+    ChainScheme(chunk_tokens=CHUNK), KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}"), (GroupShape(BLOCK),)
 )
 HOST = HostConfig(capacity_bytes=8 * slot_bytes_for(CHUNK_BYTES))
 

@@ -11,7 +11,7 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_tiers.config import HostConfig
 from kv_tiers.server import RemoteCache, ServerConfig, wire
 from kv_tiers.server import caches as caches_module
@@ -167,7 +167,7 @@ def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
     assert "at most 6" in store(cache, keys).refused
     plan = cache.lookup(keys, "r")
     assert (plan.chunks, plan.ended) == (6, Ended.REFUSED)
-    assert cache.lookup(keys, "r", keys_per_chunk=5).chunks == 1
+    assert cache.lookup(keys, "r", shape=keys_of(5)).chunks == 1
     assert isinstance(cache.load(keys, "l"), LoadFailed)
     cache.forget(keys)
     assert held(cache, keys) == 0

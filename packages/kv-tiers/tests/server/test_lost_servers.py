@@ -12,7 +12,7 @@ import pytest
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_tiers.server import remote_cache as client_module
 from kv_tiers.server import wire
 from kv_tiers.server.mapped import MappedPool
@@ -59,7 +59,7 @@ def test_a_killed_server_is_a_miss_and_nothing_else(home: Path) -> None:
     assert cache.counts().slots_total == 0
     kept = cache.begin_store(keys, "kept")
     with pytest.raises(MisuseError, match="every chunk"):
-        cache.lookup(keys, "r", keys_per_chunk=2)
+        cache.lookup(keys, "r", shape=keys_of(2))
 
     server = start_server(home)
     until(lambda: cache.lookup(keys, "r").ended is Ended.ABSENT)

@@ -8,7 +8,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import BlocksAllocated
@@ -73,9 +73,9 @@ def test_one_shard_each_and_a_chunk_counts_when_all_are_there(served: ThreadedSe
     asker = served.join(engine="tp", shards=2)
     keys = key_chain(3, shards=2)
     store(ranks[0], keys[0::2])
-    assert asker.lookup(keys, "r", keys_per_chunk=2).ended is Ended.INCOMPLETE
+    assert asker.lookup(keys, "r", shape=keys_of(2)).ended is Ended.INCOMPLETE
     store(ranks[1], keys[1::2])
-    assert asker.lookup(keys, "r", keys_per_chunk=2).chunks == 3
+    assert asker.lookup(keys, "r", shape=keys_of(2)).chunks == 3
     for cache in (*ranks, asker):
         cache.close()
 

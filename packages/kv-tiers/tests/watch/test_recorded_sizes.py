@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kv_core.keys import ChunkKey
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_core.tools.cli import main
 from kv_tiers import HostConfig
 from kv_tiers.config import ObserveConfig
@@ -46,7 +46,7 @@ def record(path: Path, *, facts: dict[str, str], shards: int = 1) -> tuple[Path,
             Path(home) / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", shards=shards, facts=facts, timeout_s=10
         )
         for number, keys in enumerate(workload(300, shards)):
-            cache.lookup(keys, f"r{number}", keys_per_chunk=shards)
+            cache.lookup(keys, f"r{number}", shape=keys_of(shards))
             cache.end(f"r{number}")
             cache.commit(cache.begin_store(keys, "w"))
         counts = cache.counts()

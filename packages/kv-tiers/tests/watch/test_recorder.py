@@ -11,7 +11,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_core.tools.cli import main
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ObserveConfig
@@ -107,7 +107,7 @@ def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> No
 def test_a_chunk_of_several_keys_is_one_id(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     bus, cache = recorded(path)
-    cache.lookup(key_chain(6), "r", keys_per_chunk=2)
+    cache.lookup(key_chain(6), "r", shape=keys_of(2))
     cache.close()
     bus.close()
     said, line = path.read_text().splitlines()

@@ -9,53 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.request import HOLDING, Event, Phase, advance
+from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StepPlan, StoreStep
-from kv_core.errors import ConfigError, MisuseError
-from kv_core.hashing import ChainScheme
+from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import Item, KeySequence
 from kv_core.service import CacheService, Holder
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectShape:
-    """What both halves must agree on.
-
-    space: the key space that the scheduler begins with; None while which weights the engine serves is not known. The
-        workers take it from each plan.
-    block_tokens: for each group of layers, the engine's block in tokens.
-    shards: how many different shares of every chunk there are. Ranks may have the same one.
-    loads, stores: whether this engine takes chunks and whether it leaves any, as its role says.
-    """
-
-    scheme: ChainScheme
-    space: KeySpace | None
-    block_tokens: tuple[int, ...]
-    shards: int = 1
-    loads: bool = True
-    stores: bool = True
-
-    def __post_init__(self) -> None:
-        for block_tokens in self.block_tokens:
-            check_blocks(self.chunk_tokens, block_tokens)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.scheme.chunk_tokens
-
-
-def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
-    """
-    Raises:
-        ConfigError: a chunk is no whole number of the engine's blocks.
-    """
-    if chunk_tokens % block_tokens:
-        nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens
-        raise ConfigError(
-            f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
-            f"write chunk_tokens: {nearest}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +113,7 @@ class SchedulerHalf:
             # Nothing is held of it, and nothing promised: there are no names to hold it by.
             self._move(request.request_id, tracked, Event.MISS)
             return 0
-        in_whole_blocks = not any(computed_tokens % block for block in self._shape.block_tokens)
+        in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
         if self._shape.loads and usable > computed_tokens and in_whole_blocks:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
@@ -191,8 +151,7 @@ class SchedulerHalf:
         offered = tracked.offered_tokens if tracked.phase is Phase.PROMISED else None
         first, last = tracked.offered_from, tracked.offered_from + external_tokens
         fits = all(
-            len(table) * block_tokens >= last
-            for table, block_tokens in zip(blocks, self._shape.block_tokens, strict=True)
+            len(table) * group.block_tokens >= last for table, group in zip(blocks, self._shape.groups, strict=True)
         )
         if offered is None:
             # No promise, no lease: there is nothing that could be loaded. The engine must hear so.
@@ -207,7 +166,7 @@ class SchedulerHalf:
             return
         chunk_tokens = self._shape.chunk_tokens
         # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
-        block_tokens = max(self._shape.block_tokens)
+        block_tokens = max(group.block_tokens for group in self._shape.groups)
         last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens)
         first_chunk = first // chunk_tokens
         last_chunk = -(-last // chunk_tokens)
@@ -347,18 +306,17 @@ class SchedulerHalf:
     def _keys(self, tracked: _Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
         assert self._space is not None
         shape = self._shape
-        return self._space.keys(digests, groups=len(shape.block_tokens), shards=shape.shards, tenant=tracked.tenant)
+        return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
 
     def _rename(self, tracked: _Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: _Tracked) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
-        keys_per_chunk = len(self._shape.block_tokens) * self._shape.shards
         return self._service.lookup(
             tracked.chunk_keys,
             self._holder(request.request_id),
-            keys_per_chunk=keys_per_chunk,
+            shape=self._shape.chunk,
             wait_for_promotion=tracked.may_wait,
         )
 
@@ -382,8 +340,8 @@ class SchedulerHalf:
             tuple(tracked.keys.digests[:chunks]),
             tracked.tenant,
             tuple(
-                tuple(table[: chunks * self._shape.chunk_tokens // block_tokens])
-                for table, block_tokens in zip(entry.blocks, self._shape.block_tokens, strict=True)
+                tuple(table[: chunks * self._shape.chunk_tokens // group.block_tokens])
+                for table, group in zip(entry.blocks, self._shape.groups, strict=True)
             ),
         )
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
@@ -45,9 +46,9 @@ class DictService:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        chunks, ended = leading_run((key in self.held for key in keys), keys_per_chunk)
+        chunks, ended = leading_run((key in self.held for key in keys), shape.keys_per_chunk)
         self.promised.pop(holder, None)
         if chunks:
             self.promised[holder] = chunks

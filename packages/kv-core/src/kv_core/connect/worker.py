@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.device import CopyEvent, DeviceCopier
-from kv_core.connect.scheduler import ConnectShape
+from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import KVError
 from kv_core.keys import ChunkKey, keys_in
@@ -71,7 +71,7 @@ class WorkerHalf:
         rank: int | None = None,
         stores: bool = True,
     ) -> None:
-        """copiers: one for each group, in the order of `shape.block_tokens`. shard: which share of a chunk it has.
+        """copiers: one for each group, in the order of `shape.groups`. shard: which share of a chunk it has.
         rank: tells it from others with the same share; the shard's number if not said. stores: of these one does."""
         self._service = service
         self._shape = shape
@@ -144,7 +144,7 @@ class WorkerHalf:
             lease.extents,
             step.blocks[group],
             chunk_tokens=self._shape.chunk_tokens,
-            block_tokens=self._shape.block_tokens[group],
+            block_tokens=self._shape.groups[group].block_tokens,
             first_token=step.first_token,
             last_token=step.last_token,
             extents_from_chunk=step.first_chunk,
@@ -201,7 +201,7 @@ class WorkerHalf:
         if not lease.keys:
             self._service.release(lease)
             return
-        chunk_tokens, block_tokens = self._shape.chunk_tokens, self._shape.block_tokens[group]
+        chunk_tokens, block_tokens = self._shape.chunk_tokens, self._shape.groups[group].block_tokens
         number_of = {key: number for number, key in enumerate(keys)}
         copies: list[Copy] = []
         try:

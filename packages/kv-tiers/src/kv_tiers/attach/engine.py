@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_core.connect.device import DeviceCopier
-from kv_core.connect.scheduler import ConnectShape, SchedulerHalf
+from kv_core.connect.scheduler import SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
@@ -278,7 +279,9 @@ class Engine(OffSwitch):
         self._shape = ConnectShape(
             scheme=settings.scheme(),
             space=None,
-            block_tokens=facts.block_tokens,
+            groups=tuple(
+                GroupShape(block_tokens, table=number) for number, block_tokens in enumerate(facts.block_tokens)
+            ),
             shards=facts.shards,
             loads=loads,
             stores=stores,

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from kv_core.clock import Clock
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
@@ -87,10 +88,10 @@ class LocalCache:
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        keys = list(keys)
-        if keys_per_chunk < 1 or len(keys) % keys_per_chunk:
+        keys, keys_per_chunk = list(keys), shape.keys_per_chunk
+        if len(keys) % keys_per_chunk:
             raise MisuseError(
                 f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
             )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
@@ -109,9 +110,10 @@ class RemoteCache:
         self._link.open(connect_timeout_s)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, keys_per_chunk: int = 1, wait_for_promotion: bool = False
+        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        if keys_per_chunk < 1 or len(keys) % keys_per_chunk:
+        keys_per_chunk = shape.keys_per_chunk
+        if len(keys) % keys_per_chunk:
             raise MisuseError(
                 f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
             )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.coverage import ALL, ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.lookup import Ended
@@ -138,7 +139,7 @@ class Session:
         plan = self.cache.lookup(
             keys,
             self._prefix + verb.holder,
-            keys_per_chunk=verb.keys_per_chunk,
+            shape=ChunkShape(1, (ALL,) * verb.keys_per_chunk),
             wait_for_promotion=verb.wait_for_promotion,
         )
         self._forget_timed(verb.holder)

@@ -12,7 +12,7 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheCounts, CacheService, LoadFailed, ReadLease, WriteLease
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 
 from kv_tiers.eviction.policy import EvictionPolicy
 
@@ -106,14 +106,13 @@ class ServiceContract:
     def test_a_chunk_counts_when_all_its_keys_are_held(self) -> None:
         keys = key_chain(3, shards=2)
         self.store(keys[:5])
-        plan = self.service.lookup(keys, "r", keys_per_chunk=2)
+        plan = self.service.lookup(keys, "r", shape=keys_of(2))
         assert (plan.chunks, plan.ended) == (2, Ended.INCOMPLETE)
         self.store(keys)
-        assert self.service.lookup(keys, "r", keys_per_chunk=2).ended is Ended.ALL_HELD
+        assert self.service.lookup(keys, "r", shape=keys_of(2)).ended is Ended.ALL_HELD
 
     def test_keys_that_are_no_whole_chunks_are_misuse(self) -> None:
-        refuses(lambda: self.service.lookup(key_chain(3), "r", keys_per_chunk=2))
-        refuses(lambda: self.service.lookup(key_chain(3), "r", keys_per_chunk=0))
+        refuses(lambda: self.service.lookup(key_chain(3), "r", shape=keys_of(2)))
 
     def test_a_promise_stays_put_while_others_fill_the_pool(self) -> None:
         keys = key_chain(3)

@@ -13,7 +13,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import leading_run
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 
 from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, refuses
 
@@ -147,7 +147,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def lookup(self, keys: list[ChunkKey], holder: str, keys_per_chunk: int) -> None:
         self.model.expire(self.clock.now_s())
         keys = keys[: len(keys) // keys_per_chunk * keys_per_chunk]
-        plan = self.service.lookup(keys, holder, keys_per_chunk=keys_per_chunk)
+        plan = self.service.lookup(keys, holder, shape=keys_of(keys_per_chunk))
         assert (plan.chunks, plan.ended) == leading_run((key in self.model.held for key in keys), keys_per_chunk)
         self.model.promises.pop(holder, None)
         if plan.chunks:
