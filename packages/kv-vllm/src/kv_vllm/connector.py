@@ -9,10 +9,11 @@ No exception leaves a hook: a bug of ours turns the cache off with a traceback i
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
@@ -32,7 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kv_vllm.bind import bind_worker
 from kv_vllm.interface import check_interface
 from kv_vllm.parallel import check_parallelism, rank_share
-from kv_vllm.translate import request_tokens, served_model
+from kv_vllm.translate import dense_states, request_tokens, served_model
 from kv_vllm.weights import Weights
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
+        self._dense_states = dense_states(kv_cache_config)
         self._summary_at_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
@@ -155,6 +157,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None or tokens is None:
             return 0, False
         matched = self._scheduler.match(tokens, num_computed_tokens)
+        # vLLM ends a forward pass at this boundary, where it finds one itself among its own blocks.
+        request.shared_prefix_boundary = max(
+            request.shared_prefix_boundary, self._scheduler.junction(request.request_id)
+        )
         return matched, bool(matched)  # None: vLLM leaves the request waiting, and asks again in the next step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -260,6 +266,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
             time.sleep(_IDLE_STEP_S)
+        block_state = scheduler_output.kv_connector_block_state
+        handed_over = {} if block_state is None else block_state.boundary_state_offloads
         scheduled = []
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
@@ -267,11 +275,19 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 continue
             request, tokens = known
             computed_tokens = request.num_computed_tokens + new_tokens
+            states = tuple(EngineState(*state) for state in handed_over.get(request_id, ()))
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
-            if self._scheduler.completes_chunk(tokens, computed_tokens):
-                tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                scheduled.append(Scheduled(tokens, computed_tokens, tables))
+            if states or self._scheduler.completes_chunk(tokens, computed_tokens):
+                tables = block_state.get_block_ids(request_id)
+                states += tuple(self._states_in(tables, request.num_computed_tokens, computed_tokens))
+                scheduled.append(Scheduled(tokens, computed_tokens, tables, states))
         return self._scheduler.build_step(scheduled)
+
+    def _states_in(self, tables: Any, before: int, computed_tokens: int) -> Iterator[EngineState]:
+        """Where vLLM keeps every state of a prompt (mamba_cache_mode "all"), they are in the block table."""
+        for table, block_tokens in self._dense_states:
+            for boundary in range(before - before % block_tokens + block_tokens, computed_tokens + 1, block_tokens):
+                yield EngineState(table, tables[table][boundary // block_tokens - 1], boundary)
 
     @guarded(always(None))
     def _start_loads(self) -> None:

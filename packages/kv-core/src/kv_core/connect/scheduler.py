@@ -8,9 +8,10 @@ declines, is preempted, aborted or finished. All of an engine's differences are 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
-from kv_core.connect.step import NO_SPACE, LoadStep, StepPlan, StoreStep
+from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
@@ -22,8 +23,12 @@ from kv_core.service import CacheService, Holder
 class RequestTokens:
     """What the engine knows of a request when it asks.
 
+    request_id: the engine's.
     tokens: all of them, the generated ones too: after a preemption those are a prompt like any other.
     keep_tokens: how many of them may be stored (the prompt's; all of them where decoded tokens are kept as well).
+    salt: what keeps its chunks apart from other tenants'.
+    lora: the name of its adapter's content.
+    items: what the model reads besides tokens.
     """
 
     request_id: str
@@ -35,17 +40,48 @@ class RequestTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineState:
+    """A state of linear layers that the engine hands over.
+
+    table: which of its block tables has it.
+    block: where it is after this step's forward pass.
+    boundary: it is that of the request's first so many tokens.
+    """
+
+    table: int
+    block: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request in this step: after the forward pass its first `computed_tokens` tokens are in `blocks`."""
+    """A request in this step.
+
+    request: as it was when it asked.
+    computed_tokens: how many of its first tokens are computed after the forward pass.
+    blocks: its block tables.
+    states: what the engine hands over of it.
+    """
 
     request: RequestTokens
     computed_tokens: int
     blocks: tuple[Sequence[int], ...]
+    states: tuple[EngineState, ...] = ()
 
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What the half did since it was made. Tokens offered are counted once a load, however often the engine asked."""
+    """What the half did since it was made.
+
+    requests: that were heard of.
+    loads: for which blocks were given.
+    tokens_to_load: of those, counted once a load, however often the engine asked.
+    loads_failed: that the workers could not complete.
+    loads_failed_in_a_row: the last so many ended so.
+    loads_refused: whose allocation did not add up.
+    stores: steps of requests that had something to store.
+    states_refused: states that the engine handed over and that were not worth their room.
+    """
 
     requests: int = 0
     loads: int = 0
@@ -54,23 +90,39 @@ class SchedulerCounts:
     loads_failed_in_a_row: int = 0
     loads_refused: int = 0
     stores: int = 0
+    states_refused: int = 0
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request we have heard of."""
+    """One request we have heard of.
+
+    keys: its chain.
+    tenant: the tag in its keys.
+    phase: where it stands.
+    chunk_keys: of its chunks, chunk-major.
+    promised_chunks: how many are leased for it.
+    junction: the boundary, in tokens, where other prompts part from it while a window or a state is missing there.
+    offered_from: how many tokens the engine had itself when it was offered more.
+    offered_tokens: how many more.
+    has_loaded: a load was begun, so its blocks may hold what was loaded.
+    stored_chunks: how many of its leading chunks need no more thought.
+    may_wait: until slower tiers have had their chance.
+    mixed: its blocks may hold KV of other weights than the key space's: never stored.
+    """
 
     keys: KeySequence
     tenant: bytes
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
+    junction: int = 0
     offered_from: int = 0
     offered_tokens: int = 0
-    has_loaded: bool = False  # a load was begun, so its blocks may hold what was loaded
+    has_loaded: bool = False
     stored_chunks: int = 0
-    may_wait: bool = True  # until slower tiers have had their chance
-    mixed: bool = False  # its blocks may hold KV of other weights than the key space's: never stored
+    may_wait: bool = True
+    mixed: bool = False
 
 
 class SchedulerHalf:
@@ -88,6 +140,8 @@ class SchedulerHalf:
         self._refused: list[str] = []
         self._blocks: dict[Holder, int] = {}  # given in this step
         self._pending = 0
+        self._admission = StateAdmission()
+        self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
         self.counts = SchedulerCounts()
 
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
@@ -108,6 +162,8 @@ class SchedulerHalf:
             tracked.mixed = True
         chunk_tokens = self._shape.chunk_tokens
         usable = len(request.tokens) - 1
+        if not self._shape.chunk.is_plain:
+            usable -= usable % chunk_tokens  # windows and states are held for whole chunks
         offered = 0
         if self._space is None:
             # Nothing is held of it, and nothing promised: there are no names to hold it by.
@@ -118,8 +174,9 @@ class SchedulerHalf:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
-                plan = self._look_up(request, tracked)
+                plan = self._look_up(request, tracked, usable)
                 tracked.promised_chunks = plan.chunks
+                tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:
                     self._move(request.request_id, tracked, Event.PEND)
                     return None
@@ -150,8 +207,8 @@ class SchedulerHalf:
             return
         offered = tracked.offered_tokens if tracked.phase is Phase.PROMISED else None
         first, last = tracked.offered_from, tracked.offered_from + external_tokens
-        fits = all(
-            len(table) * group.block_tokens >= last for table, group in zip(blocks, self._shape.groups, strict=True)
+        fits = len(blocks) >= len(self._shape.tables) and all(
+            len(table) * block_tokens >= last for table, block_tokens in zip(blocks, self._shape.tables, strict=False)
         )
         if offered is None:
             # No promise, no lease: there is nothing that could be loaded. The engine must hear so.
@@ -166,10 +223,12 @@ class SchedulerHalf:
             return
         chunk_tokens = self._shape.chunk_tokens
         # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
-        block_tokens = max(group.block_tokens for group in self._shape.groups)
+        block_tokens = max(self._shape.tables)
         last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens)
         first_chunk = first // chunk_tokens
         last_chunk = -(-last // chunk_tokens)
+        if self._has_states:
+            self._admission.hit(tracked.keys.digests[last_chunk - 1])
         self._loads.append(
             LoadStep(
                 request_id,
@@ -183,6 +242,12 @@ class SchedulerHalf:
         )
         self.counts.loads += 1
         self.counts.tokens_to_load += external_tokens
+
+    def junction(self, request_id: str) -> int:
+        """The boundary, in tokens, up to which others have computed this prompt as well, while the state that a hit
+        would need there is missing: a forward pass that ends there makes it a hit for the next. 0: there is none."""
+        tracked = self._tracked.get(request_id)
+        return tracked.junction if tracked is not None and self._has_states else 0
 
     def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
         """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
@@ -311,12 +376,15 @@ class SchedulerHalf:
     def _rename(self, tracked: _Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
-    def _look_up(self, request: RequestTokens, tracked: _Tracked) -> LookupPlan:
+    def _look_up(self, request: RequestTokens, tracked: _Tracked, usable: int) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
+        keys, shape = tracked.chunk_keys, self._shape.chunk
+        if not shape.is_plain:
+            keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         return self._service.lookup(
-            tracked.chunk_keys,
+            keys,
             self._holder(request.request_id),
-            shape=self._shape.chunk,
+            shape=shape,
             wait_for_promotion=tracked.may_wait,
         )
 
@@ -329,21 +397,48 @@ class SchedulerHalf:
     def _store(self, entry: Scheduled) -> StoreStep | None:
         request = entry.request
         tracked = self._track(request)
-        chunks = self._storable_chunks(request, entry.computed_tokens)
-        if chunks <= tracked.stored_chunks or self._space is None or tracked.mixed:
+        if self._space is None or tracked.mixed:
             return None
-        self._hash_up_to(request, tracked, chunks * self._shape.chunk_tokens)
+        chunk_tokens = self._shape.chunk_tokens
+        chunks = self._storable_chunks(request, entry.computed_tokens)
+        boundaries = {
+            state.boundary
+            for state in entry.states
+            if 0 < state.boundary <= chunks * chunk_tokens and state.boundary % chunk_tokens == 0
+        }
+        if chunks <= tracked.stored_chunks and not boundaries:
+            return None
+        self._hash_up_to(request, tracked, chunks * chunk_tokens)
         tracked.stored_chunks = chunks
+        admitted = {boundary for boundary in boundaries if self._admits(request, tracked, boundary)}
+        states = tuple(
+            StateBlock(state.table, state.block, state.boundary // chunk_tokens - 1)
+            for state in entry.states
+            if state.boundary in admitted
+        )
         self.counts.stores += 1
         return StoreStep(
             request.request_id,
             tuple(tracked.keys.digests[:chunks]),
             tracked.tenant,
             tuple(
-                tuple(table[: chunks * self._shape.chunk_tokens // group.block_tokens])
-                for table, group in zip(entry.blocks, self._shape.groups, strict=True)
+                tuple(table[: chunks * chunk_tokens // block_tokens]) if block_tokens else ()
+                for table, block_tokens in zip(entry.blocks, self._shape.tables, strict=False)
             ),
+            states,
         )
+
+    def _admits(self, request: RequestTokens, tracked: _Tracked, boundary: int) -> bool:
+        chunk_tokens = self._shape.chunk_tokens
+        if boundary == tracked.junction:
+            kind = StateKind.JUNCTION
+        elif boundary + chunk_tokens >= min(request.keep_tokens, len(request.tokens)):
+            kind = StateKind.TAIL
+        else:
+            kind = StateKind.STEP
+        admitted = self._admission.admits(tracked.keys.digests[boundary // chunk_tokens - 1], kind)
+        self.counts.states_refused += not admitted
+        return admitted
 
     def _move(self, request_id: str, tracked: _Tracked, event: Event, *, had_promise: bool = False) -> None:
         """Advance the request's life, and give its promise back where the table says that it ends."""

@@ -1,5 +1,6 @@
 """What both halves of a connector must agree on: how chunks are named, and what each group of layers keeps of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,12 @@ class ConnectShape:
         return self.scheme.chunk_tokens
 
     @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """Of each of the engine's block tables its block in tokens; 0 for one that no group uses."""
+        block_tokens = {group.table: group.block_tokens for group in self.groups}
+        return tuple(block_tokens.get(table, 0) for table in range(max(block_tokens) + 1))
+
+    @cached_property
     def chunk(self) -> ChunkShape:
         """The keys of a chunk, as a lookup wants them."""
         return ChunkShape(self.chunk_tokens, tuple(group.coverage for group in self.groups), self.shards)
@@ -66,3 +73,42 @@ def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
             f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
             f"write chunk_tokens: {nearest}"
         )
+
+
+NO_BLOCK = 0
+"""The entry of a block table that stands for no block (vLLM's null block), in groups without need of a whole prefix."""
+
+
+def load_from(group: GroupShape, first_token: int, last_token: int) -> int:
+    """The first token that a load of `first_token … last_token` moves into this group's blocks: from there on they are
+    needed for the next token, and the engine has those before `first_token`. `last_token` itself if it moves none."""
+    needed = group.coverage.first_token(last_token)
+    if needed >= last_token:
+        return last_token
+    return max(first_token, needed - needed % group.block_tokens)
+
+
+def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_tokens: int) -> int:
+    """The first chunk of the trailing ones whose bytes the engine still has, as far as any hit can need them.
+
+    table: of a request whose first `chunks` chunks are computed. The engine has given away what its window has left.
+    """
+    first = chunks
+    for chunk in reversed(range(chunks)):
+        end = (chunk + 1) * chunk_tokens
+        needed = max(chunk * chunk_tokens, group.coverage.first_token(end))
+        blocks = table[needed // group.block_tokens : end // group.block_tokens]
+        if needed < end and NO_BLOCK in blocks:
+            break
+        first = chunk
+    return first
+
+
+def without_holes(table: Sequence[int]) -> list[int]:
+    """The table with the block that follows in place of each that is not there: what no hit needs of a chunk is filled
+    with other tokens of the same request, and so with nobody else's."""
+    filled = list(table)
+    for at in reversed(range(len(filled) - 1)):
+        if filled[at] == NO_BLOCK:
+            filled[at] = filled[at + 1]
+    return filled

@@ -14,7 +14,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 3
+STEP_VERSION = 4
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
@@ -27,8 +27,9 @@ class LoadStep:
     first_chunk: number of the chunk that `digests[0]` names.
     digests: of as many chunks as the tokens to be loaded reach over.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
-    blocks: for each group, the request's block table from the prompt's first token on.
-    first_token, last_token: places in the prompt.
+    blocks: for each of the engine's block tables, the request's from the prompt's first token on.
+    first_token, last_token: places in the prompt. Of a group that does not need the whole prefix, only what it needs
+        of them is to be filled (`kv_core.connect.shape.load_from`).
     """
 
     request_id: str
@@ -41,19 +42,35 @@ class LoadStep:
 
 
 @dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Where a linear layer's state at a boundary is after this step's forward pass.
+
+    table: which of the engine's block tables has it.
+    block: its block.
+    chunk: number of the chunk that the boundary ends.
+    """
+
+    table: int
+    block: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStep:
     """After this step's forward pass the request's first `len(digests)` chunks are computed: keep those we lack.
 
     request_id: the engine's.
     digests: of the chunks from the prompt's first.
     tenant: the tag in the keys.
-    blocks: for each group, the blocks that these chunks are in.
+    blocks: for each of the engine's block tables, the blocks that these chunks are in.
+    states: those to keep, of groups that have them.
     """
 
     request_id: str
     digests: tuple[bytes, ...]
     tenant: bytes
     blocks: tuple[tuple[int, ...], ...]
+    states: tuple[StateBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +105,13 @@ class StepPlan:
                 for load in self.loads
             ],
             "stores": [
-                [store.request_id, list(store.digests), store.tenant, [list(blocks) for blocks in store.blocks]]
+                [
+                    store.request_id,
+                    list(store.digests),
+                    store.tenant,
+                    [list(blocks) for blocks in store.blocks],
+                    [[state.table, state.block, state.chunk] for state in store.states],
+                ]
                 for store in self.stores
             ],
             "refused": list(self.refused),
@@ -141,9 +164,10 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, tenant, blocks = _sequence(entry, 4)
+    request_id, digests, tenant, blocks, states = _sequence(entry, 5)
     named = tuple(_digest(digest) for digest in _sequence(digests))
-    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks))
+    kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
+    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept)
 
 
 def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:

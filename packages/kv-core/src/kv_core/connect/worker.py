@@ -5,13 +5,14 @@ completed for any reason ends the same way: the keys are forgotten first, so tha
 and not the same failure again, and then the request is reported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.device import CopyEvent, DeviceCopier
-from kv_core.connect.shape import ConnectShape
+from kv_core.connect.shape import NO_BLOCK, ConnectShape, load_from, stored_from, without_holes
 from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
-from kv_core.errors import KVError
+from kv_core.errors import InputError, KVError
+from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
@@ -42,19 +43,37 @@ class _Load:
     """One request's load, over all groups.
 
     step: what is to be loaded, and where.
-    copying: leases, and when the copy out of each has arrived.
+    lease: on everything that it takes; None if it could not be had.
+    copying: when the copy into each group's blocks has arrived.
     failure: the first reason to give it up, or "".
     suspect: what to forget then, so that it does not fail again.
     """
 
     step: LoadStep
-    copying: list[tuple[ReadLease, CopyEvent]] = field(default_factory=list)
+    lease: ReadLease | None = None
+    copying: list[CopyEvent] = field(default_factory=list)
     failure: str = ""
     suspect: set[ChunkKey] = field(default_factory=set)
 
     def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
         self.failure = self.failure or reason
         self.suspect.update(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one group has of a load.
+
+    group: its number.
+    first_token: from where on its blocks are filled.
+    first_chunk: the one that this token is in.
+    keys: of its chunks from there on.
+    """
+
+    group: int
+    first_token: int
+    first_chunk: int
+    keys: list[ChunkKey]
 
 
 class WorkerHalf:
@@ -91,19 +110,23 @@ class WorkerHalf:
             self._end(request_id, "the allocation did not match what was offered")
         for step in plan.loads:
             load = self._loading[step.request_id] = _Load(step)
-            for group in range(len(self._copiers)):
-                match self._service.load(self._keys(plan.space_id, step, group), self._holder):
-                    case ReadLease() as lease:
-                        self._start_copy(load, lease, group)
-                    case LoadFailed(missing, reason):
-                        load.fail(reason, missing)
+            parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
+            match self._service.load([key for part in parts for key in part.keys], self._holder):
+                case ReadLease() as lease:
+                    load.lease = lease
+                    self._start_copies(load, lease, parts)
+                case LoadFailed(missing, reason):
+                    load.fail(reason, missing)
         self._finish_loads()
 
     def start_stores(self, plan: StepPlan) -> None:
         """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
         for step in plan.stores if self._stores else ():
             for group in range(len(self._copiers)):
-                self._start_store(plan.space_id, step, group)
+                if self._shape.groups[group].coverage.kind == "state":
+                    self._start_state_store(plan.space_id, step, group)
+                else:
+                    self._start_store(plan.space_id, step, group)
 
     def finish_stores(self) -> None:
         """Wait for the gathers and publish them. After this the engine may give the blocks to anyone."""
@@ -128,7 +151,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Give back whatever is held. Loads under way are not reported: there is nobody left to hear it."""
         for load in self._loading.values():
-            for _, event in load.copying:
+            for event in load.copying:
                 self._settle(event)
         for _, event in self._storing:
             self._settle(event)
@@ -136,48 +159,69 @@ class WorkerHalf:
         self._storing.clear()
         self._service.end(self._holder)
 
-    def _keys(self, space_id: bytes, step: LoadStep | StoreStep, group: int) -> list[ChunkKey]:
-        return keys_in(space_id, step.digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
+    def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:
+        return keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=tenant)
 
-    def _plan(self, step: LoadStep, lease: ReadLease, group: int) -> TransferPlan:
+    def _part(self, space_id: bytes, step: LoadStep, group: int) -> _Part | None:
+        """None: this group needs nothing of what is loaded."""
+        first_token = load_from(self._shape.groups[group], step.first_token, step.last_token)
+        if first_token >= step.last_token:
+            return None
+        chunk = first_token // self._shape.chunk_tokens
+        digests = step.digests[chunk - step.first_chunk :]
+        return _Part(group, first_token, chunk, self._keys(space_id, digests, step.tenant, group))
+
+    def _plan_load(self, step: LoadStep, part: _Part, extents: Sequence[HostExtent]) -> TransferPlan:
+        group = self._shape.groups[part.group]
+        table = step.blocks[group.table]
+        if group.coverage.kind == "all":
+            into: Sequence[int] = table
+        else:
+            first_block = part.first_token // group.block_tokens
+            into = table[: -(-step.last_token // group.block_tokens)]
+            if NO_BLOCK in into[first_block:]:
+                raise InputError(f"group {part.group} has no block for a token that is needed: {into[first_block:]}")
+        if group.coverage.kind == "state":
+            return TransferPlan((Copy(extents[-1], 0, into[-1], 1),), 1)
         return plan_transfer(
-            lease.extents,
-            step.blocks[group],
+            extents,
+            into,
             chunk_tokens=self._shape.chunk_tokens,
-            block_tokens=self._shape.groups[group].block_tokens,
-            first_token=step.first_token,
+            block_tokens=group.block_tokens,
+            first_token=part.first_token,
             last_token=step.last_token,
-            extents_from_chunk=step.first_chunk,
+            extents_from_chunk=part.first_chunk,
         )
 
     def _finish_loads(self) -> None:
         """Those whose copies have arrived."""
         for load in list(self._loading.values()):
-            if all(self._arrived(load, lease, event) for lease, event in load.copying):
+            if all(self._arrived(load, event) for event in load.copying):
                 self._finish(load)
 
-    def _start_copy(self, load: _Load, lease: ReadLease, group: int) -> None:
-        try:
-            event = self._copiers[group].load(self._plan(load.step, lease, group))
-        except KVError as error:
-            load.fail(str(error), lease.keys)
-            self._service.release(lease)
-        else:
-            load.copying.append((lease, event))
+    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_Part]) -> None:
+        at = 0
+        for part in parts:
+            extents = lease.extents[at : at + len(part.keys)]
+            at += len(part.keys)
+            try:
+                load.copying.append(self._copiers[part.group].load(self._plan_load(load.step, part, extents)))
+            except KVError as error:
+                load.fail(str(error), part.keys)
+                return
 
-    def _arrived(self, load: _Load, lease: ReadLease, event: CopyEvent) -> bool:
+    def _arrived(self, load: _Load, event: CopyEvent) -> bool:
         try:
             return event.done()
         except KVError as error:
-            load.fail(str(error), lease.keys)
+            load.fail(str(error), () if load.lease is None else load.lease.keys)
             return True
 
     def _finish(self, load: _Load) -> None:
-        for lease, _ in load.copying:
-            if not self._service.release(lease):
-                load.fail(
-                    "the lease expired, or its chunks were forgotten, while the bytes were being copied", lease.keys
-                )
+        if load.lease is not None and not self._service.release(load.lease):
+            load.fail(
+                "the lease expired, or its chunks were forgotten, while the bytes were being copied", load.lease.keys
+            )
         step = load.step
         del self._loading[step.request_id]
         if load.failure:
@@ -195,28 +239,57 @@ class WorkerHalf:
         else:
             self.counts.loads_finished += 1
 
-    def _start_store(self, space_id: bytes, step: StoreStep, group: int) -> None:
-        keys = self._keys(space_id, step, group)
-        lease = self._service.begin_store(keys, self._holder)
-        if not lease.keys:
-            self._service.release(lease)
+    def _start_store(self, space_id: bytes, step: StoreStep, number: int) -> None:
+        group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
+        table: Sequence[int] = step.blocks[group.table]
+        first_chunk = 0
+        if group.coverage.kind != "all":
+            first_chunk = stored_from(group, table, len(step.digests), chunk_tokens)
+            table = without_holes(table)
+
+        def plan(chunk: int, extent: HostExtent) -> TransferPlan:
+            return plan_transfer(
+                [extent],
+                table,
+                chunk_tokens=chunk_tokens,
+                block_tokens=group.block_tokens,
+                first_token=chunk * chunk_tokens,
+                last_token=(chunk + 1) * chunk_tokens,
+                extents_from_chunk=chunk,
+            )
+
+        self._store(space_id, step, number, range(first_chunk, len(step.digests)), plan)
+
+    def _start_state_store(self, space_id: bytes, step: StoreStep, number: int) -> None:
+        group = self._shape.groups[number]
+        for state in step.states:
+            if state.table == group.table:
+
+                def plan(chunk: int, extent: HostExtent, block: int = state.block) -> TransferPlan:
+                    return TransferPlan((Copy(extent, 0, block, 1),), 1)
+
+                self._store(space_id, step, number, range(state.chunk, state.chunk + 1), plan)
+
+    def _store(
+        self,
+        space_id: bytes,
+        step: StoreStep,
+        group: int,
+        chunks: range,
+        plan: Callable[[int, HostExtent], TransferPlan],
+    ) -> None:
+        """Reserve room for these of the step's chunks and start gathering them, each by its plan."""
+        keys = self._keys(space_id, step.digests[chunks.start : chunks.stop], step.tenant, group)
+        lease = self._service.begin_store(keys, self._holder) if keys else None
+        if lease is None or not lease.keys:
+            if lease is not None:
+                self._service.release(lease)
             return
-        chunk_tokens, block_tokens = self._shape.chunk_tokens, self._shape.groups[group].block_tokens
-        number_of = {key: number for number, key in enumerate(keys)}
-        copies: list[Copy] = []
+        chunk_of = dict(zip(keys, chunks, strict=True))
         try:
-            for key, extent in zip(lease.keys, lease.extents, strict=True):
-                chunk = number_of[key]
-                copies += plan_transfer(
-                    [extent],
-                    step.blocks[group],
-                    chunk_tokens=chunk_tokens,
-                    block_tokens=block_tokens,
-                    first_token=chunk * chunk_tokens,
-                    last_token=(chunk + 1) * chunk_tokens,
-                    extents_from_chunk=chunk,
-                ).copies
-            event = self._copiers[group].store(TransferPlan(tuple(copies), chunk_tokens))
+            plans = [plan(chunk_of[key], extent) for key, extent in zip(lease.keys, lease.extents, strict=True)]
+            copies = tuple(copy for of_chunk in plans for copy in of_chunk.copies)
+            event = self._copiers[group].store(TransferPlan(copies, plans[0].chunk_tokens))
         except KVError as error:
             self._service.release(lease)
             self._not_stored(error)

@@ -1,0 +1,63 @@
+"""Which states of linear layers are worth their room, learnt while running.
+
+A state is as large as many chunks, serves hits at one boundary only, and most are never asked for: Marconi (Pan et al.,
+MLSys 2025) keeps those at which prompts part and those at which a conversation ends, and no others. Here each kind has
+to earn it: how many hits the states of a kind have brought, for each that was stored, against the best kind. A kind
+that is not worth it is stored now and then all the same, or nothing would ever be learnt about it again.
+"""
+
+from collections import OrderedDict
+from enum import Enum
+from typing import Final
+
+
+class StateKind(Enum):
+    JUNCTION = "prompts part here"
+    TAIL = "the last whole chunk of a prompt"
+    STEP = "a forward pass happened to end here"
+
+
+_BEFORE: Final = {StateKind.JUNCTION: 8.0, StateKind.TAIL: 8.0, StateKind.STEP: 1.0}
+"""Hits that each kind is taken to have brought, of 8 states, before anything is known."""
+_PRIOR_STATES: Final = 8.0
+_MIN_WORTH: Final = 1 / 8
+"""Of the best kind's."""
+_TRIED: Final = 16
+"""Every how many of a kind that is not worth it are stored."""
+_REMEMBERED: Final = 1 << 16
+_HALVED_AT: Final = 1024.0
+
+
+class StateAdmission:
+    """One scheduler's. Constant time and a bounded memory."""
+
+    def __init__(self) -> None:
+        self._stored = dict.fromkeys(StateKind, _PRIOR_STATES)
+        self._hits = dict(_BEFORE)
+        self._refused = dict.fromkeys(StateKind, 0)
+        self._kind_of: OrderedDict[bytes, StateKind] = OrderedDict()  # by digest, the oldest first
+
+    def admits(self, digest: bytes, kind: StateKind) -> bool:
+        """Whether to store the state at the end of this chunk. It is taken to be stored if so."""
+        if self.worth(kind) < _MIN_WORTH * max(map(self.worth, StateKind)):
+            self._refused[kind] += 1
+            if self._refused[kind] % _TRIED:
+                return False
+        if digest not in self._kind_of:
+            self._stored[kind] += 1
+            if self._stored[kind] > _HALVED_AT:
+                self._stored[kind] /= 2
+                self._hits[kind] /= 2
+        self._kind_of[digest] = kind
+        if len(self._kind_of) > _REMEMBERED:
+            self._kind_of.popitem(last=False)
+        return True
+
+    def hit(self, digest: bytes) -> None:
+        """A load ended at this chunk."""
+        if (kind := self._kind_of.get(digest)) is not None:
+            self._hits[kind] += 1
+
+    def worth(self, kind: StateKind) -> float:
+        """Hits for each state of this kind that was stored, lately."""
+        return self._hits[kind] / self._stored[kind]
