@@ -32,8 +32,10 @@ class Coverage:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        if _SPELLED.fullmatch(str(self)) is None:
-            raise InputError(f"there is no coverage {self}; it is all, state, window:TOKENS or local:TOKENS")
+        if _SPELLED.fullmatch(str(self)) is None or (self.tokens and self.kind in ("all", "state")):
+            raise InputError(
+                f"no coverage is {self.kind!r} of {self.tokens} tokens; it is all, state, window:TOKENS or local:TOKENS"
+            )
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.tokens}" if self.kind in ("window", "local") else self.kind

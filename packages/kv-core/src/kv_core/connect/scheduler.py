@@ -162,8 +162,6 @@ class SchedulerHalf:
             tracked.mixed = True
         chunk_tokens = self._shape.chunk_tokens
         usable = len(request.tokens) - 1
-        if not self._shape.chunk.is_plain:
-            usable -= usable % chunk_tokens  # windows and states are held for whole chunks
         offered = 0
         if self._space is None:
             # Nothing is held of it, and nothing promised: there are no names to hold it by.
@@ -379,7 +377,7 @@ class SchedulerHalf:
     def _look_up(self, request: RequestTokens, tracked: _Tracked, usable: int) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
         keys, shape = tracked.chunk_keys, self._shape.chunk
-        if not shape.is_plain:
+        if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         return self._service.lookup(
             keys,

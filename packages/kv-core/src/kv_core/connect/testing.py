@@ -6,13 +6,14 @@ to be believed by reading.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 
-from kv_core.coverage import PLAIN, ChunkShape
+from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
 from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan, leading_run
+from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import TransferPlan
 
@@ -48,14 +49,19 @@ class DictService:
     def lookup(
         self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        chunks, ended = leading_run((key in self.held for key in keys), shape.keys_per_chunk)
+        held = [key in self.held for key in keys]
+        chunks, asked = longest_hit(held, shape), len(keys) // shape.keys_per_chunk
+        whole = replace(shape, groups=tuple(group for group in shape.groups if group.kind == "all") or (ALL,))
+        of_whole = [group.kind == "all" for group in shape.groups for _ in range(shape.shards)] * asked
+        prefix = longest_hit(list(compress(held, of_whole)), whole) if any(of_whole) else chunks
         self.promised.pop(holder, None)
         if chunks:
             self.promised[holder] = chunks
+        ended = Ended.ALL_HELD if chunks == asked else Ended.INCOMPLETE if prefix > chunks else Ended.ABSENT
         if wait_for_promotion and self.pending and ended is not Ended.ALL_HELD:
             self.pending -= 1
             ended = Ended.PENDING
-        return LookupPlan(holder, chunks, ended, ("dict",) * chunks)
+        return LookupPlan(holder, chunks, ended, ("dict",) * chunks, prefix)
 
     def renew(self, holder: Holder) -> bool:
         return holder in self.promised
