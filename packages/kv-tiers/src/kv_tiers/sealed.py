@@ -1,6 +1,7 @@
 """Fields with a checksum behind them: what a header or a record in a file is believed by."""
 
 import struct
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -20,3 +21,9 @@ def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
     if len(found) < SEAL_BYTES or _U64.unpack(found)[0] != xxhash.xxh3_64_intdigest(fields, seed):
         return None
     return fields
+
+
+def intact(data: memoryview, starts: Iterable[int], nbytes: int) -> list[bool]:
+    """Whether `unseal` of the so many bytes at each of these places would find fields: half the time for many."""
+    digest, size = xxhash.xxh3_64_intdigest, nbytes - SEAL_BYTES
+    return [digest(data[at : at + size]) == _U64.unpack_from(data, at + size)[0] for at in starts]

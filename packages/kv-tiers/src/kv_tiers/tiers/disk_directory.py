@@ -34,10 +34,11 @@ import numpy as np
 from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
+from kv_tiers.chunk_header import names_in
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import open_own_directory
-from kv_tiers.sealed import SEAL_BYTES, seal, unseal
+from kv_tiers.sealed import SEAL_BYTES, intact, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, runs
 
@@ -64,7 +65,7 @@ _RECORD_LAYOUT: Final = np.dtype(
 _SLAB_BYTES: Final = 1 << 30
 _MAX_SLABS: Final = 64
 """Larger slabs for larger directories: every slab is an open file."""
-_RECORDS_AT_ONCE: Final = 16384
+_RECORDS_AT_ONCE: Final = 2048
 _INDEX_STEPS: Final = 64
 _MIN_INDEX_STEP_BYTES: Final = 16 << 10
 """The index grows in so many steps, none smaller than this: most of its room is only for payloads that are small."""
@@ -130,8 +131,10 @@ class DiskDirectory:
             return True
         return (found.st_ino, found.st_dev) != self._lock_is
 
-    def records(self) -> Iterator[tuple[int, int, bytes, bytes | None, int, PackedUnits]]:
-        """Entry, number, key, parent, stored bytes and units of every record that reads well. Other entries are free.
+    def records(self, at: int, directories: int) -> Iterator[tuple[int, int, bytes, bytes | None, int, PackedUnits]]:
+        """Number, entry, key, parent, stored bytes and units of every record that reads well. Other entries are free.
+
+        at, directories: which directory of the tier this is, of how many; entries are the tier's.
 
         number: counts commits, so what was committed later has the larger one. units: empty where they are not within
         the room that there is, as after a slab was lost.
@@ -149,27 +152,37 @@ class DiskDirectory:
         for start in range(0, entries, _RECORDS_AT_ONCE):
             got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
             found = records[: min(got, entries - start)]
+            if not len(found):
+                return
             ours = (found["magic"] == _RECORD_MAGIC) & (found["entry"] == np.arange(start, start + len(found)))
-            (at_all,) = np.nonzero(ours)
-            units = found["units"][at_all, :slot_units]
+            (here,) = np.nonzero(ours)
+            units = found["units"][here, :slot_units]
             first = units[:, 0]
             slots = first // slot_units
             is_slot = (first % slot_units == 0) & (slots < len(backed)) & backed[np.minimum(slots, len(backed) - 1)]
             is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
-            columns = (at_all, found["number"][at_all], found["stored_bytes"][at_all])
-            rows = zip(*(column.tolist() for column in (*columns, first, is_slot)), strict=True)
-            for row, (at, number, stored_bytes, first_unit, is_whole) in enumerate(rows):
-                fields = unseal(piece[at * RECORD_BYTES : (at + 1) * RECORD_BYTES])
-                if fields is None:
+            stored = found["stored_bytes"][here]
+            counts = (PAGE_BYTES + stored.astype(np.int64) + unit_bytes - 1) // unit_bytes
+            is_slot &= counts == slot_units
+            starts = here * RECORD_BYTES
+            tier_entries = (start + here) * directories + at
+            columns = (tier_entries, starts, found["number"][here], stored, counts, first, is_slot)
+            rows = zip(
+                *(column.tolist() for column in columns),
+                intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
+                strict=True,
+            )
+            data = bytes(piece)  # keys are cut out of it, and a bytearray's would be bytearrays
+            for row, (entry, begins, number, stored_bytes, count, first_unit, is_whole, is_intact) in enumerate(rows):
+                if not is_intact:
                     continue
-                count = -(-(PAGE_BYTES + stored_bytes) // unit_bytes)
                 where: PackedUnits = first_unit
-                if count != slot_units or not is_whole:
+                if not is_whole:
                     where = tuple(units[row, :count].tolist())
                     if count > slot_units or not all(unit // slot_units in backed_slots for unit in where):
                         where = ()
-                key, parent = chunk_header.names_in(fields, _RECORD_HEADER_AT)
-                yield start + at, number, key, parent, stored_bytes, where
+                key, parent = names_in(data, begins + _RECORD_HEADER_AT)
+                yield number, entry, key, parent, stored_bytes, where
 
     def header_in(self, entry: int) -> bytes | None:
         """The chunk's header in this record; None if the record does not read well."""
@@ -183,14 +196,12 @@ class DiskDirectory:
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """By entry; neighbours in one call."""
-        together: list[tuple[int, list[bytes]]] = []
-        for entry, record in sorted(records):
-            if together and entry == together[-1][0] + len(together[-1][1]):
-                together[-1][1].append(record)
-            else:
-                together.append((entry, [record]))
-        for first, run in together:
-            self.index.write([b"".join(run)], PAGE_BYTES + first * RECORD_BYTES)
+        ordered = sorted(records)
+        done = 0
+        for first, count in runs([entry for entry, _ in ordered]):
+            run = b"".join([record for _, record in ordered[done : done + count]])
+            self.index.write([run], PAGE_BYTES + first * RECORD_BYTES)
+            done += count
 
     def make_room(self, entry: int, units: Sequence[int]) -> None:
         """Have room on the medium for a record and for what lies in these units."""
@@ -205,8 +216,12 @@ class DiskDirectory:
 
     def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
         """File, offset and size of each stretch that the first so many bytes in these units lie in, in their order."""
+        stretches = self._stretches(units)
+        if len(stretches) == 1:
+            number, offset, _ = stretches[0]
+            return [(self._slabs[number], offset, nbytes)]
         found = []
-        for number, offset, end in self._stretches(units):
+        for number, offset, end in stretches:
             if nbytes > 0:
                 found.append((self._slabs[number], offset, min(end - offset, nbytes)))
             nbytes -= end - offset

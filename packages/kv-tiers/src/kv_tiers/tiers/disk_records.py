@@ -32,7 +32,7 @@ class ChunkRecords:
         """By entry that has a record: the units that it names, of its directory."""
         self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
         self._wiped = array("q", bytes(8 * max(directory.slots for directory in directories) * len(directories)))
-        """By slot: the number of the last wipe of a record of it; 0: none since the start."""
+        """By slot: the number of the last wipe of a record of it; 0: none since the start, or nothing is synced."""
         self._wipes = 0
         self._last_wipe = [0] * len(directories)
         self._durable = [0] * len(directories)
@@ -45,68 +45,59 @@ class ChunkRecords:
         Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
         """
         count = len(self._directories)
-        found = []
-        for at, directory in enumerate(self._directories):
-            for local, number, key, parent, stored_bytes, units in directory.records():
-                entry = local * count + at
-                self._recorded[entry] = units
-                if units == ():
-                    self._stale.add(entry)
-                else:
-                    found.append((number, entry, key, parent, stored_bytes, units))
+        found = [record for at, directory in enumerate(self._directories) for record in directory.records(at, count)]
         found.sort(reverse=True)
+        self._recorded = {record[1]: record[5] for record in found}
         self._next_number = found[0][0] + 1 if found else 0
-        entry_of: dict[bytes, int] = {}
-        number_of: dict[int, int] = {}
-        above: dict[int, bytes | None] = {}
-        bytes_of: dict[int, int] = {}
-        taken = [_Taken(self._slot_units) for _ in self._directories]
-        for number, entry, key, parent, stored_bytes, units in found:
-            if key in entry_of or not taken[entry % count].take(units):
+        entry_of: dict[bytes | None, int] = {}
+        kept = {}
+        take = [_Taken(self._slot_units).take for _ in self._directories]
+        for record in found:
+            _, entry, key, _, _, units = record
+            if key in entry_of or units == () or not take[entry % count](units):
                 self._stale.add(entry)
                 continue
-            entry_of[key], number_of[entry], above[entry], bytes_of[entry] = entry, number, parent, stored_bytes
+            entry_of[key], kept[entry] = entry, record
         self.wipe(())
-        parent_of = {
-            entry: NO_PARENT if parent is None else entry_of.get(parent, NO_PARENT) for entry, parent in above.items()
-        }
-        keys = {entry: ChunkKey(key) for key, entry in entry_of.items()}
+        number_of = {entry: record[0] for entry, record in kept.items()}
+        parent_of = {entry: entry_of.get(record[3], NO_PARENT) for entry, record in kept.items()}
+        keys = {entry: ChunkKey(record[2]) for entry, record in kept.items()}
         for entry in slots_least_worth_first(number_of, parent_of):
+            _, _, _, parent, stored_bytes, units = kept[entry]
             # Its parent's own object, where that is here: half as many, and equal at a glance.
             parent_key = keys.get(parent_of[entry])
-            if parent_key is None and (elsewhere := above[entry]) is not None:
-                parent_key = ChunkKey(elsewhere)
-            yield keys[entry], parent_key, entry, bytes_of[entry], self._recorded[entry]
+            if parent_key is None and parent is not None:
+                parent_key = ChunkKey(parent)
+            yield keys[entry], parent_key, entry, stored_bytes, units
 
     def write(self, chunks: Iterable[tuple[Place, bytes]]) -> None:
         """Vouch for the chunks whose headers and payloads are in their places."""
         count = len(self._directories)
         records: dict[int, list[tuple[int, bytes]]] = {}
-        for place, header in chunks:
-            self._recorded[place.entry] = pack(place.extent.units)
-            self._stale.discard(place.entry)
-            local, at = divmod(place.entry, count)
-            record = pack_record(local, self._next_number, header, place.extent.units)
-            records.setdefault(at, []).append((local, record))
+        for (_, entry, (units, _)), header in chunks:
+            self._recorded[entry] = pack(units)
+            self._stale.discard(entry)
+            local, at = divmod(entry, count)
+            records.setdefault(at, []).append((local, pack_record(local, self._next_number, header, units)))
             self._next_number += 1
         for at, those in records.items():
             self._directories[at].write_records(those)
 
     def wipe(self, entries: Iterable[int]) -> None:
         """No restart of this process finds what these entries, and those where it failed before, had a record of."""
-        self._stale.update(entry for entry in entries if entry in self._recorded)
+        self._stale.update(self._recorded.keys() & entries)
         if not self._stale:
             return
         count, stale = len(self._directories), self._stale
-        for at in {entry % count for entry in stale}:
-            self._directories[at].write_records(
-                (entry // count, BLANK_RECORD) for entry in stale if entry % count == at
-            )
-            self._last_wipe[at] = self._wipes + 1
+        for at, directory in enumerate(self._directories):
+            if local := [entry // count for entry in stale if entry % count == at]:
+                directory.write_records([(entry, BLANK_RECORD) for entry in local])
+                self._last_wipe[at] = self._wipes + 1
         # Counted when it is done: whoever makes durable reads the count first.
         self._wipes += 1
         for entry in stale:
-            for slot in self._slots(entry, self._recorded.pop(entry, ())):
+            units = self._recorded.pop(entry, ())
+            for slot in self._slots(entry, units) if self._syncs else ():
                 self._wiped[slot] = self._wipes
         self._stale = set()
 
@@ -135,7 +126,7 @@ class ChunkRecords:
         was done."""
         count = len(self._directories)
         late: set[int] = set()
-        for place in places:
+        for place in places if self._syncs else ():
             at = place.entry % count
             if at not in late:
                 slots = self._slots(place.entry, pack(place.extent.units))

@@ -134,19 +134,18 @@ class ExtentIndex:
         places: list[Place | None] = []
         evicted: list[int] = []
         with self._lock:
-            protected = set(self._entries_above(parent))
-            protected.update(entry for key in keys if (entry := self._residency.find(key)) is not None)
+            _, here = self._residency.resident(keys)
+            protected = {*self._entries_above(parent), *here}
             skipped: set[int] = set()
-            short = False
+            missing = set(self._residency.not_held(keys))
             for key, nbytes in zip(keys, stored_bytes, strict=True):
-                if short or self._residency.is_held(key):
-                    places.append(None)
-                    continue
-                place = self._room(key, nbytes, protected, skipped, evicted)
-                short = place is None
-                if place is not None:
-                    self._residency.reserve([key], [place.entry])
+                place = None
+                if key in missing:
+                    place = self._room(key, nbytes, protected, skipped, evicted)
+                    missing.discard(key) if place is not None else missing.clear()
                 places.append(place)
+            taken = [place for place in places if place is not None]
+            self._residency.reserve([place.key for place in taken], [place.entry for place in taken])
             if skipped:
                 self._residency.reinsert(sorted(skipped))
         return places, evicted
@@ -160,17 +159,18 @@ class ExtentIndex:
         if not places:
             return []
         with self._lock:
-            gone = set(self._residency.commit([place.key for place in places], [place.entry for place in places]))
-            kept = []
-            for place, parent in zip(places, parents, strict=True):
-                if place.entry in gone:
-                    self._free(place.entry)
-                else:
-                    self._parents[place.entry] = parent
-                    kept.append(place)
+            keys, entries = [place.key for place in places], [place.entry for place in places]
+            gone = self._residency.commit(keys, entries)
+            for entry, parent in zip(entries, parents, strict=True):
+                self._parents[entry] = parent
+            for entry in gone:
+                self._free(entry)
+            if gone:
+                keys = [key for key, entry in zip(keys, entries, strict=True) if entry not in gone]
+                entries = [entry for entry in entries if entry not in gone]
             self._notify()
-            if kept:
-                self._residency.extend(*self._prompt([place.key for place in kept], [place.entry for place in kept]))
+            if entries:
+                self._residency.extend(*self._prompt(keys, entries))
         return [place for place in places if place.entry in gone]
 
     def abort(self, places: Sequence[Place]) -> None:
@@ -282,13 +282,15 @@ class ExtentIndex:
                 self._turn = medium + 1
                 self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
                 return Place(key, entry, Extent(taken, stored_bytes))
-            victim = next(iter(self._residency.evict(1, protected, skipped)), None)
+            victim = self._residency.victim(protected, skipped)
             if victim is None:
                 return None
+            self._residency.empty(victim)
             evicted.append(victim)
-            if units == self._geometry.slot_units and isinstance(self._units[victim], int):
+            first = self._units[victim]
+            if units == self._geometry.slot_units and isinstance(first, int):
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
-                return Place(key, victim, self.extent(victim))
+                return Place(key, victim, Extent(range(first, first + units), stored_bytes))
             self._free(victim)
 
     def _entry(self, medium: int) -> int | None:
