@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from kv_tiers.sealed import intact, seal, unseal
 
 ROWS, ROW_BYTES = 16, 64
