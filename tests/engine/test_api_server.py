@@ -25,7 +25,7 @@ PROMPT = SHARED[:600]
 
 @contextmanager
 def api_server(
-    model: str, cache: dict[str, Any], directory: Path, runtime: Path
+    model: str, cache: dict[str, Any], directory: Path, runtime: Path, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """A running server, where it listens, and its log. Whatever happens, nothing of it is left running."""
     log, port = directory / "server.log", free_port()
@@ -37,7 +37,7 @@ def api_server(
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
-    command += ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer)]
+    command += ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer), *arguments]
     environ = {name: value for name, value in os.environ.items() if name not in ("VLLM_LOGGING_LEVEL",)}
     environ |= {"XDG_RUNTIME_DIR": str(runtime), "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("wb") as stream:
@@ -70,15 +70,19 @@ def runtime() -> Iterator[Path]:
         yield Path(directory)
 
 
-def complete(url: str, prompt: list[int]) -> str:
+def complete(url: str, prompt: list[int], *, replica: int | None = None) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were found."""
     body = {"model": "", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         body["model"] = json.load(answer)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    if replica is not None:
+        headers["X-data-parallel-rank"] = str(replica)
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+        completion = json.load(answer)
+    details = completion["usage"].get("prompt_tokens_details") or {}
+    return str(completion["choices"][0]["text"]), int(details.get("cached_tokens") or 0)
 
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
     answers = []
     for requests, end in ((2, "2 lookups found 2 of 4 chunks"), (1, "1 lookups found 2 of 2 chunks")):
         with api_server(spelling_llama, cache, tmp_path, runtime) as (process, url, log):
-            answers += [complete(url, PROMPT) for _ in range(requests)]
+            answers += [complete(url, PROMPT)[0] for _ in range(requests)]
             process.send_signal(signal.SIGTERM)
             process.wait(END_S)
             # The private server ends after vLLM has.
@@ -102,3 +106,20 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
         # Neither a socket nor a lock is left.
         until(lambda: not [path for path in runtime.rglob("*") if not path.is_dir()], END_S)
     assert len(set(answers)) == 1
+
+
+@pytest.mark.slow
+def test_replicas_share_a_private_server_and_its_disk(spelling_llama: str, tmp_path: Path, runtime: Path) -> None:
+    """What one computed the other finds, and both after a restart, without a word in the settings about it."""
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier]}
+    arguments = ("--data-parallel-size", "2", "--enable-prompt-tokens-details")
+    said = []
+    for _ in range(2):
+        with api_server(spelling_llama, cache, tmp_path, runtime, *arguments) as (process, url, log):
+            said += [complete(url, PROMPT, replica=replica) for replica in (0, 1, 0)]
+            process.send_signal(signal.SIGTERM)
+            process.wait(END_S)
+            until(lambda: "the KV cache ends" in log.read_text(), END_S)
+    assert [found for _, found in said] == [0, 512, 512, 512, 512, 512]
+    assert len({answer for answer, _ in said}) == 1

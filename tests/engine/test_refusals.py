@@ -10,12 +10,12 @@ from engines import Engine, started
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.tiny import TinyLlama
+from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.engine import engines
 from kv_tiers.attach.ranks import share_of
-from kv_tiers.settings import load
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import check_parallelism
+from kv_vllm.parallel import replica_of
 from kv_vllm.translate import request_tokens
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
@@ -138,28 +138,26 @@ def test_what_spreads_layers_or_tokens_is_an_error_at_start_that_says_what_to_wr
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("engine_id", "local_rank", "expected"),
     [
-        ({"tiers": [{"type": "disk", "directory": "/nowhere", "capacity_bytes": "1GiB"}]}, r"tiers\[0\] \(disk\)"),
-        ({"host": {"name": "pool"}}, "host.name"),
+        ("0f3a", 0, None),
+        ("0f3a_dp0", 0, Replica("0f3a", leads=True)),
+        ("0f3a_dp1", 1, Replica("0f3a", leads=False)),
+        ("0f3a_dp4", 0, Replica("0f3a", leads=True)),  # the first of its host
+        ("0f3a_dp0", None, Replica("0f3a", leads=True)),
+        ("0f3a_dp1", None, Replica("0f3a", leads=False)),
     ],
 )
-@pytest.mark.parametrize("known_by", ["size", "engine id"])
-def test_replicas_cannot_each_own_what_only_one_process_can_have(
-    config: VllmConfig, settings: dict[str, Any], named: str, known_by: str
+def test_of_the_replicas_on_a_host_the_first_starts_the_server(
+    config: VllmConfig, engine_id: str, local_rank: int | None, expected: Replica | None
 ) -> None:
     """vLLM tells the engine cores of a dense model that they are alone, and marks their ids."""
-    replica = copy.copy(config)
-    replica.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    replica.kv_transfer_config.kv_connector_extra_config = settings
-    if known_by == "size":
-        replica.parallel_config = ParallelConfig(data_parallel_size=2)
-    else:
-        replica.kv_transfer_config.engine_id = "0f3a_dp0"
-    with pytest.raises(ConfigError, match=f"{named}.*start kv-server"):
-        check_parallelism(replica, load(settings, {})[0])
-    shared = load(settings | {"server": {"socket": "/run/kv"}}, {})[0]
-    check_parallelism(replica, shared)
+    one = copy.copy(config)
+    one.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    one.kv_transfer_config.engine_id = engine_id
+    one.parallel_config = ParallelConfig()
+    one.parallel_config.data_parallel_rank_local = local_rank
+    assert replica_of(one) == expected
 
 
 @pytest.mark.parametrize(

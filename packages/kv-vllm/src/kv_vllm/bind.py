@@ -12,7 +12,7 @@ from kv_tiers.attach.neighbours import KeptFormat
 from kv_tiers.settings import Settings
 
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import rank_share
+from kv_vllm.parallel import rank_share, replica_of
 from kv_vllm.translate import served_model
 
 
@@ -47,6 +47,7 @@ def bind_worker(
         bound.copiers,
         share=share,
         in_process=in_one_process(vllm_config),
+        replica=replica_of(vllm_config),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )

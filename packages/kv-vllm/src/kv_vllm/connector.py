@@ -32,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_worker
 from kv_vllm.interface import check_interface
-from kv_vllm.parallel import check_parallelism, rank_share
+from kv_vllm.parallel import check_parallelism, rank_share, replica_of
 from kv_vllm.translate import dense_states, request_tokens, served_model
 from kv_vllm.weights import Weights
 
@@ -81,7 +81,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings, _ = load(transfer.kv_connector_extra_config, os.environ)
-        check_parallelism(vllm_config, self._settings)
+        check_parallelism(vllm_config)
         self._engine = engine_of(str(transfer.engine_id))
         if not self.off and (why := check_interface()):
             self._engine.refuse(why)
@@ -219,7 +219,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # The workers are in other processes, and have registered at the engine's server.
                 transfer, ranks = self._vllm_config.kv_transfer_config, rank_share(self._vllm_config).ranks
                 role = {"loads": transfer.is_kv_consumer, "stores": transfer.is_kv_producer}
-                self._engine.bind_scheduler(self._settings, ranks, **role)
+                self._engine.bind_scheduler(self._settings, ranks, replica=replica_of(self._vllm_config), **role)
             if not self.off:  # else the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),

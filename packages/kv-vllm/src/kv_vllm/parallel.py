@@ -9,12 +9,11 @@ import re
 from typing import Any
 
 from kv_core.errors import ConfigError
-from kv_tiers.attach.connect import check_replicas
+from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.ranks import RankShare, share_of
-from kv_tiers.settings import Settings
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-_REPLICA = re.compile(r"_dp\d+$")
+_REPLICA = re.compile(r"_dp(\d+)$")
 """How vLLM marks the engine id of each data-parallel replica, also where its configuration says that it is alone."""
 
 
@@ -49,12 +48,25 @@ def _rank(ranks: int) -> int:
     return int(get_tensor_model_parallel_rank()) if model_parallel_is_initialized() else 0
 
 
-def check_parallelism(vllm_config: Any, settings: Settings) -> None:
+def replica_of(vllm_config: Any) -> Replica | None:
+    """Which of several data-parallel replicas this is; None if there is one.
+
+    Those of a host share one private server, which the first of them there starts.
+    """
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    marked = _REPLICA.search(engine_id)
+    if marked is None:
+        return None
+    local_rank = vllm_config.parallel_config.data_parallel_rank_local
+    leads = int(marked[1]) == 0 if local_rank is None else local_rank == 0
+    return Replica(engine_id[: marked.start()], leads)
+
+
+def check_parallelism(vllm_config: Any) -> None:
     """Refuse what this release cannot serve.
 
     Raises:
-        ConfigError: ranks have other layers or other tokens than we would take them for; or replicas would each open
-            what only one process can have.
+        ConfigError: ranks have other layers or other tokens than we would take them for.
     """
     parallel = vllm_config.parallel_config
     if (stages := parallel.pipeline_parallel_size) > 1:
@@ -76,5 +88,3 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
             f"the engine's ranks are on {nodes} machines, and this release of kv-vllm caches engines whose ranks share "
             "one; start without --kv-transfer-config, or with one engine a machine"
         )
-    if parallel.data_parallel_size > 1 or _REPLICA.search(str(vllm_config.kv_transfer_config.engine_id)) is not None:
-        check_replicas(settings)

@@ -42,9 +42,23 @@ class Format:
     fingerprint: str
 
 
-def socket_of(settings: Settings, engine_id: str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One of an engine's data-parallel replicas on this host, which share a private server.
+
+    of: the name of the engine that they are replicas of.
+    leads: whether it is this one that starts the server.
+    """
+
+    of: str
+    leads: bool
+
+
+def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None) -> Path:
     """Where the engine's processes find its server."""
-    return Path(settings.server.socket) if settings.server.socket else default_socket(f"{PRIVATE_PREFIX}{engine_id}")
+    if settings.server.socket:
+        return Path(settings.server.socket)
+    return default_socket(f"{PRIVATE_PREFIX}{engine_id if replica is None else replica.of}")
 
 
 def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
@@ -78,21 +92,24 @@ def open_remote(
     engine_id: str,
     rank: int | None,
     facts: Mapping[str, str],
+    replica: Replica | None = None,
     on_new_pool: Callable[[MappedPool], None] | None = None,
     detached: bool = True,
 ) -> tuple[RemoteCache, ServerProcess | None]:
     """The cache at the engine's server, and the server if this is rank 0 and it is a private one.
 
-    rank: None for the scheduler. facts: what the engine's other processes should know of this one (`workers_of`).
+    rank: None for the scheduler.
+    facts: what the engine's other processes should know of this one (`workers_of`).
+    replica: of an engine that has several: the leader's rank 0 starts the server that they share.
     detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
         what waits. It ends by itself when this process does.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.
     """
-    socket = socket_of(settings, engine_id)
+    socket = socket_of(settings, engine_id, replica)
     server = None
-    if not settings.server.socket and rank == 0:
+    if not settings.server.socket and rank == 0 and (replica is None or replica.leads):
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
         config = {
@@ -141,14 +158,14 @@ def check_replicas(settings: Settings) -> None:
         )
 
 
-def workers_of(settings: Settings, engine_id: str) -> list[Registration]:
+def workers_of(settings: Settings, engine_id: str, replica: Replica | None = None) -> list[Registration]:
     """The workers that have registered, by rank; none if there is no server.
 
     Raises:
         ConfigError: the server is another user's, or refuses us.
     """
     try:
-        answer = ask_server(socket_of(settings, engine_id), wire.Registered(engine_id))
+        answer = ask_server(socket_of(settings, engine_id, replica), wire.Registered(engine_id))
     except TierDown as why:
         _log.debug("engine %s has no server: %s", engine_id, why)
         return []

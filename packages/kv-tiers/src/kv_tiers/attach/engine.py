@@ -17,7 +17,7 @@ from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 
-from kv_tiers.attach.connect import Format, open_in_process, open_remote, workers_of
+from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remote, workers_of
 from kv_tiers.attach.guard import OffSwitch
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
@@ -150,12 +150,14 @@ class Engine(OffSwitch):
         *,
         share: RankShare,
         in_process: bool,
+        replica: Replica | None = None,
         loads: bool = True,
         stores: bool = True,
     ) -> None:
         """Open the cache of a worker whose engine's memory is proved. `off` says why not, if a server is not found.
 
         in_process: whether everything of this engine that uses the cache is in this process.
+        replica: of an engine that has several. They share a server.
         loads, stores: what the engine's role lets us do.
 
         Raises:
@@ -164,7 +166,7 @@ class Engine(OffSwitch):
         self.share = share
         if share.rank == 0:
             warn_of_other_formats(settings, kept)
-        if in_process and not settings.server.socket:
+        if in_process and replica is None and not settings.server.socket:
             self.cache, self._bus = open_in_process(settings, chunks)
         else:
             try:
@@ -174,6 +176,7 @@ class Engine(OffSwitch):
                     engine_id=self.id,
                     rank=share.rank,
                     facts={"rank": str(share.rank), **facts.to_text(), **kept.facts()},
+                    replica=replica,
                     on_new_pool=self._exchange_pool,
                 )
             except ConfigError as error:
@@ -185,20 +188,28 @@ class Engine(OffSwitch):
         self._attach(self.cache.pool)
         return None
 
-    def bind_scheduler(self, settings: Settings, ranks: int, *, loads: bool = True, stores: bool = True) -> None:
+    def bind_scheduler(
+        self,
+        settings: Settings,
+        ranks: int,
+        *,
+        replica: Replica | None = None,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
         """Meet the workers, which are in other processes, at the engine's server. `off` says why not, if none is there.
 
         Raises:
             ConfigError: the server is another user's, or refuses us.
         """
-        workers = workers_of(settings, self.id)
+        workers = workers_of(settings, self.id, replica)
         if len(workers) < ranks:
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
         formats = {Format(worker.chunk_bytes, worker.fingerprint) for worker in workers}
         if len(formats) > 1:
             return self.refuse("the ranks' chunks are of different formats")
         (chunks,) = formats
-        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, rank=None, facts={})
+        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, rank=None, facts={}, replica=replica)
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
         return None
 
