@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_core import ChunkKey
+from kv_core.coverage import PLAIN
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import LookedUp
@@ -199,7 +200,7 @@ def publish_s(events: int = 1000) -> float:
 
     def run() -> None:
         for _ in range(events):
-            source.publish(LookedUp("request", keys, 1, CHUNKS, (), "ALL_HELD"))
+            source.publish(LookedUp("request", keys, PLAIN, CHUNKS, (), "ALL_HELD"))
 
     samples = []
     for _ in range(21):

@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def join(server: ServerProcess) -> RemoteCache:
-    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="benchmark", timeout_s=10)
+    return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="benchmark", timeout_s=10)
 
 
 def new_prompt() -> list[bytes]:

@@ -37,7 +37,7 @@ def look_up(cache: LocalCache, keys: list[ChunkKey]) -> LookupPlan:
 with tempfile.TemporaryDirectory() as scratch:
     disk = {"type": "disk", "directory": f"{scratch}/kv", "capacity_bytes": "64MiB"}
     pool = HostConfig(capacity_bytes=8 * CHUNK_BYTES)
-    cache = build_local_cache(pool, chunk_bytes=CHUNK_BYTES, fingerprint="demo", tiers=[disk])
+    cache = build_local_cache(pool, group_bytes=(CHUNK_BYTES,), fingerprint="demo", tiers=[disk])
 
     store(cache, keys_of(list(range(16))))
     plan = look_up(cache, keys_of([*range(12), 99, 99, 99, 99]))  # the same 12 tokens, then its own way
@@ -55,7 +55,7 @@ with tempfile.TemporaryDirectory() as scratch:
     cache.end("request")
     cache.close()
 
-    again = build_local_cache(pool, chunk_bytes=CHUNK_BYTES, fingerprint="demo", tiers=[disk])
+    again = build_local_cache(pool, group_bytes=(CHUNK_BYTES,), fingerprint="demo", tiers=[disk])
     plan = look_up(again, keys_of(list(range(16))))
     print(f"after a restart: {plan.chunks} of 4 chunks, from {', '.join(plan.tiers)}")
     again.end("request")

@@ -64,7 +64,7 @@ def engine(socket: Path, number: int, until: float) -> None:
     """Serve made-up prompts, most of which begin as others did."""
     cache = RemoteCache(
         socket,
-        chunk_bytes=CHUNK_BYTES,
+        group_bytes=(CHUNK_BYTES,),
         fingerprint="made-up",
         engine=f"engine-{number}",
         facts={"chunk_tokens": str(CHUNK_TOKENS)},

@@ -59,7 +59,7 @@ class Connector:
             formats=tuple(chunk_format.kind for chunk_format in bound.formats),
             layouts=tuple(layout.name for layout in bound.layouts),
         )
-        chunks = Format(bound.chunk_bytes, bound.fingerprint)
+        chunks = Format((bound.chunk_bytes,), bound.fingerprint)
         kept = KeptFormat.of(model, facts.formats[0], bound.fingerprint)
         self.engine.bind_worker(settings, facts, chunks, kept, bound.copiers, share=ALONE, in_process=True)
         self.worker = self.engine.start_worker()

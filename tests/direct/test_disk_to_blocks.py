@@ -170,7 +170,7 @@ def cache(tmp_path: Path) -> Iterator[LocalCache]:
     disk = {"type": "disk", "directory": str(tmp_path / "cached"), "capacity_bytes": bytes_for(CONTEXT, 16)}
     made = build_local_cache(
         HostConfig(capacity_bytes=4 * CONTEXT.slot_bytes),
-        chunk_bytes=FORMAT.nbytes,
+        group_bytes=(FORMAT.nbytes,),
         fingerprint=FORMAT.fingerprint,
         tiers=[disk],
     )

@@ -59,7 +59,7 @@ COLD = ColdConfig(batch_bytes=1 << 20, prefetch_share=1.0, spill_share=1.0)
 def in_process(tiers: Tiers, policy: str) -> Address:
     clock = HandClock()
     cache = build_local_cache(
-        config(policy), chunk_bytes=CHUNK_BYTES, fingerprint="f", tiers=tiers, cold=COLD, clock=clock
+        config(policy), group_bytes=(CHUNK_BYTES,), fingerprint="f", tiers=tiers, cold=COLD, clock=clock
     )
     return Address(cache, cache.pool.view, cache, clock, cache.close)
 
@@ -71,7 +71,7 @@ def at_a_server(tiers: Tiers, policy: str) -> Address:
     server = CacheServer(ServerConfig(host=config(policy), tiers=tiers, cold=COLD, socket=str(path)), clock=clock)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    cache = RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=10)
+    cache = RemoteCache(path, group_bytes=(CHUNK_BYTES,), fingerprint="f", timeout_s=10)
     (behind,) = server.caches.values()
 
     def close() -> None:
@@ -358,6 +358,6 @@ def test_a_player_sees_failures_as_they_are() -> None:
     """The comparison would be worth nothing if it compared nothing."""
     local, _ = both([], "lru", SCENARIOS["failures"][1])
     said = [answer for _, answer in local[:-1] if isinstance(answer, tuple) and answer[0] == "misuse"]  # type: ignore[misc]
-    assert len(said) == 5
+    assert len(said) == 4
     failed = [answer for verb, answer in local[:-1] if verb == "load"]  # type: ignore[misc]
     assert len(failed) == 2 and all(isinstance(one, LoadFailed) for one in failed)

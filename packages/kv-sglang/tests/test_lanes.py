@@ -78,7 +78,7 @@ class Engine:
         self.clock = HandClock()
         self.cache: LocalCache = build_local_cache(
             HostConfig(capacity_bytes=pages * slot_bytes_for(FORMAT.nbytes)),
-            chunk_bytes=FORMAT.nbytes,
+            group_bytes=(FORMAT.nbytes,),
             fingerprint=FORMAT.fingerprint,
             tiers=tiers or [],
             cold=ColdConfig(wait_s=5.0),

@@ -52,7 +52,7 @@ class Cache:
         if fingerprint not in self.opened:
             self.opened[fingerprint] = build_local_cache(
                 HostConfig(capacity_bytes=self._pages * slot_bytes_for(nbytes)),
-                chunk_bytes=nbytes,
+                group_bytes=(nbytes,),
                 fingerprint=fingerprint,
                 tiers=self._tiers,
                 cold=ColdConfig(wait_s=wait_s),
@@ -406,7 +406,7 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
     fill(pool)
     described = describe(pool, "kv")
     nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
-    remote = RemoteCache(socket, chunk_bytes=nbytes, fingerprint=fingerprint)
+    remote = RemoteCache(socket, group_bytes=(nbytes,), fingerprint=fingerprint)
     space = LiveKeySpace(WEIGHTS, kv_dtype="float32", format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}")
     store = PageStore(remote, space, described, shard=0, wait_s=1.0)
     try:

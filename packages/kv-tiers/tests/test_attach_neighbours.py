@@ -86,7 +86,7 @@ def test_at_a_server_it_is_who_is_registered_there(tmp_path: Path, caplog: pytes
     server = launch({"host": {"capacity_bytes": 1 << 20}}, socket=tmp_path / "private" / "s")
     joined = settings(server={"socket": str(server.socket)})
     try:
-        sglang = RemoteCache(server.socket, chunk_bytes=NBYTES, fingerprint="one", facts=kept("sglang").facts())
+        sglang = RemoteCache(server.socket, group_bytes=(NBYTES,), fingerprint="one", facts=kept("sglang").facts())
         warn_of_other_formats(joined, kept("vllm", "blocks", "two"))
         (record,) = caplog.records
         assert record.levelname == "WARNING"

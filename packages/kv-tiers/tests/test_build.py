@@ -13,9 +13,9 @@ from kv_tiers.build import check_settings
 
 
 def test_settings_become_a_cache() -> None:
-    cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f")
+    cache = build_local_cache(HostConfig(capacity_bytes=50_000), group_bytes=(5000,), fingerprint="f")
     assert cache.counts().slots_total == 6  # whole pages
-    other = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f")
+    other = build_local_cache(HostConfig(capacity_bytes=50_000), group_bytes=(5000,), fingerprint="f")
     assert cache.pool.name != other.pool.name
     cache.close()
     other.close()
@@ -25,7 +25,7 @@ def test_a_named_cache_finds_itself_again_by_its_fingerprint() -> None:
     config = HostConfig(capacity_bytes=50_000, name=f"test-{uuid.uuid4().hex}")
     try:
         for fingerprint, chunks in (("f", 0), ("f", 2), ("g", 0)):
-            cache = build_local_cache(config, chunk_bytes=5000, fingerprint=fingerprint)
+            cache = build_local_cache(config, group_bytes=(5000,), fingerprint=fingerprint)
             assert cache.lookup(key_chain(2), "r").chunks == chunks
             cache.commit(cache.begin_store(key_chain(2), "w"))
             cache.close()
@@ -35,10 +35,10 @@ def test_a_named_cache_finds_itself_again_by_its_fingerprint() -> None:
 
 def test_a_capacity_below_one_chunk_names_the_smallest_that_works() -> None:
     with pytest.raises(ConfigError, match="at least 8192 bytes"):
-        build_local_cache(HostConfig(capacity_bytes=8191), chunk_bytes=5000, fingerprint="f")
-    build_local_cache(HostConfig(capacity_bytes=8192), chunk_bytes=5000, fingerprint="f").close()
+        build_local_cache(HostConfig(capacity_bytes=8191), group_bytes=(5000,), fingerprint="f")
+    build_local_cache(HostConfig(capacity_bytes=8192), group_bytes=(5000,), fingerprint="f").close()
     with pytest.raises(ConfigError, match="positive"):
-        build_local_cache(HostConfig(capacity_bytes=8192), chunk_bytes=0, fingerprint="f")
+        build_local_cache(HostConfig(capacity_bytes=8192), group_bytes=(0,), fingerprint="f")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
     try:
         for _ in range(2):
             with pytest.raises(ConfigError, match="lease_s"):
-                build_local_cache(config, chunk_bytes=5000, fingerprint="f")
+                build_local_cache(config, group_bytes=(5000,), fingerprint="f")
     finally:
         HostPool.unlink(config.name)
 
@@ -87,7 +87,7 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
     with pytest.raises(ConfigError, match=said):
         check_settings(HostConfig(capacity_bytes=50_000), tiers)
     with pytest.raises(ConfigError, match=said):
-        build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f", tiers=tiers)
+        build_local_cache(HostConfig(capacity_bytes=50_000), group_bytes=(5000,), fingerprint="f", tiers=tiers)
     assert threading.active_count() == threads
 
 
@@ -148,7 +148,7 @@ def test_tiers_are_made_in_their_order_and_under_their_names(tmp_path: Path) -> 
         {"type": "dram", "capacity_bytes": "1MiB", "write": "back", "threads": 1},
         {"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"},
     ]
-    cache = build_local_cache(HostConfig(capacity_bytes=50_000), chunk_bytes=5000, fingerprint="f", tiers=tiers)
+    cache = build_local_cache(HostConfig(capacity_bytes=50_000), group_bytes=(5000,), fingerprint="f", tiers=tiers)
     assert [state.name for state in cache.lower.states()] == ["dram", "nvme"]
     cache.close()
     assert not (tmp_path / "kv").stat().st_mode & 0o077

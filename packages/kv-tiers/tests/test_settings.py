@@ -218,7 +218,7 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_path: Path) -> None:
     settings, _ = load({"observe": {"record": str(tmp_path / "trace.jsonl")}, "host.capacity_bytes": "1MiB"}, {})
-    cache, bus = open_in_process(settings, Format(4096, "f"))
+    cache, bus = open_in_process(settings, Format((4096,), "f"))
     cache.lookup(key_chain(3), "r")
     cache.close()
     bus.close()
@@ -227,7 +227,7 @@ def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_pat
 
 
 def test_nothing_watches_a_cache_in_this_process_unless_it_was_asked_for() -> None:
-    cache, bus = open_in_process(load({"host.capacity_bytes": "1MiB"}, {})[0], Format(4096, "f"))
+    cache, bus = open_in_process(load({"host.capacity_bytes": "1MiB"}, {})[0], Format((4096,), "f"))
     assert not cache.events.on
     cache.close()
     bus.close()
@@ -236,7 +236,7 @@ def test_nothing_watches_a_cache_in_this_process_unless_it_was_asked_for() -> No
 def test_a_private_server_watches_as_the_settings_say(tmp_path: Path) -> None:
     extra = {"observe": {"record": str(tmp_path / "trace.jsonl"), "history_keys": 7}, "host.capacity_bytes": "1MiB"}
     settings, _ = load(extra, {})
-    remote, server = open_remote(settings, Format(4096, "f"), engine_id=uuid.uuid4().hex, rank=0, facts={})
+    remote, server = open_remote(settings, Format((4096,), "f"), engine_id=uuid.uuid4().hex, rank=0, facts={})
     assert server is not None
     try:
         remote.lookup(key_chain(3), "r")

@@ -111,14 +111,16 @@ def test_no_salt_is_in_anything_that_is_printed(salt_file: Path) -> None:
 def test_a_cache_has_the_quotas_that_the_settings_say() -> None:
     tenants = read({"name": "a", "salt": "a", "quota_bytes": 3 * 4096 + 17}, {"name": "b", "salt": "b"})
     config = HostConfig(capacity_bytes=8 * 4096)
-    cache = build_local_cache(config, chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants)
+    cache = build_local_cache(config, group_bytes=(CHUNK_BYTES,), fingerprint="f", tenants=tenants)
     assert [(use.tenant, use.quota_bytes) for use in cache.admin.tenants()] == [(tenant_tag("a"), 3 * 4096)]
     assert len(cache.begin_store(key_chain(8, salt="a"), "w").keys) == 3
     assert len(cache.begin_store(key_chain(8, salt="b"), "w").keys) == 5
     cache.close()
     for wrong in (8 * 4096 + 4096, 4095):
         with pytest.raises(ConfigError, match="a quota of"):
-            build_local_cache(config, chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=[Tenant("a", bytes(7), wrong)])
+            build_local_cache(
+                config, group_bytes=(CHUNK_BYTES,), fingerprint="f", tenants=[Tenant("a", bytes(7), wrong)]
+            )
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_two_clients_of_different_tenants_each_keep_to_their_own(home: Path, sal
     }
     server = launch(settings, socket=home / "kv.sock")
     try:
-        quiet, noisy = (RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f") for _ in range(2))
+        quiet, noisy = (RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f") for _ in range(2))
         mine = key_chain(3, salt=SECRET)
         quiet.commit(quiet.begin_store(mine, "q"))
         for turn in range(5):
@@ -182,7 +184,7 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         tenants = read({"name": "a", "salt": SECRET, "quota_bytes": 4096})
         cache = build_local_cache(
-            HostConfig(capacity_bytes=8192), chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants
+            HostConfig(capacity_bytes=8192), group_bytes=(CHUNK_BYTES,), fingerprint="f", tenants=tenants
         )
         cache.commit(cache.begin_store(key_chain(2, salt=SECRET), "w"))
         cache.admin.clear_tenant(tenant_tag(SECRET))
@@ -196,7 +198,7 @@ def test_a_report_lists_no_end_of_tenants_that_nobody_named(monkeypatch: pytest.
     monkeypatch.setattr("kv_tiers.server.server.MAX_TENANTS", 2)
     tenants = [Tenant("named", tenant_tag("named")), Tenant("bound", tenant_tag("bound"), 4096)]
     cache = build_local_cache(
-        HostConfig(capacity_bytes=64 * 4096), chunk_bytes=CHUNK_BYTES, fingerprint="f", tenants=tenants
+        HostConfig(capacity_bytes=64 * 4096), group_bytes=(CHUNK_BYTES,), fingerprint="f", tenants=tenants
     )
     for number in range(6):
         cache.commit(cache.begin_store(key_chain(number + 1, salt=str(number)), "w"))

@@ -180,8 +180,8 @@ def attach(
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
-    formats = {name: Format(pages.format.nbytes, pages.format.fingerprint) for name, pages in pools.items()}
-    page_bytes = sum(chunks.chunk_bytes for chunks in formats.values())
+    formats = {name: Format((pages.format.nbytes,), pages.format.fingerprint) for name, pages in pools.items()}
+    page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so what one of them has may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
     made = Attached(watch=watch)
@@ -192,7 +192,7 @@ def attach(
         for chunks in dict.fromkeys(formats.values()):
             names = [name for name, its in formats.items() if its == chunks]
             if alone:
-                part = _part_of(settings, names[0], len(names) * chunks.chunk_bytes / page_bytes)
+                part = _part_of(settings, names[0], len(names) * max(chunks.group_bytes) / page_bytes)
                 made.caches[chunks], bus = open_in_process(part, chunks)
                 made.buses.append(bus)
             else:

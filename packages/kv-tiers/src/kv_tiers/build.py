@@ -19,6 +19,7 @@ from kv_tiers.events.bus import Source
 from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
+from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.registry import codec_factory, tier_factory
@@ -31,7 +32,7 @@ _NUMBERS = itertools.count()
 def build_local_cache(
     config: HostConfig,
     *,
-    chunk_bytes: int,
+    group_bytes: Sequence[int],
     fingerprint: str,
     tiers: Sequence[Mapping[str, object]] = (),
     cold: ColdConfig | None = None,
@@ -40,7 +41,8 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
 ) -> LocalCache:
-    """A cache of chunks of `chunk_bytes` each, whose bytes mean what `fingerprint` says.
+    """A cache of chunks of `group_bytes` each, by `ChunkKey.group`, whose bytes mean what `fingerprint` says: of all
+    groups together.
 
     tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
     events: where it tells what happens (`kv_tiers.events`).
@@ -50,8 +52,7 @@ def build_local_cache(
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
-    if chunk_bytes <= 0:
-        raise ConfigError(f"chunks of {chunk_bytes} bytes; a chunk's size must be positive")
+    chunk_bytes = PayloadSizes(group_bytes).largest
     slots = config.capacity_bytes // slot_bytes_for(chunk_bytes)
     if slots < 1:
         smallest = slot_bytes_for(chunk_bytes)
@@ -64,13 +65,15 @@ def build_local_cache(
     if config.name and shared:
         raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
     if config.name:
-        pool = HostPool.named(config.name, chunk_bytes, slots, fingerprint=fingerprint)
+        pool = HostPool.named(config.name, chunk_bytes, slots, group_bytes=group_bytes, fingerprint=fingerprint)
     elif shared:
         # Unique for all time, as who meets it across a server's restart must not take the one for the other.
-        pool = HostPool.shared(f"shared-{os.getpid()}-{secrets.token_hex(8)}", chunk_bytes, slots)
+        name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
+        pool = HostPool.shared(name, chunk_bytes, slots, group_bytes=group_bytes)
     else:
         # The name is only what extents say; this process has no other pool of this number.
-        pool = HostPool.anonymous(f"host-{os.getpid()}-{next(_NUMBERS)}", chunk_bytes, slots)
+        name = f"host-{os.getpid()}-{next(_NUMBERS)}"
+        pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes)
     lanes: list[tuple[Lane, WriteMode]] = []
     try:
         for number, options in enumerate(tiers):

@@ -61,14 +61,16 @@ class Read:
     key: the chunk's name.
     header: `chunk_header.HEADER_BYTES` bytes, writable.
     pages: whole pages with room for a chunk, writable.
-    wanted_bytes: how many of the payload's first bytes are wanted, if it has so many: a chunk's size for all of it;
-        less only for `ReadsPrefixes`.
+    wanted_bytes: how many of the payload's first bytes are wanted, if it has so many: the largest chunk's size
+        (`TierContext`) for all of it; less only for `ReadsPrefixes`.
+    chunk_bytes: the size of this chunk, which is its payload's unless a codec made that; for the lane. 0: the largest.
     """
 
     key: ChunkKey
     header: bytearray
     pages: memoryview
     wanted_bytes: int
+    chunk_bytes: int = 0
 
     @property
     def room(self) -> memoryview:
@@ -97,7 +99,7 @@ class TierContext:
     """What every chunk of this cache has in common. A tier may serve caches of several formats at one address, and
     must keep what it stores for one from being found by another: `namespace` is different for each.
 
-    chunk_bytes: size of a chunk, and the most that a payload has.
+    chunk_bytes: size of the largest chunk, and the most that a payload has.
     slot_bytes: size of the pages that hold one.
     fingerprint: what a chunk's bytes mean.
     """

@@ -53,7 +53,7 @@ def _no_collector() -> Iterator[None]:
 def opened(name: str, *tiers: Mapping[str, object]) -> LocalCache:
     return build_local_cache(
         HostConfig(capacity_bytes=SLOTS * 8192, name=name),
-        chunk_bytes=CHUNK_BYTES,
+        group_bytes=(CHUNK_BYTES,),
         fingerprint="close",
         tiers=tiers,
         cold=ColdConfig(drain_s=0.2),

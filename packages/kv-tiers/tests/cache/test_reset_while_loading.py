@@ -123,7 +123,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with ExitStack() as stack:
         service: LocalCache | RemoteCache
         if request.param == "in process":
-            service = behind = build_local_cache(HOST, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+            service = behind = build_local_cache(HOST, group_bytes=(CHUNK_BYTES,), fingerprint="f")
         else:
             home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
             server = CacheServer(ServerConfig(host=HOST, socket=str(Path(home) / "s")))
@@ -131,7 +131,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
             thread.start()
             stack.callback(joined, thread)
             stack.callback(server.stop)
-            service = RemoteCache(Path(home) / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=10)
+            service = RemoteCache(Path(home) / "s", group_bytes=(CHUNK_BYTES,), fingerprint="f", timeout_s=10)
             (behind,) = server.caches.values()
         stack.callback(service.close)
         device = SlowDevice(service, service.pool.view)

@@ -99,7 +99,7 @@ def test_without_descriptors_it_neither_spins_nor_fills_the_log(server: Server, 
             assert isinstance(refused, wire.Failed) and "ulimit -n" in refused.text
     # They are gone, and everybody is served as before.
     until(lambda: is_served(server))
-    RemoteCache(server.socket, chunk_bytes=4096, fingerprint="f").close()
+    RemoteCache(server.socket, group_bytes=(4096,), fingerprint="f").close()
 
 
 def is_served(server: Server) -> bool:

@@ -48,7 +48,7 @@ REQUESTS: list[wire.Request] = [
     wire.Registered("e"),
     wire.Ping(),
     wire.Status(),
-    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, True),
+    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, True),
     wire.Renew("h"),
     wire.Load(wire.pack_keys(key_chain(2)), "h"),
     wire.BeginStore(wire.pack_keys(key_chain(2)), "h"),
@@ -105,7 +105,7 @@ def fuzz_often(messages: int) -> dict[str, int]:
     """Bent and cut requests, many to a connection, until it is ended: nothing must be left of them."""
     rng = random.Random(messages)
     server = launch({"host": {"capacity_bytes": 64 * SLOT_BYTES}}, log_level="error")
-    stays = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", timeout_s=30)
+    stays = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f", timeout_s=30)
     whole = [wire.frame(request) for request in REQUESTS]
     sent = refused = connections = grown_from = 0
     while sent < messages:
@@ -136,7 +136,7 @@ def fuzz_often(messages: int) -> dict[str, int]:
 
 def test_hostile_bytes_left_nothing_behind(sturdy: ServerProcess) -> None:
     until(lambda: not report_of(sturdy.socket).sessions)
-    cache = RemoteCache(sturdy.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    cache = RemoteCache(sturdy.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     until(lambda: cache.counts().write_leases == 0 or bool(report_of(sturdy.socket).orphans))
     assert cache.counts().read_leases == 0
     assert_adds_up(cache.counts())

@@ -33,12 +33,12 @@ from kv_tiers.server.mapped import MappedPool
 from pathlib import Path
 
 path, does_map = Path(sys.argv[1]), sys.argv[2] == "map"
-register = wire.Register("lost", int(sys.argv[3]), "f", 1, {}, b"", [], wire.Keys(), False)
+register = wire.Register("lost", (int(sys.argv[3]),), "f", 1, {}, b"", [], wire.Keys(), False)
 opening = Opening(path, 10, register)
 answer = opening.finish(10)
 pool = None
 if does_map:
-    pool = MappedPool(answer.name, answer.chunk_bytes, answer.slots, opening.connection.take_descriptor())
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
 opening.connection.drop_descriptors()
 leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w"))
 assert len(leased.slots) == 4
@@ -215,7 +215,7 @@ def test_who_registers_nothing_and_asks_nothing_is_not_kept(
     within: CacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "UNREGISTERED_S", 0.3)
-    registered = RemoteCache(within.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    registered = RemoteCache(within.socket_path, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
         connection.settimeout(20)
         connection.connect(str(within.socket_path))
@@ -231,7 +231,7 @@ def test_who_registers_nothing_and_asks_nothing_is_not_kept(
 def test_one_that_may_be_writing_still_is_named_in_the_log(
     within: CacheServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = RemoteCache(within.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    writer = RemoteCache(within.socket_path, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     assert len(writer.begin_store(key_chain(3), "w").keys) == 3
     cut(writer)  # and it makes no call that would tell it so
     until(lambda: "writing 3 chunks, and has not come back" in caplog.text, 30)

@@ -31,7 +31,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
     with raw_session(served) as ask:
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
-            ask(wire.Lookup(keys, f"r{number}", 1, False))
+            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False))
         ask(wire.Load(keys, "l"))
         ask(wire.Load(keys, "never released"))
         assert stays.counts().read_leases == 7
@@ -193,7 +193,7 @@ def test_killed_at_any_moment() -> None:
 def child_lives(path: Path, seed: int, writer: int) -> NoReturn:
     try:
         rng = random.Random(seed)
-        cache = RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+        cache = RemoteCache(path, group_bytes=(CHUNK_BYTES,), fingerprint="f")
         os.write(writer, b"r")
         while True:
             keys = key_chain(rng.randint(1, 6), branch=str(rng.randrange(8)))
@@ -217,7 +217,7 @@ def kill_often(kills: int) -> dict[str, int]:
     rng = random.Random(kills)
     counted = {"kills": kills, "writing": 0, "verified": 0}
     server = launch({"host": {"capacity_bytes": 32 * SLOT_BYTES}})
-    stays = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    stays = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     for number in range(kills):
         reader, writer = os.pipe()
         child = os.fork()

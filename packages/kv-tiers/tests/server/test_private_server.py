@@ -37,7 +37,7 @@ from kv_tiers.settings import load
 from kv_tiers.testing.contract import CHUNK_BYTES, content
 
 settings, _ = load(json.loads(sys.argv[1]), {})
-cache, server = open_remote(settings, Format(CHUNK_BYTES, "f"), engine_id=sys.argv[2], rank=0, facts={})
+cache, server = open_remote(settings, Format((CHUNK_BYTES,), "f"), engine_id=sys.argv[2], rank=0, facts={})
 lease = cache.begin_store(key_chain(int(sys.argv[3])), "w")
 for key, extent in zip(lease.keys, lease.extents, strict=True):
     cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
@@ -145,7 +145,7 @@ def test_what_waits_is_stored_when_the_engine_ends(engine: Engine, end: Callable
     assert engine.server_ends()
     assert left_in(engine) == []
     heir = launch({"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}, "tiers": [engine.disk]})
-    cache = RemoteCache(heir.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    cache = RemoteCache(heir.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     until(lambda: cache.lookup(key_chain(CHUNKS), "r", wait_for_promotion=True).chunks == CHUNKS)
     lease = cache.load(key_chain(CHUNKS), "l")
     for key, extent in zip(lease.keys, lease.extents, strict=True):  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ def test_a_killed_server_hinders_no_later_one_and_its_files_go(tmp_path: Path) -
     other = start(tmp_path, "engine-2")  # whoever comes next into the directory tidies up
     assert sorted(path.name for path in directory(tmp_path).iterdir()) == ["engine-2.sock", "engine-2.sock.lock"]
     again = start(tmp_path, "engine-1")
-    RemoteCache(again.socket, chunk_bytes=4096, fingerprint="f").close()
+    RemoteCache(again.socket, group_bytes=(4096,), fingerprint="f").close()
     for server in (killed, other, again):
         server.stop()
     assert list(directory(tmp_path).iterdir()) == []

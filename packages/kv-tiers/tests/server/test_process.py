@@ -166,12 +166,12 @@ def test_the_command_says_what_is_wrong(home: Path) -> None:
 
 def test_a_shared_pool_cannot_be_cut_short() -> None:
     pool = HostPool.shared("s", CHUNK_BYTES, 4)
-    seen = MappedPool("s", CHUNK_BYTES, 4, os.dup(pool.descriptor))
+    seen = MappedPool("s", (CHUNK_BYTES,), 4, os.dup(pool.descriptor))
     slot = pool.allocate()
     assert slot is not None
     assert pool.back([slot]) == set()
     seen.view[:3] = b"abc"
-    with pool.chunk(slot) as chunk:
+    with pool.chunk(slot, CHUNK_BYTES) as chunk:
         assert bytes(chunk[:3]) == b"abc"
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(pool.descriptor, 0)

@@ -115,7 +115,7 @@ def test_an_engines_processes_find_what_its_workers_registered(served: ThreadedS
     registered = ask_server(served.path, wire.Registered("e"))
     assert isinstance(registered, wire.Registrations)
     (found,) = registered.sessions
-    assert (found.chunk_bytes, found.fingerprint, found.shards) == (CHUNK_BYTES, "f", 2)
+    assert (found.group_bytes, found.fingerprint, found.shards) == ((CHUNK_BYTES,), "f", 2)
     assert (found.facts, found.pid) == ({"space": "model@1"}, os.getpid())
     worker.close()
     assert ask_server(served.path, wire.Registered("e")) == wire.Registrations([])

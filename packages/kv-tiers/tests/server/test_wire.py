@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_core.coverage import ChunkShape
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
@@ -20,13 +21,13 @@ COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
 REQUESTS: list[wire.Request] = [
     wire.Hello("0.1.0"),
-    wire.Register("engine", 4096, "fingerprint", 2, {"space": "model"}, b"t" * 16, [1, 2], KEYS, True),
+    wire.Register("engine", (4096, 512), "fingerprint", 2, {"space": "model"}, b"t" * 16, [1, 2], KEYS, True),
     wire.Unregister(),
     wire.Registered("engine"),
     wire.Ping(),
     wire.Status(),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
-    wire.Lookup(KEYS, "holder", 2, True),
+    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True),
     wire.Renew("holder"),
     wire.Load(KEYS, "holder"),
     wire.BeginStore(KEYS, "holder"),
@@ -41,11 +42,12 @@ REQUESTS: list[wire.Request] = [
 REPORT = Report(
     pid=1,
     package="0.1.0",
-    sessions=[Registration(1, 2, "engine", 4096, "f", 1, {"a": "b"})],
+    sessions=[Registration(1, 2, "engine", (4096, 512), "f", 1, {"a": "b"})],
     orphans=0,
     caches=[
         CacheReport(
             4096,
+            (4096, 512),
             "f",
             "pool",
             1,
@@ -59,10 +61,10 @@ REPORT = Report(
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),
     wire.Welcome("0.1.0", 1),
-    wire.Pool("pool", 4096, 8, b"t" * 16, [1], True),
+    wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True),
     wire.Done(),
     wire.Truth(True),
-    wire.Planned(1, "ABSENT", ("host",)),
+    wire.Planned(1, "INCOMPLETE", ("host",), 3, 1),
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
@@ -75,7 +77,7 @@ ANSWERS: list[wire.Answer] = [
         True,
         [
             wire.Explained(
-                4096,
+                (4096, 512),
                 "f",
                 "00",
                 "00",
@@ -230,14 +232,10 @@ def test_the_examples_on_the_formats_page_are_true() -> None:
     assert hello == wire.frame(wire.Hello("0.1.0"))
     said = wire.read_request(lookup[wire.HEADER.size :])
     assert isinstance(said, wire.Lookup)
-    assert (len(said.keys.unpack()), said.holder, said.keys_per_chunk, said.wait_for_promotion) == (
-        1,
-        "request-1",
-        1,
-        False,
-    )
+    assert (len(said.keys.unpack()), said.holder, said.wait_for_promotion) == (1, "request-1", False)
+    assert said.shape() == ChunkShape(256)
     assert wire.frame(said) == lookup
-    assert planned == wire.frame(wire.Planned(0, "ABSENT", ()))
+    assert planned == wire.frame(wire.Planned(0, "ABSENT", (), 0, -1))
     for message in [*REQUESTS, *ANSWERS]:
         assert f"`{type(message).__struct_config__.tag}`" in page
 

@@ -43,7 +43,7 @@ def start(home: Path) -> ServerProcess:
 
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
-    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="llama", engine=engine)
+    return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine)
 
 
 def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
@@ -221,7 +221,7 @@ def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **chan
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
-            "chunk_bytes": 100, "fingerprint": "f", "pool": "p", "sessions": 0,
+            "chunk_bytes": 100, "group_bytes": [100], "fingerprint": "f", "pool": "p", "sessions": 0,
             "counts": msgspec.to_builtins(counts(**fields)), "tiers": [msgspec.to_builtins(tier)],
             "tenants": [{"name": "acme", "tag": "01", "chunks": 2, "used_bytes": 200, "quota_bytes": 300},
                         {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],

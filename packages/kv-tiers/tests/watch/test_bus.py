@@ -12,7 +12,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
-from kv_core.testing import key_chain
+from kv_core.testing import key_chain, keys_of
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
@@ -81,7 +81,7 @@ def test_events_are_told_in_order_with_their_source_and_time() -> None:
     clock = HandClock(100.0)
     bus = EventBus(interval_s=0.001, clock=clock)
     gathered = Gathered()
-    first, second = bus.source("first", 64), bus.source("second")
+    first, second = bus.source("first", (64,)), bus.source("second")
     bus.subscribe(gathered)
     first.publish(ended("a"))
     clock.advance(5)
@@ -206,7 +206,7 @@ class Watched:
         self.gathered = Gathered()
         self.bus.subscribe(self.gathered)
         pool = HostPool.anonymous("test", CHUNK_BYTES, slots)
-        source = self.bus.source("c", CHUNK_BYTES)
+        source = self.bus.source("c", (CHUNK_BYTES,))
         self.cache = LocalCache(pool, clock=self.clock, policy=LruPolicy(), events=source, **options)  # type: ignore[arg-type]
 
     def told(self) -> list[events.Event]:
@@ -244,9 +244,9 @@ def test_a_store_a_lookup_and_a_load_are_told_once_each(watched: Watched) -> Non
     cache.release(lease)
     cache.end("r")
     assert watched.told() == [
-        events.LookedUp("r", [*keys, *key_chain(1, branch="x")], 1, 3, ("host",) * 3, "ABSENT"),
+        events.LookedUp("r", [*keys, *key_chain(1, branch="x")], keys_of(1), 3, ("host",) * 3, "ABSENT"),
         events.LoadBegun("r", lease.id, keys, 0),
-        events.LoadEnded("r", lease.id, 3, 3.0, "released"),
+        events.LoadEnded("r", lease.id, 3, 3 * CHUNK_BYTES, 3.0, "released"),
         events.HolderEnded("r"),
     ]
 
@@ -323,7 +323,7 @@ def test_what_was_forgotten_is_told(watched: Watched) -> None:
 def watched_tower(*modes: WriteMode, **options: Any) -> tuple[Tower, EventBus, Gathered]:
     bus, gathered = EventBus(interval_s=0.001), Gathered()
     bus.subscribe(gathered)
-    return Tower(*modes, events=bus.source("tower", CHUNK_BYTES), **options), bus, gathered
+    return Tower(*modes, events=bus.source("tower", (CHUNK_BYTES,)), **options), bus, gathered
 
 
 def test_the_way_down_and_up_is_told_with_tier_bytes_and_keys() -> None:
@@ -400,13 +400,13 @@ def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
         thread = threading.Thread(target=server.serve)
         thread.start()
         for fingerprint in ("f", "g"):
-            remote = RemoteCache(server.socket_path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint)
+            remote = RemoteCache(server.socket_path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint)
             remote.lookup(key_chain(1), "r")
             remote.close()
         server.stop()
         thread.join(30)
         asked = [one.source.name for one in gathered.all if isinstance(one.event, events.LookedUp)]
-        assert asked == [cache_name((CHUNK_BYTES, "f")), cache_name((CHUNK_BYTES, "g"))]
+        assert asked == [cache_name(((CHUNK_BYTES,), "f")), cache_name(((CHUNK_BYTES,), "g"))]
         assert gathered.is_closed
 
 

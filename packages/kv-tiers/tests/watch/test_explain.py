@@ -40,7 +40,7 @@ class Remembered:
             HostPool.anonymous("test", CHUNK_BYTES, slots),
             clock=self.clock,
             policy=LruPolicy(),
-            events=self.bus.source("c", CHUNK_BYTES),
+            events=self.bus.source("c", (CHUNK_BYTES,)),
         )
 
     def store(self, keys: list[ChunkKey]) -> None:
@@ -125,7 +125,7 @@ def test_refused_aborted_forgotten_and_being_written_are_told_apart(kept: Rememb
 def test_a_chunk_on_a_tier_below_is_found_there_and_one_lost_there_says_that_it_was() -> None:
     bus, history = EventBus(interval_s=0.001), History(1000, 0.0)
     bus.subscribe(history)
-    tower = Tower("through", events=bus.source("c", CHUNK_BYTES))
+    tower = Tower("through", events=bus.source("c", (CHUNK_BYTES,)))
     keys = key_chain(2)
     tower.store_below(keys)
     assert bus.flush()
@@ -217,7 +217,7 @@ class Asked:
         self.home, self.capsys = home, capsys
         host = {"capacity_bytes": 8 * slot_bytes_for(CHUNK_BYTES), "policy": "lru"}
         self.server: ServerProcess = launch({"host": host, **options})
-        self.remote = RemoteCache(self.server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f", engine="an engine")
+        self.remote = RemoteCache(self.server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f", engine="an engine")
 
     def store(self, keys: list[ChunkKey]) -> None:
         self.remote.commit(self.remote.begin_store(keys, "w"))

@@ -23,7 +23,7 @@ class Scraped:
 
     def __init__(self) -> None:
         self.bus = EventBus(interval_s=0.001)
-        self.tower = Tower("through", events=self.bus.source("c", CHUNK_BYTES))
+        self.tower = Tower("through", events=self.bus.source("c", (CHUNK_BYTES,)))
         self.metrics = Metrics(self.bus, lambda: [self.tower.cache])
 
     def families(self) -> dict[str, Metric]:
@@ -168,7 +168,7 @@ def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkey
 
 def test_dropped_events_are_told() -> None:
     bus = EventBus(max_queued=0, interval_s=0.001)
-    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=bus.source("c", CHUNK_BYTES))
+    cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=bus.source("c", (CHUNK_BYTES,)))
     metrics = Metrics(bus, lambda: [cache])
     cache.lookup(key_chain(1), "r")
     body, _ = metrics.exposition()

@@ -43,7 +43,7 @@ def record(path: Path, *, facts: dict[str, str], shards: int = 1) -> tuple[Path,
         thread = threading.Thread(target=server.serve)
         thread.start()
         cache = RemoteCache(
-            Path(home) / "s", chunk_bytes=CHUNK_BYTES, fingerprint="f", shards=shards, facts=facts, timeout_s=10
+            Path(home) / "s", group_bytes=(CHUNK_BYTES,), fingerprint="f", shards=shards, facts=facts, timeout_s=10
         )
         for number, keys in enumerate(workload(300, shards)):
             cache.lookup(keys, f"r{number}", shape=keys_of(shards))

@@ -28,7 +28,7 @@ def recorded(path: Path, max_bytes: int = 1 << 20, name: str = "", slots: int = 
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(path), max_bytes))
     pool = HostPool.anonymous("test", CHUNK_BYTES, slots)
-    return bus, LocalCache(pool, policy=LruPolicy(), clock=HandClock(), events=bus.source(name, CHUNK_BYTES))
+    return bus, LocalCache(pool, policy=LruPolicy(), clock=HandClock(), events=bus.source(name, (CHUNK_BYTES,)))
 
 
 def request(cache: LocalCache, keys: list[ChunkKey], holder: str) -> int:
@@ -91,7 +91,7 @@ def test_what_is_asked_again_while_it_waits_is_one_request(tmp_path: Path) -> No
     path = tmp_path / "trace.jsonl"
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(path), 1 << 20))
-    tower = Tower("through", events=bus.source("", CHUNK_BYTES))
+    tower = Tower("through", events=bus.source("", (CHUNK_BYTES,)))
     keys = key_chain(4)
     tower.store_below(keys)
     tower.fetch(keys)  # several questions: it waits for what comes up
@@ -144,7 +144,7 @@ def test_each_cache_of_a_server_has_a_file_of_its_own(tmp_path: Path) -> None:
     bus = EventBus(interval_s=0.001)
     bus.subscribe(Recorder(bus, str(tmp_path / "trace.jsonl"), 1 << 20))
     for name in ("a", "b"):
-        source = bus.source(name, CHUNK_BYTES)
+        source = bus.source(name, (CHUNK_BYTES,))
         cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 2), events=source)
         cache.lookup(key_chain(2), "r")
         cache.close()

@@ -42,7 +42,7 @@ def bind_worker(
     return engine.bind_worker(
         settings,
         facts,
-        Format(bound.chunk_bytes, bound.fingerprint),
+        Format((bound.chunk_bytes,), bound.fingerprint),
         KeptFormat.of(model, facts.formats[0], bound.fingerprint),
         bound.copiers,
         share=share,

@@ -36,9 +36,9 @@ _WAIT_FOR_RANK_0_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What every chunk of an engine is."""
+    """What the chunks of an engine are: of each group of layers the size of its chunks, and what all of that means."""
 
-    chunk_bytes: int
+    group_bytes: tuple[int, ...]
     fingerprint: str
 
 
@@ -72,12 +72,12 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
     try:
         cache = build_local_cache(
             settings.host,
-            chunk_bytes=chunks.chunk_bytes,
+            group_bytes=chunks.group_bytes,
             fingerprint=chunks.fingerprint,
             tiers=settings.tiers,
             cold=settings.cold,
             tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
-            events=bus.source("", chunks.chunk_bytes, settings.chunk_tokens),
+            events=bus.source("", chunks.group_bytes, settings.chunk_tokens),
         )
     except BaseException:
         bus.close()
@@ -125,7 +125,7 @@ def open_remote(
         try:
             remote = RemoteCache(
                 socket,
-                chunk_bytes=chunks.chunk_bytes,
+                group_bytes=chunks.group_bytes,
                 fingerprint=chunks.fingerprint,
                 engine=engine_id,
                 facts=facts,

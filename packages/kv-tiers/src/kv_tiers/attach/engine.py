@@ -205,7 +205,7 @@ class Engine(OffSwitch):
         workers = workers_of(settings, self.id, replica)
         if len(workers) < ranks:
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
-        formats = {Format(worker.chunk_bytes, worker.fingerprint) for worker in workers}
+        formats = {Format(worker.group_bytes, worker.fingerprint) for worker in workers}
         if len(formats) > 1:
             return self.refuse("the ranks' chunks are of different formats")
         (chunks,) = formats

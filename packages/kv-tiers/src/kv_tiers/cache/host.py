@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
@@ -51,6 +51,13 @@ class CacheTotals:
     leases_expired: int = 0
 
 
+class _Doubt(NamedTuple):
+    """What the record of an adopted chunk says of its bytes."""
+
+    checksum: bytes
+    nbytes: int
+
+
 class HostTier:
     """Owns the pool and closes it. `lock`, `pool` and `events` are the whole cache's."""
 
@@ -67,7 +74,7 @@ class HostTier:
         self._totals = totals
         self._policy_name = policy_name(shares.common.policy)
         self._evicted: list[ChunkKey] = []  # not published yet
-        self._doubtful: dict[int, bytes] = {}  # slots adopted and not looked at yet → the checksum their record gives
+        self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
         self._closed = False
         self._adopt()
 
@@ -168,9 +175,11 @@ class HostTier:
             self._record(keys, slots, chain, checksums, freed)
         self.trim(len(slots))
 
-    def checksums(self, slots: Sequence[int]) -> list[bytes]:
+    def checksums(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[bytes]:
         """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""
-        return [] if self.pool.directory is None else [self._checksum(slot) for slot in slots]
+        if self.pool.directory is None:
+            return []
+        return [self._checksum(slot, self.pool.sizes.of(key)) for key, slot in zip(keys, slots, strict=True)]
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Give reserved places back."""
@@ -203,7 +212,7 @@ class HostTier:
             self._shares.left(slot)
             self.pool.free(slot)
 
-    def lease_doubtful(self, slots: Sequence[int]) -> dict[int, bytes]:
+    def lease_doubtful(self, slots: Sequence[int]) -> dict[int, _Doubt]:
         """Those of the slots that nobody has verified, leased until `verify` is done with them."""
         if not self._doubtful:
             return {}
@@ -211,9 +220,9 @@ class HostTier:
         self._index.lease(list(doubtful))
         return doubtful
 
-    def verify(self, doubtful: Mapping[int, bytes]) -> None:
+    def verify(self, doubtful: Mapping[int, _Doubt]) -> None:
         """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself."""
-        wrong = [slot for slot, checksum in doubtful.items() if self._checksum(slot) != checksum]
+        wrong = [slot for slot, doubt in doubtful.items() if self._checksum(slot, doubt.nbytes) != doubt.checksum]
         with self.lock:
             damaged_keys = []
             for slot in doubtful:
@@ -303,7 +312,7 @@ class HostTier:
             adopted[record.key] = record.slot
             self._shares.took([record.slot], record.key.tenant)
             self._index.adopt(record.key, record.slot)
-            self._doubtful[record.slot] = record.digest
+            self._doubtful[record.slot] = _Doubt(record.digest, self.pool.sizes.of(record.key))
         self.pool.take(adopted.values())
         self._totals.chunks_adopted = len(adopted)
         self._shares.note_over()
@@ -311,7 +320,7 @@ class HostTier:
         if adopted:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
 
-    def _checksum(self, slot: int) -> bytes:
+    def _checksum(self, slot: int, nbytes: int) -> bytes:
         """Of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
-        with self.pool.chunk(slot) as chunk:
+        with self.pool.chunk(slot, nbytes) as chunk:
             return checksum_of(chunk)

@@ -25,6 +25,7 @@ class Read:
     slots: what may be read, each leased once for it.
     kind: a promise is replaced by the holder's next; a load stands beside it.
     deadline_s: when it expires.
+    nbytes: of the chunks of a load.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Read:
     slots: list[int]
     kind: Literal["promise", "load"]
     deadline_s: float
+    nbytes: int = 0
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.cache.admin import Administration, quota_slots
+from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
 from kv_tiers.cache.host import TIER, CacheTotals, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
@@ -90,34 +91,34 @@ class LocalCache:
     def lookup(
         self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
     ) -> LookupPlan:
-        keys, keys_per_chunk = list(keys), shape.keys_per_chunk
-        if len(keys) % keys_per_chunk:
+        keys = list(keys)
+        asked, rest = divmod(len(keys), shape.keys_per_chunk)
+        if rest:
             raise MisuseError(
-                f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
+                f"a lookup of {len(keys)} keys, {shape.keys_per_chunk} a chunk: give all the keys of every chunk"
             )
         while True:
             now_s = self._clock.now_s()
             with self._lock:
                 self._begin(now_s)
-                slots = self._index.leading(keys)
-                have = len(slots)
-                if not (doubtful := self._host.lease_doubtful(slots)):
-                    plan = self._promise(keys, slots, holder, keys_per_chunk, now_s)
+                hit = find_hit(self._index, keys, shape)
+                if not (doubtful := self._host.lease_doubtful(hit.slots)):
+                    plan = self._promise(hit, shape, holder, now_s)
                     self._promotions.promised(holder)
-                    may_wait = wait_for_promotion and have < len(keys) and bool(self.lower)
+                    may_wait = wait_for_promotion and hit.chunks < asked and bool(self.lower)
                     if not may_wait:
-                        self._count_lookup(len(keys) // keys_per_chunk, plan.chunks)
+                        self._count_lookup(asked, plan.chunks)
                     break
             self._host.verify(doubtful)
         if may_wait:
             # What is promised already stays put meanwhile, so what comes up joins it.
-            if self._promotions.is_pending(keys, have, holder, now_s):
+            if self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s):
                 plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
             else:
                 with self._lock:
-                    self._count_lookup(len(keys) // keys_per_chunk, plan.chunks)
+                    self._count_lookup(asked, plan.chunks)
         if self.events.on_requests:
-            self.events.publish(events.LookedUp(holder, keys, keys_per_chunk, plan.chunks, plan.tiers, plan.ended.name))
+            self.events.publish(events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name))
         return plan
 
     def renew(self, holder: Holder) -> bool:
@@ -169,7 +170,7 @@ class LocalCache:
         if self.events.on:
             without = missing[len(write.keys) :] if why else ()
             self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, without, why))
-        return WriteLease(LeaseId(write.number), tuple(write.keys), tuple(map(self.pool.extent, write.slots)), why)
+        return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
 
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
@@ -180,7 +181,7 @@ class LocalCache:
                 raise MisuseError(
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
-        checksums = self._host.checksums(write.slots)
+        checksums = self._host.checksums(write.keys, write.slots)
         with self._lock:
             self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than what was added just now, and must not leave before it.
@@ -296,28 +297,17 @@ class LocalCache:
         self._totals.chunks_asked += chunks_asked
         self._totals.chunks_hit += chunks_hit
 
-    def _promise(
-        self, keys: list[ChunkKey], slots: list[int], holder: Holder, keys_per_chunk: int, now_s: float
-    ) -> LookupPlan:
-        chunks, over = divmod(len(slots), keys_per_chunk)
-        if len(slots) == len(keys):
-            ended = Ended.ALL_HELD
-        else:
-            ended = Ended.INCOMPLETE if over else Ended.ABSENT
-            if over:
-                slots = slots[:-over]
+    def _promise(self, hit: Hit, shape: ChunkShape, holder: Holder, now_s: float) -> LookupPlan:
+        slots = hit.slots
         if slots:
             # The new lease before the old one ends, so that what is in both is never without.
             self._index.lease(slots)
-            self._index.touch(keys, slots)
+            self._index.touch(hit.keys, slots)
         before = self._leases.promise(holder, slots, now_s)
         if before is not None:
             self._host.unlease(before.slots)
-        sources = self._promotions.sources(slots)
-        if keys_per_chunk > 1:
-            groups = (sources[at : at + keys_per_chunk] for at in range(0, len(sources), keys_per_chunk))
-            sources = [max(group, key=self._order.__getitem__) for group in groups]
-        return LookupPlan(holder, chunks, ended, tuple(sources))
+        tiers = slowest_tiers(hit, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
+        return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking)
 
     def _open_read(
         self, keys: list[ChunkKey], slots: list[int], holder: Holder, now_s: float
@@ -329,15 +319,16 @@ class LocalCache:
             return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
         self._index.lease(slots)
         self._promotions.used(slots)
-        number = self._leases.open_read(holder, slots, now_s).number
+        read = self._leases.open_read(holder, slots, now_s)
+        number, read.nbytes = read.number, self.pool.sizes.total(keys)
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
-        return ReadLease(LeaseId(number), tuple(keys), tuple(map(self.pool.extent, slots)))
+        return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
 
     def _publish_end(self, read: Read, now_s: float, how: events.LoadEnding) -> None:
         if self.events.on_requests:
             seconds = now_s - (read.deadline_s - self._leases.lease_s)
-            self.events.publish(events.LoadEnded(read.holder, read.number, len(read.slots), seconds, how))
+            self.events.publish(events.LoadEnded(read.holder, read.number, len(read.slots), read.nbytes, seconds, how))
 
     def _abort(self, write: Write) -> None:
         self._host.abort(write.keys, write.slots)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.service import Holder
@@ -168,12 +169,17 @@ class Promotions:
         self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
         self.counts = PromoteCounts()
 
-    def is_pending(self, keys: Sequence[ChunkKey], have: int, holder: Holder, now_s: float) -> bool:
+    def is_pending(self, keys: Sequence[ChunkKey], shape: ChunkShape, have: int, holder: Holder, now_s: float) -> bool:
         """Whether waiting will make the first `have` chunks of `keys` more. Starts what is to be waited for.
 
         Without the lock. Asking again is how a holder learns that its wait is over.
         """
+        if not shape.is_plain:
+            return False
         with self._host.lock:
+            have = len(self._index.leading(keys))
+            if have == len(keys):
+                return True
             wait = self._wait_of(holder, now_s)
             if not wait.over and now_s >= wait.until_s:
                 wait.over = True
@@ -335,7 +341,7 @@ class Promotions:
     def _submit(self, promotion: _Promotion, job: _Job) -> bool:
         pool = self._host.pool
         reads = [
-            Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), pool.chunk_bytes)
+            Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), pool.chunk_bytes, pool.sizes.of(key))
             for key, slot in zip(job.keys, job.slots, strict=True)
         ]
         return self._lanes[job.tier].load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
@@ -380,7 +386,7 @@ class Promotions:
                         self._lanes[job.tier].name,
                         keys,
                         len(job.keys) - whole,
-                        whole * self._host.pool.chunk_bytes,
+                        self._host.pool.sizes.total(keys),
                         self._clock.now_s() - job.began_s,
                     )
                 )

@@ -248,7 +248,7 @@ class Spills:
             return False
         pool = self._host.pool
         outgoing = [
-            Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.chunk_bytes)
+            Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.sizes.of(chunk.key))
             for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
         ]
         self._index.lease(batch.slots)
@@ -289,7 +289,7 @@ class Spills:
                 keys,
                 len(outcomes) - len(keys),
                 is_retried,
-                len(keys) * self._host.pool.chunk_bytes,
+                self._host.pool.sizes.total(keys),
                 time.monotonic() - batch.began_s,
             )
         )

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -21,6 +21,7 @@ from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
 from kv_tiers.events.events import Event
+from kv_tiers.payload_sizes import PayloadSizes
 
 _log = limited_logger(__name__)
 
@@ -32,14 +33,24 @@ class Source:
     """One cache's end of a bus. Publish only where `on` is true, so that events without a subscriber are never made."""
 
     __slots__ = (
-        "_append", "_dropped", "_max_queued", "_now_s", "_queue", "chunk_bytes", "chunk_tokens", "is_logged", "name",
-        "on", "on_requests",
+        "_append",
+        "_dropped",
+        "_max_queued",
+        "_now_s",
+        "_queue",
+        "chunk_tokens",
+        "is_logged",
+        "name",
+        "on",
+        "on_requests",
+        "sizes",
     )  # fmt: skip
 
-    def __init__(self, bus: "EventBus", name: str, chunk_bytes: int, chunk_tokens: int = 0) -> None:
+    def __init__(self, bus: "EventBus", name: str, group_bytes: Sequence[int], chunk_tokens: int = 0) -> None:
         self.name = name
         """Tells this cache apart from others on the same bus."""
-        self.chunk_bytes = chunk_bytes
+        self.sizes = PayloadSizes(group_bytes)
+        """How large its chunks are."""
         self.chunk_tokens = chunk_tokens
         """Tokens of one chunk; 0 until an engine has said."""
         self.on = False
@@ -128,9 +139,9 @@ class EventBus:
         """How often a subscriber raised."""
         return self._failures
 
-    def source(self, name: str = "", chunk_bytes: int = 0, chunk_tokens: int = 0) -> Source:
+    def source(self, name: str = "", group_bytes: Sequence[int] = (1,), chunk_tokens: int = 0) -> Source:
         """The end for a new cache."""
-        source = Source(self, name, chunk_bytes, chunk_tokens)
+        source = Source(self, name, group_bytes, chunk_tokens)
         with self._lock:
             self._sources.append(source)
             self._switch(source)

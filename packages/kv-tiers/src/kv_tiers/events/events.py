@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
@@ -23,22 +24,23 @@ class LookedUp(msgspec.Struct, frozen=True):
     """A lookup was answered.
 
     holder: who asked.
-    keys: all keys of the lookup, from the prompt's first, `keys_per_chunk` for each chunk.
-    chunks_hit: how many leading chunks are held.
+    keys: all keys of the lookup, from the prompt's first, chunk-major.
+    shape: which keys a chunk has, and what a hit needs of them.
+    chunks_hit: how many leading chunks are a hit.
     tiers: the tier that each of those came from, as in `LookupPlan`.
     ended: the name of an `Ended`; after `PENDING` the same holder asks again.
     """
 
     holder: Holder
     keys: Sequence[ChunkKey]
-    keys_per_chunk: int
+    shape: ChunkShape
     chunks_hit: int
     tiers: tuple[str, ...]
     ended: str
 
     @property
     def chunks_asked(self) -> int:
-        return len(self.keys) // self.keys_per_chunk
+        return len(self.keys) // self.shape.keys_per_chunk
 
 
 class LoadBegun(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     """A read lease ended before its deadline.
 
     chunks: how many chunks it was on.
+    nbytes: how many bytes those are.
     seconds: how long it lasted.
     how: `released`: its bytes stayed as they were; `forgotten`: some of its chunks were forgotten meanwhile, so nothing
         was delivered; `ended`: its holder ended.
@@ -67,6 +70,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     holder: Holder
     lease: int
     chunks: int
+    nbytes: int
     seconds: float
     how: LoadEnding
 

@@ -56,7 +56,7 @@ class Payloads:
         """
         payload = read.pages[: loaded.nbytes]
         header = chunk_header.verify(
-            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=read.wanted_bytes
+            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=_chunk_bytes(read)
         )
         if isinstance(header, Damaged):
             return Arrival(read.key, header)
@@ -97,10 +97,10 @@ class Payloads:
         encoded = self._buffer(0, len(read.pages))[: header.stored_bytes]
         np.copyto(np.frombuffer(encoded, np.uint8), np.frombuffer(payload, np.uint8))  # without the interpreter's lock
         try:
-            codec.decode(encoded, read.room)
+            codec.decode(encoded, chunk := read.pages[: header.decoded_bytes])
         except CodecError as error:
             return Arrival(read.key, Damaged(f"{codec.name}: {error}"))
-        checksum = checksum_of(read.room)
+        checksum = checksum_of(chunk)
         if header.decoded_checksum not in (None, checksum):
             return Arrival(read.key, Damaged(f"{codec.name} made other bytes of it than were encoded"))
         return Arrival(read.key, Loaded(header.decoded_bytes), checksum)
@@ -123,3 +123,7 @@ class Payloads:
         while len(buffers) <= at:
             buffers.append(memoryview(mmap.mmap(-1, nbytes)))
         return buffers[at]
+
+
+def _chunk_bytes(read: Read) -> int:
+    return read.chunk_bytes or read.wanted_bytes

@@ -5,8 +5,8 @@ written after the bytes and wiped before they may be replaced, so whatever insta
 still reads well names bytes that were whole. All writes are plain stores to shared memory: they survive the process in
 the order in which it made them.
 
-    header  magic 8 | version u32 | zero u32 | chunk_bytes u64 | slot_bytes u64 | slots u64 | sha256(fingerprint) 32
-            | xxh3_64 of the above
+    header  magic 8 | version u32 | zero u32 | largest chunk_bytes u64 | slot_bytes u64 | slots u64
+            | sha256(fingerprint, and where groups differ in size all sizes) 32 | xxh3_64 of the above
     record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | zero u32 | chunk_bytes u64
             | number u64 | xxh3_128 of the chunk 16 | key 72 | xxh3_64 of the above, seeded with the slot
 
@@ -23,6 +23,7 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 
+from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.sealed import seal, unseal
 
 VERSION: Final = 1
@@ -81,12 +82,15 @@ def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int
 class Directory:
     """Header and records in the first `nbytes_for(slots)` bytes of a pool's mapping."""
 
-    def __init__(self, mapping: mmap.mmap, *, chunk_bytes: int, slot_bytes: int, slots: int, fingerprint: str) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, *, sizes: PayloadSizes, slot_bytes: int, slots: int, fingerprint: str
+    ) -> None:
         self._mapping = mapping
-        self._chunk_bytes = chunk_bytes
+        self._sizes = sizes
         self._slots = slots
+        meaning = fingerprint if sizes.are_equal else f"{fingerprint}\0{sizes.spelled()}"
         described = _HEADER.pack(
-            _MAGIC, VERSION, 0, chunk_bytes, slot_bytes, slots, hashlib.sha256(fingerprint.encode()).digest()
+            _MAGIC, VERSION, 0, sizes.largest, slot_bytes, slots, hashlib.sha256(meaning.encode()).digest()
         )
         self._header = seal(described)
         self._next_number = 0
@@ -111,7 +115,8 @@ class Directory:
     def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
         """Vouch for a chunk whose bytes are in its slot."""
         number, self._next_number = self._next_number, self._next_number + 1
-        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, self._chunk_bytes, number, digest, key)
+        nbytes = self._sizes.of(key)
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, nbytes, number, digest, key)
         start = HEADER_BYTES + slot * RECORD_BYTES
         self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
 
@@ -129,9 +134,10 @@ class Directory:
         if fields is None:
             return None
         _, version, key_bytes, parent, _, chunk_bytes, number, digest, key = _RECORD.unpack(fields)
-        if version != VERSION or chunk_bytes != self._chunk_bytes:
+        if version != VERSION:
             return None
         try:
-            return Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest)
+            record = Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest)
         except InputError:
             return None
+        return record if chunk_bytes == self._sizes.of(record.key) else None

@@ -15,26 +15,32 @@ import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
+from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.directory import Directory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
+from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
 from kv_tiers.pool.private_files import open_own_file, own_directory
 
 _log = limited_logger(__name__)
 
-PAGE_BYTES: Final = 4096
+__all__ = ("PAGE_BYTES", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
+
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class HostPool:
-    """Slots of `slot_bytes` in one mapping; chunk i of a plan lies at the start of its slot.
+    """Slots of `slot_bytes` in one mapping; a chunk lies at the start of its slot.
+
+    chunk_bytes: of the largest chunk. sizes: of every group's.
 
     Made by `anonymous`, `named` or `shared`. Use by one thread at a time, but for `view` and `extent`.
     """
@@ -46,12 +52,14 @@ class HostPool:
         slots: int,
         mapping: mmap.mmap,
         *,
+        group_bytes: Sequence[int] = (),
         file: int = -1,
         keeps_directory: bool = False,
         fingerprint: str = "",
     ) -> None:
         self.name = name
-        self.chunk_bytes = chunk_bytes
+        self.sizes = PayloadSizes(group_bytes or (chunk_bytes,))
+        self.chunk_bytes = self.sizes.largest
         self.slot_bytes = slot_bytes_for(chunk_bytes)
         self.slots = slots
         self.directory: Directory | None = None
@@ -63,7 +71,7 @@ class HostPool:
             self._slots_from = nbytes_for(slots)
             self.directory = Directory(
                 mapping,
-                chunk_bytes=chunk_bytes,
+                sizes=self.sizes,
                 slot_bytes=self.slot_bytes,
                 slots=slots,
                 fingerprint=fingerprint,
@@ -76,11 +84,13 @@ class HostPool:
         ] = []  # last in, first out: the slot that is most likely still in the processor's cache
         self._untouched_from = 0
         self._backed = bytearray(slots)
-        self._extents: list[HostExtent | None] = [None] * slots
+        self._places = Places(name, self.sizes, self.slot_bytes, slots)
 
     @classmethod
-    def anonymous(cls, name: str, chunk_bytes: int, slots: int) -> "HostPool":
+    def anonymous(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
         """Memory of this process alone, in huge pages where the machine has them.
+
+        chunk_bytes: of the largest chunk. group_bytes: of each group's; none: all have that.
 
         Raises:
             ConfigError: there is not so much memory.
@@ -98,13 +108,16 @@ class HostPool:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
                 _log.debug("pool %s has no huge pages: %s", name, error)
-        return cls(name, chunk_bytes, slots, mapping)
+        return cls(name, chunk_bytes, slots, mapping, group_bytes=group_bytes)
 
     @classmethod
-    def named(cls, name: str, chunk_bytes: int, slots: int, *, fingerprint: str = "") -> "HostPool":
+    def named(
+        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), fingerprint: str = ""
+    ) -> "HostPool":
         """A file of mode 0600 in a directory of the user's own. Opened by one process at a time.
 
-        fingerprint: what the chunks' bytes mean. If it, the chunk's size or the number of slots differ from what the
+        chunk_bytes, group_bytes: as of `anonymous`.
+        fingerprint: what the chunks' bytes mean. If it, the chunks' sizes or the number of slots differ from what the
         file says, it starts empty.
 
         Raises:
@@ -121,6 +134,7 @@ class HostPool:
                 chunk_bytes,
                 slots,
                 _map_file(file, path, nbytes, slots_bytes),
+                group_bytes=group_bytes,
                 file=file,
                 keeps_directory=True,
                 fingerprint=fingerprint,
@@ -132,8 +146,10 @@ class HostPool:
         return pool
 
     @classmethod
-    def shared(cls, name: str, chunk_bytes: int, slots: int) -> "HostPool":
+    def shared(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
         """Memory without a name in any file system, which whoever is handed `descriptor` can map too.
+
+        chunk_bytes, group_bytes: as of `anonymous`.
 
         Nothing is taken from the machine before it is written, and nothing is left when the last process that maps it
         is gone. It can be neither cut short nor made longer, so that no process can take pages from under another.
@@ -147,7 +163,7 @@ class HostPool:
             os.ftruncate(file, nbytes)
             if is_sealed:
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            pool = cls(name, chunk_bytes, slots, mmap.mmap(file, nbytes), file=file)
+            pool = cls(name, chunk_bytes, slots, mmap.mmap(file, nbytes), group_bytes=group_bytes, file=file)
         except OSError as error:
             os.close(file)
             raise ConfigError(
@@ -232,16 +248,17 @@ class HostPool:
         return short
 
     def extent(self, slot: int) -> HostExtent:
-        """Where the chunk in this slot is. One object a slot for all time, as making one costs more than all else."""
-        extent = self._extents[slot]
-        if extent is None:
-            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_bytes)
-        return extent
+        """Where a chunk of the largest size in this slot is."""
+        return self._places.extent(slot, self.chunk_bytes)
 
-    def chunk(self, slot: int) -> memoryview:
-        """The bytes of the chunk in this slot. Release it."""
+    def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
+        """Where these chunks are, in these slots, each of its own size."""
+        return self._places.extents(keys, slots)
+
+    def chunk(self, slot: int, nbytes: int) -> memoryview:
+        """The bytes of a chunk of this size in this slot. Release it."""
         start = slot * self.slot_bytes
-        return self._view[start : start + self.chunk_bytes]
+        return self._view[start : start + nbytes]
 
     def pages(self, slot: int) -> memoryview:
         """The whole slot, from a page's boundary. Release it."""
@@ -285,11 +302,6 @@ class HostPool:
             os.ftruncate(self._file, nbytes)
             os.posix_fallocate(self._file, 0, self._slots_from)
         self.directory.begin()
-
-
-def slot_bytes_for(chunk_bytes: int) -> int:
-    """A chunk's size in whole pages, so that every slot is aligned for the disk and the device."""
-    return -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def pool_path(name: str) -> Path:

@@ -16,13 +16,14 @@ from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
+from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
 
 _log = limited_logger(__name__)
 
-Format = tuple[int, str]
-"""A chunk's size in bytes and what its bytes mean."""
+Format = tuple[tuple[int, ...], str]
+"""Of each group of layers a chunk's size in bytes, and what the bytes mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Opened:
 
 def cache_name(wanted: Format) -> str:
     """A short name for a format's cache in metrics, logs and traces: the same wherever this format is served."""
-    nbytes, fingerprint = wanted
-    return chunk_header.format_id(f"{nbytes} {fingerprint}").hex()[:12]
+    group_bytes, fingerprint = wanted
+    return chunk_header.format_id(f"{PayloadSizes(group_bytes).spelled()} {fingerprint}").hex()[:12]
 
 
 class Caches:
@@ -105,7 +106,7 @@ class Caches:
         try:
             cache = build_local_cache(
                 self._config.host,
-                chunk_bytes=wanted[0],
+                group_bytes=wanted[0],
                 fingerprint=wanted[1],
                 tiers=self._config.tiers,
                 cold=self._config.cold,
@@ -117,7 +118,7 @@ class Caches:
         except ConfigError as error:
             failure = wire.Failed("refused", str(error))
         except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits for an answer
-            _log.exception("no cache of %d bytes a chunk could be made", wanted[0])
+            _log.exception("no cache of chunks of %s bytes could be made", wanted[0])
             failure = wire.Failed("fault", f"no cache could be made: {error}")
         self._opened.append(Opened(wanted, cache, failure))
         self._wake()

@@ -31,10 +31,10 @@ def explain_prompt(
     digests, key_prefixes = request.unpack()
     explained_spaces: list[wire.Explained] = []
     is_whole = True
-    for (nbytes, fingerprint), cache in caches.items():
+    for (group_bytes, fingerprint), cache in caches.items():
         memory = None if history is None else history.of(cache.events.name)
         is_whole = is_whole and memory is not None and memory.is_whole
-        engines = {one.engine for one in sessions if (one.chunk_bytes, one.fingerprint) == (nbytes, fingerprint)}
+        engines = {one.engine for one in sessions if (one.group_bytes, one.fingerprint) == (group_bytes, fingerprint)}
         remote_tiers_skipped = cache.lower.remote_tiers_skipped()
         for known, was_asked in _key_spaces(key_prefixes, memory):
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
@@ -45,7 +45,7 @@ def explain_prompt(
             explained = explain(cache, memory, shares, now_s)
             explained_spaces.append(
                 wire.Explained(
-                    nbytes,
+                    group_bytes,
                     fingerprint,
                     known.space.hex(),
                     known.tenant.hex(),

@@ -2,27 +2,32 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 
 from kv_core.errors import TierDown
 from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
 
-from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.places import Places, slot_bytes_for
 
 
 class MappedPool:
     """What `HostPool` shows to whoever copies, without giving slots away: that is the server's."""
 
-    def __init__(self, name: str, chunk_bytes: int, slots: int, descriptor: int) -> None:
-        """descriptor: closed here, whatever comes of it.
+    def __init__(self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int) -> None:
+        """group_bytes: as of `PayloadSizes`.
+        descriptor: closed here, whatever comes of it.
 
         Raises:
             TierDown: it cannot be mapped, or is shorter than it should be.
         """
         self.name = name
-        self.chunk_bytes = chunk_bytes
-        self.slot_bytes = slot_bytes_for(chunk_bytes)
+        self.sizes = PayloadSizes(group_bytes)
+        self.chunk_bytes = self.sizes.largest
+        self.slot_bytes = slot_bytes_for(self.chunk_bytes)
         self.slots = slots
-        self._extents: list[HostExtent | None] = [None] * slots
+        self._places = Places(name, self.sizes, self.slot_bytes, slots)
         try:
             nbytes = slots * self.slot_bytes
             if os.fstat(descriptor).st_size != nbytes:  # touching what is beyond a file's end kills a process
@@ -38,9 +43,6 @@ class MappedPool:
         """The slots' bytes, writable. The mapping lasts as long as this pool or anything made of the view."""
         return self._view
 
-    def extent(self, slot: int) -> HostExtent:
-        """Where the chunk in this slot is. One object a slot for all time."""
-        extent = self._extents[slot]
-        if extent is None:
-            extent = self._extents[slot] = HostExtent(self.name, slot * self.slot_bytes, self.chunk_bytes)
-        return extent
+    def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
+        """Where these chunks are, in these slots, each of its own size."""
+        return self._places.extents(keys, slots)

@@ -55,7 +55,7 @@ class RemoteCache:
         self,
         socket: Path,
         *,
-        chunk_bytes: int,
+        group_bytes: Sequence[int],
         fingerprint: str,
         engine: str = "",
         shards: int = 1,
@@ -67,7 +67,8 @@ class RemoteCache:
     ) -> None:
         """Connect and register; this waits for the server, up to `connect_timeout_s`, as it may have tiers to open.
 
-        chunk_bytes, fingerprint: what the chunks are; sessions with the same share them.
+        group_bytes, fingerprint: what the chunks are: the size of each group's, and what the bytes mean. Sessions with
+            the same share them.
         engine, shards, facts: what the engine's other processes may ask for (`kv_tiers.server.wire.Registered`).
         timeout_s: how long any later call may take.
         on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
@@ -77,7 +78,7 @@ class RemoteCache:
             ConfigError: no server answers there, or it refuses this client; the text says why.
         """
         self._path = socket
-        self._chunk_bytes = chunk_bytes
+        self._group_bytes = tuple(group_bytes)
         self._fingerprint = fingerprint
         self._about = (engine, shards, dict(facts or {}))
         self._on_new_pool = on_new_pool
@@ -118,7 +119,14 @@ class RemoteCache:
                 f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
             )
         most = wire.MAX_KEYS // keys_per_chunk * keys_per_chunk
-        request = wire.Lookup(wire.pack_keys(keys[:most]), holder, keys_per_chunk, wait_for_promotion)
+        request = wire.Lookup(
+            wire.pack_keys(keys[:most]),
+            holder,
+            shape.chunk_tokens,
+            tuple(map(str, shape.groups)),
+            shape.shards,
+            wait_for_promotion,
+        )
         with self._lock:
             plan = self._ask(request, wire.Planned)
         if plan is None:
@@ -126,7 +134,7 @@ class RemoteCache:
         ended = Ended[plan.ended]
         if ended is Ended.ALL_HELD and len(keys) > most:
             ended = Ended.REFUSED
-        return LookupPlan(holder, plan.chunks, ended, plan.tiers)
+        return LookupPlan(holder, plan.chunks, ended, plan.tiers, plan.prefix_chunks, plan.lacking)
 
     def renew(self, holder: Holder) -> bool:
         with self._lock:
@@ -144,7 +152,7 @@ class RemoteCache:
                 return LoadFailed(wanted, "the cache server is away")
             if not leased.lease:
                 return LoadFailed(tuple(leased.missing.unpack()) or wanted, leased.reason)
-            extents = tuple(map(self.pool.extent, leased.slots))
+            extents = self.pool.extents(wanted, leased.slots)
             return ReadLease(LeaseId(self._numbered(leased.lease)), wanted, extents)
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
@@ -162,12 +170,8 @@ class RemoteCache:
             refused = leased.refused
             if not refused and len(keys) > wire.MAX_KEYS:
                 refused = f"one store has at most {wire.MAX_KEYS} chunks"
-            return WriteLease(
-                lease,
-                tuple([keys[place] for place in leased.places]),
-                tuple(map(self.pool.extent, leased.slots)),
-                refused,
-            )
+            reserved = tuple([keys[place] for place in leased.places])
+            return WriteLease(lease, reserved, self.pool.extents(reserved, leased.slots), refused)
 
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
@@ -292,7 +296,7 @@ class RemoteCache:
         known = [lease % _GENERATION for lease in self._writes if lease not in self._void]
         return wire.Register(
             engine=engine,
-            chunk_bytes=self._chunk_bytes,
+            group_bytes=self._group_bytes,
             fingerprint=self._fingerprint,
             shards=shards,
             facts=facts,
@@ -312,7 +316,7 @@ class RemoteCache:
         if self.generation < 0 or answer.name != self.pool.name:
             resumed.clear()
             descriptor = opening.connection.take_descriptor()
-            pool = MappedPool(answer.name, answer.chunk_bytes, answer.slots, descriptor)
+            pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor)
             if self.generation >= 0 and self._on_new_pool is not None:
                 try:
                     self._on_new_pool(pool)

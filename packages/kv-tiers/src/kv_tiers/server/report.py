@@ -16,7 +16,7 @@ class Registration:
     session: its number, never another's.
     pid: of the client's process; 0 if that is not in sight, as in another container.
     engine: whose process it is.
-    chunk_bytes, fingerprint: the format that it registered.
+    group_bytes, fingerprint: the format that it registered: of each group of layers a chunk's size, and what it means.
     shards: in how many each of its chunks is stored.
     facts: what the engine's other processes may ask for.
     """
@@ -24,7 +24,7 @@ class Registration:
     session: int
     pid: int
     engine: str
-    chunk_bytes: int
+    group_bytes: tuple[int, ...]
     fingerprint: str
     shards: int
     facts: dict[str, str]
@@ -82,7 +82,8 @@ class TenantReport:
 class CacheReport:
     """One format's cache.
 
-    chunk_bytes, fingerprint: the format.
+    group_bytes, fingerprint: the format.
+    chunk_bytes: of the largest chunk: what a slot has room for.
     pool: its name.
     sessions: of clients that use it now.
     counts: of the whole cache.
@@ -92,6 +93,7 @@ class CacheReport:
     """
 
     chunk_bytes: int
+    group_bytes: tuple[int, ...]
     fingerprint: str
     pool: str
     sessions: int

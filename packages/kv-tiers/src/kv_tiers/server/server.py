@@ -182,7 +182,7 @@ class CacheServer:
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # wrong keys are refused before anything is made for them
-        wanted = (request.chunk_bytes, request.fingerprint)
+        wanted = (request.group_bytes, request.fingerprint)
         cache = self._caches.find(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
@@ -222,7 +222,9 @@ class CacheServer:
         # The same for as long as the client is: it may never have read what we answered last time.
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
-        answer = wire.Pool(pool.name, pool.chunk_bytes, pool.slots, client.token, list(session.writes), cache.events.on)
+        answer = wire.Pool(
+            pool.name, pool.sizes.group_bytes, pool.slots, client.token, list(session.writes), cache.events.on
+        )
         self._connections.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
@@ -270,7 +272,7 @@ class CacheServer:
                 one.number,
                 one.pid,
                 one.register.engine,
-                one.register.chunk_bytes,
+                one.register.group_bytes,
                 one.register.fingerprint,
                 one.register.shards,
                 one.register.facts,
@@ -284,7 +286,8 @@ class CacheServer:
         used = [one.session.cache for one in self._connections.all() if one.session is not None]
         caches = [
             CacheReport(
-                nbytes,
+                max(group_bytes),
+                group_bytes,
                 fingerprint,
                 cache.pool.name,
                 used.count(cache),
@@ -292,7 +295,7 @@ class CacheServer:
                 _tiers(cache),
                 *_tenants(cache, self._names),
             )
-            for (nbytes, fingerprint), cache in self._caches.by_format().items()
+            for (group_bytes, fingerprint), cache in self._caches.by_format().items()
         ]
         return Report(
             os.getpid(),
@@ -316,7 +319,7 @@ class CacheServer:
         for opened in self._caches.opened():
             for client in self._connections.all():
                 request = client.waiting
-                if request is None or (request.chunk_bytes, request.fingerprint) != opened.format:
+                if request is None or (request.group_bytes, request.fingerprint) != opened.format:
                     continue
                 client.waiting = None
                 self._connections.attempt(client, partial(self._go_on, client, request, opened))

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.coverage import ALL, ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.lookup import Ended
 from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
+from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
 
@@ -132,22 +132,22 @@ class Session:
         self._keys_held += sum(write.keys for write in writes.values())
 
     def _lookup(self, verb: wire.Lookup) -> wire.Planned:
-        keys = verb.keys.unpack()
+        keys, shape = verb.keys.unpack(), verb.shape()
         if not self._has_room(len(keys)):
             self._end_promise(verb.holder)
-            return wire.Planned(0, Ended.REFUSED.name, ())
+            return wire.Planned(0, Ended.REFUSED.name, (), 0, -1)
         plan = self.cache.lookup(
             keys,
             self._prefix + verb.holder,
-            shape=ChunkShape(1, (ALL,) * verb.keys_per_chunk),
+            shape=shape,
             wait_for_promotion=verb.wait_for_promotion,
         )
         self._forget_timed(verb.holder)
         if plan.chunks:
-            self._remember_timed(verb.holder, plan.chunks * verb.keys_per_chunk)
+            self._remember_timed(verb.holder, needed_count(shape, plan.chunks))
         if plan.chunks or verb.wait_for_promotion:
             self._note_holder(verb.holder)
-        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers)
+        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking)
 
     def _renew(self, holder: Holder) -> wire.Truth:
         is_renewed = self.cache.renew(self._prefix + holder)

@@ -12,17 +12,20 @@ run of bytes, which is much cheaper to read than an array of them.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
+from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 from kv_core.service import CacheCounts
 
+from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.watch.chunk_state import ChunkState
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 HEADER: Final = struct.Struct("<IB")
@@ -38,6 +41,11 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+GroupBytes = Annotated[
+    tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
+]
+"""By group, the size of its chunks."""
+CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
 
@@ -66,6 +74,11 @@ class Keys(_Message):
         return [ChunkKey(key) for (key,) in struct.iter_unpack(f"{nbytes}s", joined)]
 
 
+@lru_cache(64)
+def _shape(chunk_tokens: int, coverages: tuple[str, ...], shards: int) -> ChunkShape:
+    return ChunkShape(chunk_tokens, tuple(map(Coverage.parse, coverages)), shards)
+
+
 def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
     """
     Raises:
@@ -92,7 +105,7 @@ class Register(_Message, tag="register"):
     """What this session's chunks are. Answered by `Pool`, with the pool's descriptor beside it.
 
     engine: whose process this is. What follows may be asked for by its other processes (`Registered`).
-    chunk_bytes, fingerprint: the format of the chunks.
+    group_bytes, fingerprint: the format of the chunks, with the size of each group's.
     shards: in how many each chunk is stored.
     facts: opaque here.
     resume: the token of this client's session before, if there was one.
@@ -102,7 +115,7 @@ class Register(_Message, tag="register"):
     """
 
     engine: Name
-    chunk_bytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
+    group_bytes: GroupBytes
     fingerprint: Text
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     facts: Facts
@@ -160,10 +173,21 @@ class Explain(_Message, tag="explain"):
 
 
 class Lookup(_Message, tag="lookup"):
+    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text."""
+
     keys: Keys
     holder: Name
-    keys_per_chunk: Annotated[int, msgspec.Meta(gt=0, le=MAX_KEYS)]
+    chunk_tokens: Annotated[int, msgspec.Meta(gt=0, lt=1 << 32)]
+    coverages: Annotated[tuple[CoverageText, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     wait_for_promotion: bool
+
+    def shape(self) -> ChunkShape:
+        """
+        Raises:
+            InputError: there is no such coverage.
+        """
+        return _shape(self.chunk_tokens, self.coverages, self.shards)
 
 
 class Renew(_Message, tag="renew"):
@@ -236,14 +260,14 @@ class Pool(_Message, tag="pool"):
     """What a registration gives.
 
     name: of this pool and of no other, ever.
-    chunk_bytes, slots: its size.
+    group_bytes, slots: its size.
     token: to resume this session.
     writes: write leases that were resumed.
     is_watched: somebody wants to hear of allocated blocks.
     """
 
     name: str
-    chunk_bytes: int
+    group_bytes: GroupBytes
     slots: int
     token: bytes
     writes: list[int]
@@ -264,11 +288,14 @@ class Planned(_Message, tag="planned"):
     chunks: how many leading ones are promised.
     ended: the name of an `Ended`.
     tiers: the slowest that each of those chunks comes from.
+    prefix_chunks, lacking: as there.
     """
 
     chunks: int
     ended: str
     tiers: tuple[str, ...]
+    prefix_chunks: int
+    lacking: int
 
 
 class ReadLeased(_Message, tag="read_leased"):
@@ -309,7 +336,7 @@ class Counted(_Message, tag="counted"):
 class Explained:
     """A prompt as chunks of one cache, key space and tenant. Only what is held or remembered there is listed at all.
 
-    chunk_bytes, fingerprint: the cache's format.
+    group_bytes, fingerprint: the cache's format.
     space, tenant: what is in the chunks' keys, hex.
     engines: those that have registered this format.
     was_asked: the request's key prefixes have this space and tenant.
@@ -319,7 +346,7 @@ class Explained:
     states: runs of chunks; is_cut: the last ones are left out.
     """
 
-    chunk_bytes: int
+    group_bytes: tuple[int, ...]
     fingerprint: str
     space: str
     tenant: str

@@ -84,7 +84,7 @@ def join_server(home: Path, **options: object) -> RemoteCache:
 
 def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCache:
     """A client of whoever serves at this socket."""
-    return RemoteCache(path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
+    return RemoteCache(path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
 
 def kill_server(server: ServerProcess) -> None:
@@ -100,7 +100,7 @@ def report_of(path: Path) -> Report:
 
 
 def register(fingerprint: str = "f", resume: bytes = b"") -> wire.Register:
-    return wire.Register("", CHUNK_BYTES, fingerprint, 1, {}, resume, [], wire.Keys(), False)
+    return wire.Register("", (CHUNK_BYTES,), fingerprint, 1, {}, resume, [], wire.Keys(), False)
 
 
 def raw_connection(path: Path, *requests: wire.Request | bytes) -> socket.socket:

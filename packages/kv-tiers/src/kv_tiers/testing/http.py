@@ -51,7 +51,7 @@ class Served:
         self.client = httpx.Client(base_url=self.http.url, timeout=30)
 
     def join(self, fingerprint: str = "f") -> RemoteCache:
-        return RemoteCache(self.path, chunk_bytes=CHUNK_BYTES, fingerprint=fingerprint)
+        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=headers)

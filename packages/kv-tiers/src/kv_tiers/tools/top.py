@@ -59,8 +59,8 @@ class Watch:
         if before is not None and (before.pid != report.pid or before.uptime_s >= report.uptime_s):
             before = None  # another server
         seconds = report.uptime_s - before.uptime_s if before is not None else 0.0
-        old = {(cache.chunk_bytes, cache.fingerprint): cache for cache in before.caches} if before is not None else {}
-        rows = [_cache_row(cache, old.get((cache.chunk_bytes, cache.fingerprint)), seconds) for cache in report.caches]
+        old = {(cache.group_bytes, cache.fingerprint): cache for cache in before.caches} if before is not None else {}
+        rows = [_cache_row(cache, old.get((cache.group_bytes, cache.fingerprint)), seconds) for cache in report.caches]
         return Picture(report, rows)
 
 

@@ -93,7 +93,7 @@ class Metrics(Subscriber):
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def take(self, occurred: Occurred) -> None:
-        cache, nbytes = occurred.source.name, occurred.source.chunk_bytes
+        cache, sizes = occurred.source.name, occurred.source.sizes
         with self._lock:
             match occurred.event:
                 case LookedUp(ended="PENDING"):
@@ -103,12 +103,15 @@ class Metrics(Subscriber):
                     self._chunks_asked[cache,] += lookup.chunks_asked
                     for tier, chunks in Counter(lookup.tiers).items():
                         self._chunks_hit[cache, tier] += chunks
-                        self._bytes_hit[cache, tier] += chunks * lookup.keys_per_chunk * nbytes
+                    for group, needed in enumerate(lookup.shape.needed(lookup.chunks_hit)):
+                        nbytes = lookup.shape.shards * sizes.of_group(group)
+                        for tier, chunks in Counter(lookup.tiers[needed.start : needed.stop]).items():
+                            self._bytes_hit[cache, tier] += chunks * nbytes
                 case LoadEnded(how="released") as load:
-                    self._transferred((cache, TIER, "load"), load.chunks * nbytes, load.seconds)
+                    self._transferred((cache, TIER, "load"), load.nbytes, load.seconds)
                 case Committed() as stored:
                     if stored.keys:
-                        self._transferred((cache, TIER, "store"), len(stored.keys) * nbytes, stored.seconds)
+                        self._transferred((cache, TIER, "store"), sizes.total(stored.keys), stored.seconds)
                 case Promoted() as promoted:
                     self._transferred((cache, promoted.tier, "load"), promoted.nbytes, promoted.seconds)
                 case Spilled() as spilled:
@@ -182,7 +185,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
         "kv_pool_bytes", "The host pool's memory by what it is used for.", labels=("cache", "state")
     )
     leases = GaugeMetricFamily("kv_leases", "Leases that are open, promises among the reads.", labels=("cache", "kind"))
-    sizes = GaugeMetricFamily("kv_chunk_bytes", "One chunk's size.", labels=("cache",))
+    sizes = GaugeMetricFamily("kv_chunk_bytes", "The size of the largest chunk.", labels=("cache",))
     totals: dict[str, dict[_Labels, int]] = {name: {} for name in _TOTALS}
     for name, cache, counts in caches:
         slot_bytes = cache.pool.slot_bytes

@@ -68,10 +68,10 @@ class Recorder(Subscriber):
                 self._asked[cache, lookup.holder] = asks
                 if len(self._asked) > _MAX_HOLDERS:
                     self._asked.popitem(last=False)
-                ids = [_short(key) for key in lookup.keys[:: lookup.keys_per_chunk]]
+                ids = [_short(key) for key in lookup.keys[:: lookup.shape.keys_per_chunk]]
                 at_ms = round(self._bus.wall_s(occurred.at_s) * 1000)
                 file = self._file(occurred.source)
-                file.say_format(_format_of(occurred.source, lookup.keys_per_chunk))
+                file.say_format(_format_of(occurred.source, lookup.shape.keys_per_chunk))
                 file.add({"timestamp": at_ms, "hash_ids": ids})
             case HolderEnded(holder):
                 self._asked.pop((cache, holder), None)
@@ -165,7 +165,7 @@ class _TraceFile:
 
 
 def _format_of(source: Source, keys_per_chunk: int) -> dict[str, object]:
-    slot_bytes = slot_bytes_for(source.chunk_bytes)
+    slot_bytes = slot_bytes_for(source.sizes.largest)
     return {
         "kv_trace": TRACE_VERSION,
         "chunk_tokens": source.chunk_tokens,

@@ -66,13 +66,13 @@ class Spans(Subscriber):
         self._work: OrderedDict[tuple[str, int], Span] = OrderedDict()  # loads and stores, by lease
 
     def take(self, occurred: Occurred) -> None:
-        cache, nbytes = occurred.source.name, occurred.source.chunk_bytes
+        cache, sizes = occurred.source.name, occurred.source.sizes
         at_ns = self._ns(occurred.at_s)
         match occurred.event:
             case LookedUp() as lookup:
                 self._looked_up(cache, lookup, at_ns)
             case LoadBegun(holder, lease, keys, missing):
-                span = self._start(cache, holder, "kv.load", at_ns, _chunks(len(keys), len(keys) * nbytes))
+                span = self._start(cache, holder, "kv.load", at_ns, _chunks(len(keys), sizes.total(keys)))
                 if missing:
                     span.set_status(Status(StatusCode.ERROR, f"{missing} chunks are not held"))
                     span.end(at_ns)
@@ -86,7 +86,7 @@ class Spans(Subscriber):
                 else:
                     self._end(cache, lease, at_ns, "the lease expired")
             case StoreBegun(holder, lease, chain, reserved, refused):
-                attributes = _chunks(len(reserved), len(reserved) * nbytes)
+                attributes = _chunks(len(reserved), sizes.total(reserved))
                 attributes |= {"kv.chunks.asked": len(chain), "kv.chunks.refused": len(refused)}
                 span = self._start(cache, holder, "kv.store", at_ns, attributes)
                 self._keep(self._work, (cache, lease), span, at_ns)

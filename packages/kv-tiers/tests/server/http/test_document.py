@@ -85,7 +85,7 @@ def test_every_answer_is_as_the_document_says(described: Served, mode: Generatio
 def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, mode: GenerationMode) -> None:
     http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_directory": str(tmp_path)}
     server = launch({"host": {"capacity_bytes": 16 * SLOT_BYTES}, "http": http})
-    cache = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     store(cache, 3)
     try:
         schema = schemathesis.openapi.from_url(f"{server.url}openapi.json")

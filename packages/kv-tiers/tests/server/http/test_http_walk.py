@@ -80,7 +80,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("what", ["warm-up", "export"])
 def test_a_job_that_found_nothing_has_failed_and_says_so(server: ServerProcess, what: str) -> None:
     home: Path = server.home  # type: ignore[attr-defined]
-    cache = RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="f")
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     headers = {"authorization": f"Bearer {(home / 'token').read_text().strip()}"}
     body = {"keys": [key.hex() for key in key_chain(3)], **({"file": "x.kv"} if what == "export" else {"name": "x"})}
     job = httpx.post(f"{server.url}prefixes/{what}", json=body, headers=headers).json()

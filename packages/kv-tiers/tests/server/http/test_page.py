@@ -147,7 +147,7 @@ def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
     facts = {"chunk_tokens": "256"}
-    return RemoteCache(server.socket, chunk_bytes=CHUNK_BYTES, fingerprint="llama", engine=engine, facts=facts)
+    return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine, facts=facts)
 
 
 def store(cache: RemoteCache, chunks: int, branch: str) -> None:

@@ -90,9 +90,9 @@ class Prefixes(msgspec.Struct, frozen=True):
 def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operation]:
     async def prefixes() -> Prefixes:
         pins = []
-        for (nbytes, fingerprint), cache in (await relay.caches()).items():
+        for (group_bytes, fingerprint), cache in (await relay.caches()).items():
             held = await relay.call(cache.admin.pins)
-            pins += [Pin(nbytes, fingerprint, name, chunks) for name, chunks in held.items()]
+            pins += [Pin(max(group_bytes), fingerprint, name, chunks) for name, chunks in held.items()]
         return Prefixes(pins, await relay.call(partial(_files, archive_directory)), jobs.all())
 
     async def pin(body: Prefix) -> Pinned:

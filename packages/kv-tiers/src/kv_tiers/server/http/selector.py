@@ -12,7 +12,10 @@ from kv_tiers.server.http.relay import Relay
 
 
 class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A format, as /status shows it. A field that is left out matches any."""
+    """A format, as /status shows it. A field that is left out matches any.
+
+    chunk_bytes: of the largest chunk.
+    """
 
     fingerprint: Annotated[str, Meta(max_length=4096)] | UnsetType = UNSET
     chunk_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)] | UnsetType = UNSET
@@ -26,9 +29,9 @@ async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, 
     """
     caches = await relay.caches()
     found = {
-        (nbytes, fingerprint): cache
-        for (nbytes, fingerprint), cache in caches.items()
-        if selector.fingerprint in (UNSET, fingerprint) and selector.chunk_bytes in (UNSET, nbytes)
+        (group_bytes, fingerprint): cache
+        for (group_bytes, fingerprint), cache in caches.items()
+        if selector.fingerprint in (UNSET, fingerprint) and selector.chunk_bytes in (UNSET, max(group_bytes))
     }
     if not found and (selector.fingerprint is not UNSET or selector.chunk_bytes is not UNSET):
         raise Problem(404, f"no cache of this format; there are {_listed(caches)}")
@@ -49,5 +52,5 @@ async def select_cache(relay: Relay, selector: FormatSelector) -> tuple[Format, 
 
 
 def _listed(caches: dict[Format, LocalCache]) -> str:
-    shown = [f"{fingerprint} with chunks of {nbytes} bytes" for nbytes, fingerprint in caches]
+    shown = [f"{fingerprint} with chunks of {max(group_bytes)} bytes" for group_bytes, fingerprint in caches]
     return "; ".join(shown) or "none yet"

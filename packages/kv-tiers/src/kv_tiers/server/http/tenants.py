@@ -115,8 +115,8 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
 def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
     for use in cache.admin.tenants():
         if use.tenant == tag:
-            return Use(*format_, use.chunks, use.used_bytes, use.quota_bytes)
-    return Use(*format_, 0, 0, None)
+            return Use(max(format_[0]), format_[1], use.chunks, use.used_bytes, use.quota_bytes)
+    return Use(max(format_[0]), format_[1], 0, 0, None)
 
 
 def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int | None) -> None:

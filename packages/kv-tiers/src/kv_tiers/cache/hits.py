@@ -1,0 +1,155 @@
+"""The longest hit among a prompt's chunks: what `kv_core.coverage.longest_hit` defines, as fast as an index can say it.
+
+Groups that need the whole prefix are a leading run, which the index follows at the speed of a plain model's. From its
+end it goes back: a boundary at which a window or a state is missing tells how far back the next one worth trying is,
+because what a group needs of a shorter prefix never begins later. So each key is looked at once at most.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from kv_core.coverage import ChunkShape
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+
+from kv_tiers.index.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a lookup finds.
+
+    chunks, prefix_chunks, lacking, ended: as of `LookupPlan`.
+    keys, slots: what the hit needs, and no more: groups that need the whole prefix first, in the prompt's order, then
+        the others, group by group. There may be more keys than slots, as a policy wants them.
+    """
+
+    chunks: int
+    prefix_chunks: int
+    lacking: int
+    ended: Ended
+    keys: Sequence[ChunkKey]
+    slots: list[int]
+
+
+def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
+    """keys: whole chunks, chunk-major. The slots may be the index's own list: do not change it."""
+    stride = shape.keys_per_chunk
+    asked = len(keys) // stride
+    if shape.is_plain:
+        slots = index.leading(keys)
+        chunks, over = divmod(len(slots), stride)
+        return Hit(chunks, chunks, -1, _ended(chunks, asked, over), keys, slots[:-over] if over else slots)
+
+    columns = [number for group in whole_groups(shape) for number in columns_of(group, shape)]
+    prefix, over = asked, 0
+    whole: list[ChunkKey] = []
+    if columns:
+        whole = interleaved([keys[column::stride] for column in columns])
+        slots = index.leading(whole)
+        prefix, over = divmod(len(slots), len(columns))
+    find = index.find
+    chunks, lacking = last_boundary(shape, prefix, lambda place: find(keys[place]) is not None)
+    if lacking >= 0 and columns:
+        ended = Ended.INCOMPLETE
+    else:
+        prefix, lacking, ended = chunks, -1, _ended(chunks, asked, over)
+    needed = whole[: chunks * len(columns)]
+    slots = slots[: len(needed)] if columns else []
+    for group in other_groups(shape):
+        first = shape.first_chunk(group, chunks)
+        its_keys = interleaved(
+            [keys[column + first * stride : chunks * stride : stride] for column in columns_of(group, shape)]
+        )
+        needed += its_keys
+        slots += [slot for key in its_keys if (slot := find(key)) is not None]
+    assert len(slots) == len(needed)
+    return Hit(chunks, prefix, lacking, ended, needed, slots)
+
+
+def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool]) -> tuple[int, int]:
+    """The longest boundary of at most `prefix` chunks at which every group but those of the whole prefix has what it
+    needs, and the first group that lacks something at `prefix`, -1 if none does.
+
+    is_there: of a place in the chunk-major list of keys.
+    """
+    stride, shards = shape.keys_per_chunk, shape.shards
+    others = other_groups(shape)
+    boundary, lacking = prefix, -1
+    there_from = dict.fromkeys(others, prefix)  # from that chunk to the boundary a group has been found complete
+    while boundary:
+        for group in others:
+            first, at = shape.first_chunk(group, boundary), min(there_from[group], boundary)
+            while at > first:
+                place = (at - 1) * stride + group * shards
+                if not (is_there(place) if shards == 1 else all(map(is_there, range(place, place + shards)))):
+                    break
+                at -= 1
+            there_from[group] = at
+            if at > first:
+                if lacking < 0:
+                    lacking = group
+                boundary = there_from[group] = at - 1  # each boundary between needs the missing chunk too
+                break
+        else:
+            break
+    return boundary, lacking
+
+
+def slowest_tiers(
+    hit: Hit, shape: ChunkShape, sources: Sequence[str], order: Callable[[str], int], fastest: str
+) -> tuple[str, ...]:
+    """For each chunk of the hit the slowest tier that one of its keys comes from.
+
+    sources: of each slot. order: how slow a tier is. fastest: of chunks of which nothing is needed.
+    """
+    if shape.is_plain and shape.keys_per_chunk == 1:
+        return tuple(sources)
+    tiers = [fastest] * hit.chunks
+    if set(sources) != {fastest}:
+        for (chunk, _, _), source in zip(needed_keys(shape, hit.chunks), sources, strict=True):
+            tiers[chunk] = max(tiers[chunk], source, key=order)
+    return tuple(tiers)
+
+
+def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
+    """What a hit of so many chunks needs, as (chunk, group, shard), in the order of a `Hit`."""
+    shards = range(shape.shards)
+    whole = whole_groups(shape)
+    needed = [(chunk, group, shard) for chunk in range(chunks) for group in whole for shard in shards]
+    for group in other_groups(shape):
+        first = shape.first_chunk(group, chunks)
+        needed += [(chunk, group, shard) for chunk in range(first, chunks) for shard in shards]
+    return needed
+
+
+def needed_count(shape: ChunkShape, chunks: int) -> int:
+    """How many keys a hit of so many chunks needs."""
+    return sum(map(len, shape.needed(chunks))) * shape.shards
+
+
+def whole_groups(shape: ChunkShape) -> list[int]:
+    """Those that need the whole prefix."""
+    return [number for number, coverage in enumerate(shape.groups) if coverage.kind == "all"]
+
+
+def other_groups(shape: ChunkShape) -> list[int]:
+    return [number for number, coverage in enumerate(shape.groups) if coverage.kind != "all"]
+
+
+def columns_of(group: int, shape: ChunkShape) -> range:
+    """Where in a chunk the keys of a group are."""
+    return range(group * shape.shards, (group + 1) * shape.shards)
+
+
+def interleaved(columns: list[list[ChunkKey]]) -> list[ChunkKey]:
+    """Columns of equal length, chunk by chunk."""
+    return columns[0] if len(columns) == 1 else list(chain.from_iterable(zip(*columns, strict=True)))
+
+
+def _ended(chunks: int, asked: int, over: int) -> Ended:
+    """over: keys of the next chunk that are held."""
+    if chunks == asked:
+        return Ended.ALL_HELD
+    return Ended.INCOMPLETE if over else Ended.ABSENT
