@@ -68,10 +68,10 @@ def test_two_ranks_each_with_its_share(tiny_llama: str, monkeypatch: pytest.Monk
 def test_two_engines_on_one_server(
     tiny_llama: str, reference: list[Answer], server: ServerProcess, tmp_path: Path
 ) -> None:
-    """At the same time, each in its own process; a third with another model finds nothing."""
+    """At the same time, in two processes; a third with another model finds nothing."""
     from kv_cuda.tiny import TinyLlama
 
-    with started(tiny_llama, cache=joined(server), own_process=True) as one:
+    with started(tiny_llama, cache=joined(server)) as one:
         assert one.ask_in_turn(PROMPTS) == reference
         with started(tiny_llama, cache=joined(server), own_process=True) as two:
             assert two.ask_in_turn(PROMPTS) == reference
@@ -79,7 +79,7 @@ def test_two_engines_on_one_server(
             assert one.ask(PROMPTS) == reference
             two.assert_at_rest()
     other_model = str(TinyLlama(seed=1).write(tmp_path / "other"))
-    with started(other_model, cache=joined(server), own_process=True) as other:
+    with started(other_model, cache=joined(server)) as other:
         assert other.ask_in_turn(PROMPTS) != reference
         assert other.hits == [0, 512, 512, 768, 0, 0]
 
@@ -115,6 +115,7 @@ def report_of(server: ServerProcess) -> Report:
     return answer.report
 
 
+@pytest.mark.slow
 def test_an_engine_killed_in_any_phase_leaves_nothing_with_the_server(tiny_llama: str, server: ServerProcess) -> None:
     """Its leases are counted while it hangs there, and gone with it; what was committed stays."""
     with started(tiny_llama, cache=joined(server)) as engine:
