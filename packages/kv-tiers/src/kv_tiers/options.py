@@ -28,6 +28,8 @@ _RENAMED: Final = {
 }
 """What settings and options were called when engines and server had names of their own."""
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
+BYTES_PATTERN: Final = rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,9}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
+"""Of text that `byte_count` takes, for schemas; it refuses a part of a byte besides."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 

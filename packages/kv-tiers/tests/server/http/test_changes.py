@@ -141,6 +141,15 @@ def test_a_quota_is_set_and_seen_and_taken_away(served: Served) -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("text", [f"{4 * SLOT_BYTES}", f" {4 * SLOT_BYTES} B", f"{4 * SLOT_BYTES / 1024:.3f} KiB"])
+def test_a_quota_is_written_as_every_other_size_is(served: Served, text: str) -> None:
+    cache = served.join()
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    after = served.client.put("/quota/acme", json={"quota_bytes": text}, headers=headers).json()
+    assert after["caches"][0]["quota_bytes"] == 4 * SLOT_BYTES
+    cache.close()
+
+
 def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:
     caches = [served.join("one"), served.join("two")]
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -152,6 +161,11 @@ def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:
     assert [use["quota_bytes"] for use in served.get("/quota/acme").json()["caches"]] == [None, None]
     assert problem(served.client.put("/quota/acme", json={"quota_bytes": 1}, headers=headers), 409)
     assert problem(served.client.put("/quota/acme", json={"quota_bytes": -1}, headers=headers), 400)
+    assert "no whole number" in problem(
+        served.client.put("/quota/acme", json={"quota_bytes": "0.3 B"}, headers=headers), 409
+    )
+    for text in ("4 gigs", "-1", "", "4GiB5", "GiB"):
+        assert problem(served.client.put("/quota/acme", json={"quota_bytes": text}, headers=headers), 400), text
     assert "14 hex digits" in problem(served.get("/quota/initech"), 404)
     assert problem(served.client.put("/quota/acme", json={"quota_bytes": whole}), 401)
     assert problem(served.client.delete("/quota/acme"), 401)

@@ -10,6 +10,7 @@ from kv_core.keys import TENANT_BYTES
 from msgspec import Meta
 
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.options import BYTES_PATTERN, byte_count
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
@@ -18,9 +19,10 @@ from kv_tiers.server.http.selector import FormatSelector, select_caches
 
 
 class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """quota_bytes: for itself, of each format's pool; whole chunks count, and 0 is none at all."""
+    """quota_bytes: for itself, of each format's pool, as a number or text such as "4GiB"; whole chunks count, and 0 is
+    none at all."""
 
-    quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
+    quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)] | Annotated[str, Meta(pattern=BYTES_PATTERN)]
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -81,7 +83,11 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
 
     async def put(body: Quota, tenant: str) -> TenantState:
         tag = names.tag(tenant)
-        await relay.call(partial(_set_all, await select_caches(relay, body), tag, body.quota_bytes))
+        try:
+            quota_bytes = byte_count(body.quota_bytes, "quota_bytes")
+        except ConfigError as error:
+            raise Problem(409, str(error)) from None
+        await relay.call(partial(_set_all, await select_caches(relay, body), tag, quota_bytes))
         return await state(tag)
 
     async def delete(tenant: str) -> TenantState:
