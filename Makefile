@@ -11,9 +11,10 @@ SGLANG := .venvs/sglang/bin
 STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
 ENGINE ?= vllm
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
-# Two files of tests at a time. An engine's start is one thread's work, and two that share two cores get in each other's
-# way when each takes both.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Two files of tests at a time, in the order of their names: by number of tests the files that start most engines would
+# come last, one alone at the end. An engine's start is one thread's work, and two that share two cores get in each
+# other's way when each takes both.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 
