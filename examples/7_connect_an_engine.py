@@ -52,15 +52,15 @@ class Connector:
         assert isinstance(bound, BoundGroups), bound.reason
         facts = EngineFacts(
             chunk_tokens=settings.chunk_tokens,
-            block_tokens=bound.block_tokens,
+            groups=bound.shapes,
             shards=ALONE.shards,
             kv_dtype=bound.kv_dtype,
             kv_scales=bound.kv_scales,
             formats=tuple(chunk_format.kind for chunk_format in bound.formats),
             layouts=tuple(layout.name for layout in bound.layouts),
         )
-        chunks = Format((bound.chunk_bytes,), bound.fingerprint)
-        kept = KeptFormat.of(model, facts.formats[0], bound.fingerprint)
+        chunks = Format(bound.group_bytes, bound.fingerprint)
+        kept = KeptFormat.of(model, bound.kind, bound.fingerprint)
         self.engine.bind_worker(settings, facts, chunks, kept, bound.copiers, share=ALONE, in_process=True)
         self.worker = self.engine.start_worker()
         self.scheduler = self.engine.start_scheduler(lambda _kv_scales: model)

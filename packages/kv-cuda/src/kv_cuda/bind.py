@@ -3,84 +3,158 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kv_core.connect.shape import check_blocks
+import torch
+from kv_core.connect.shape import GroupShape, check_blocks
+from kv_core.coverage import Coverage
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
 from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 from kv_cuda.choose import Copier, make_copier
+from kv_cuda.cut import cuts, runs
 from kv_cuda.layout import PagedLayout
+from kv_cuda.states import StateGroup, prove_states
 
 _log = limited_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BoundGroups:
-    """The groups of an engine's layers, as they were proved.
+class BoundGroup:
+    """Layers whose bytes are one payload of every chunk: a group of the engine's, or some layers of one.
 
-    groups: as the engine handed them over.
-    proofs: of each its layout and the format of its chunks; all chunks have one size.
-    copiers: of each.
+    tensors: of these layers.
+    layout: as it was proved.
+    format: of the payload.
+    copier: moves it.
+    coverage: which part of a prefix these layers need.
+    table: which of the engine's block tables is theirs.
+    block_tokens: tokens a block of that table; of states, how far apart their places in it are.
     """
 
-    groups: tuple[LayerGroup, ...]
-    proofs: tuple[Proof, ...]
-    copiers: tuple[Copier, ...]
+    tensors: tuple[torch.Tensor, ...]
+    layout: PagedLayout
+    format: ChunkFormat
+    copier: Copier
+    coverage: Coverage
+    table: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundGroups:
+    """The groups of an engine's layers, as they were proved, cut so that their payloads are about alike.
+
+    groups: in the order of the keys.
+    kv_scales: a digest of what the numbers of a quantised cache are multiplied by; "" where they are what they say.
+    """
+
+    groups: tuple[BoundGroup, ...]
+    kv_scales: str
+
+    @property
+    def copiers(self) -> tuple[Copier, ...]:
+        return tuple(group.copier for group in self.groups)
 
     @property
     def formats(self) -> tuple[ChunkFormat, ...]:
-        return tuple(proof.format for proof in self.proofs)
+        return tuple(group.format for group in self.groups)
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
-        return tuple(proof.layout for proof in self.proofs)
+        return tuple(group.layout for group in self.groups)
 
     @property
-    def chunk_bytes(self) -> int:
-        return self.proofs[0].format.nbytes
+    def group_bytes(self) -> tuple[int, ...]:
+        """Of each group's payload."""
+        return tuple(group.format.nbytes for group in self.groups)
 
     @property
     def fingerprint(self) -> str:
-        return "-".join(proof.format.fingerprint for proof in self.proofs)
+        """What must be equal for chunks to be interchangeable: the formats and, where it is not all, the coverages."""
+        formats = "-".join(group.format.fingerprint for group in self.groups)
+        if all(group.coverage.kind == "all" for group in self.groups):
+            return formats
+        described = [[group.format.fingerprint, str(group.coverage)] for group in self.groups]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
     @property
-    def block_tokens(self) -> tuple[int, ...]:
-        return tuple(group.block_tokens for group in self.groups)
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """As both halves of a connector want them."""
+        return tuple(GroupShape(group.block_tokens, group.coverage, group.table) for group in self.groups)
+
+    @property
+    def kind(self) -> str:
+        """Of the format of attention, for whoever compares engines; of a model of states alone, blocks."""
+        return self._first.format.kind
+
+    @property
+    def _first(self) -> BoundGroup:
+        return next((group for group in self.groups if group.coverage.kind != "state"), self.groups[0])
 
     @property
     def kv_dtype(self) -> str:
-        """What the numbers are, as the key space has it."""
-        is_opaque = self.proofs[0].format.kind == "blocks"
-        return str(self.groups[0].tensors[0].dtype) if is_opaque else self.proofs[0].layout.dtype
-
-    @property
-    def kv_scales(self) -> str:
-        """A digest of what the numbers of a quantised cache are multiplied by; "" where they are what they say."""
-        scales = [group.scales for group in self.groups]
-        if all(pair == (1.0, 1.0) for of_group in scales for pair in of_group):
-            return ""
-        return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]
+        """What the numbers of attention are, as the key space has it; of a model of states alone, what they are kept
+        in."""
+        first = self._first
+        return str(first.tensors[0].dtype) if first.format.kind == "blocks" else first.layout.dtype
 
 
-def bind_groups(groups: Sequence[LayerGroup], wanted: FormatSetting, chunk_tokens: int) -> BoundGroups | Refusal:
-    """Prove each group's layout, and make its copier.
+def bind_groups(
+    groups: Sequence[LayerGroup | StateGroup], wanted: FormatSetting, chunk_tokens: int
+) -> BoundGroups | Refusal:
+    """Prove each group's layout, cut what is too large, and make the copiers.
 
     Raises:
         ConfigError: a chunk is no whole number of blocks.
     """
     proofs: list[Proof] = []
     for group in groups:
-        check_blocks(chunk_tokens, group.block_tokens)
-        proof = prove(group, wanted, chunk_tokens)
+        check_blocks(chunk_tokens, table_tokens_of(group))
+        proof = prove_states(group) if isinstance(group, StateGroup) else prove(group, wanted, chunk_tokens)
         if isinstance(proof, Refusal):
-            return proof
+            return Refusal(f"{_named(groups, group)}{proof.reason}")
         proofs.append(proof)
         _log.info("the canary proved %s of %d layers", proof.description, len(group.tensors))
-    if len({proof.format.nbytes for proof in proofs}) != 1:
-        return Refusal("the groups' chunks differ in size, which one pool of equal slots cannot hold")
-    copiers = [
-        make_copier(proof.layout, group.tensors, proof.format) for group, proof in zip(groups, proofs, strict=True)
+    layers = [proof.format.layers for proof in proofs]
+    _, parts = cuts([proof.format.nbytes // count for proof, count in zip(proofs, layers, strict=True)], layers)
+    bound = [
+        _bound(group, proof, run)
+        for group, proof, of_group in zip(groups, proofs, parts, strict=True)
+        for run in runs(of_group)
     ]
-    return BoundGroups(tuple(groups), tuple(proofs), tuple(copiers))
+    return BoundGroups(tuple(bound), _scales(groups))
+
+
+def table_tokens_of(group: LayerGroup | StateGroup) -> int:
+    """Tokens a block of this group's block table."""
+    return group.table_tokens or (group.block_tokens if isinstance(group, LayerGroup) else 0)
+
+
+def _named(groups: Sequence[LayerGroup | StateGroup], group: LayerGroup | StateGroup) -> str:
+    """Which group is meant, where there are several."""
+    return "" if len(groups) == 1 else f"group {group.table} of this model's layers ({group.coverage}): "
+
+
+def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range) -> BoundGroup:
+    described = proof.layout
+    of_parts = len(described.parts) if described.own_tensors else 1
+    tensors = tuple(group.tensors[part * described.layers + layer] for part in range(of_parts) for layer in run)
+    layout, chunk_format = replace(described, layers=len(run)), replace(proof.format, layers=len(run))
+    return BoundGroup(
+        tensors=tensors,
+        layout=layout,
+        format=chunk_format,
+        copier=make_copier(layout, tensors, chunk_format),
+        coverage=group.coverage,
+        table=group.table,
+        block_tokens=table_tokens_of(group),
+    )
+
+
+def _scales(groups: Sequence[LayerGroup | StateGroup]) -> str:
+    scales = [group.scales for group in groups if isinstance(group, LayerGroup)]
+    if all(pair == (1.0, 1.0) for of_group in scales for pair in of_group):
+        return ""
+    return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]

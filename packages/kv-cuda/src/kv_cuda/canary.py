@@ -8,17 +8,17 @@ opaque bytes, if it is shown that an update touches no byte outside its own bloc
 wherever they lie. What the blocks held before is put back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from kv_core.coverage import ALL, Coverage
 from kv_core.errors import InputError
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
 from kv_cuda.layout import PagedLayout
-from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
+from kv_cuda.reference import kept_pages, pages_of, probe_rows, read_rows, write_rows
 
 _log = limited_logger(__name__)
 
@@ -44,10 +44,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """The layers that share one block table, as the engine handed them over.
+    """Layers that share one block table and whose tensors are alike, as the engine handed them over.
 
-    tensors: one a layer.
-    block_tokens: tokens a block.
+    tensors: one a layer. Layers of different groups may lie on the same bytes; what the canary touches it puts back.
+    block_tokens: tokens a block of these tensors.
     blocks: how many each layer has.
     candidates: every layout that these tensors could have.
     opaque: a layout that knows where whole blocks lie and nothing about their inside.
@@ -57,6 +57,10 @@ class LayerGroup:
     update: the engine's own.
     scales: of a quantised cache, by layer: what K and V are divided by before they are stored. () where the cache holds
         the rows as they are.
+    coverage: which part of a prefix these layers need.
+    table: which of the engine's block tables is theirs.
+    table_tokens: tokens a block of that table. A whole number of the tensors' blocks, which follow each other in one of
+        it; 0: they are the same.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -69,6 +73,9 @@ class LayerGroup:
     row_shape: tuple[int, int]
     update: EngineUpdate
     scales: tuple[tuple[float, float], ...] = ()
+    coverage: Coverage = ALL
+    table: int = 0
+    table_tokens: int = 0
 
 
 def prove(group: LayerGroup, wanted: FormatSetting, chunk_tokens: int) -> Proof | Refusal:
@@ -120,7 +127,7 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
         given, stored = _rows(group, layout, len(slots), layer)
-        with _kept(tensor, (one, other), group.blocks):
+        with kept_pages([tensor], (one, other), group.blocks):
             pages = pages_of(tensor, group.blocks)
             pages[one] = 0
             pages[other] = 0
@@ -150,7 +157,7 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
     source, copy = 1, group.blocks - 1
     for layer, tensor in enumerate(group.tensors):
         rows = _rows_of_model(group, group.opaque, group.block_tokens, layer)
-        with _kept(tensor, (0, source, 2, copy), group.blocks):
+        with kept_pages([tensor], (0, source, 2, copy), group.blocks):
             pages = pages_of(tensor, group.blocks)
             around = [pages[block].clone() for block in (0, 2)]
             for block in (source, copy):
@@ -199,15 +206,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-@contextmanager
-def _kept(tensor: torch.Tensor, blocks: Sequence[int], count: int) -> Iterator[None]:
-    """Put back what these blocks of one layer held."""
-    pages = pages_of(tensor, count)
-    saved = {block: pages[block].clone() for block in blocks}
-    try:
-        yield
-    finally:
-        for block, page in saved.items():
-            pages[block] = page

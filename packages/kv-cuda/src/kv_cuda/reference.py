@@ -3,7 +3,8 @@
 All six axes of a part are in every view: an axis that is not tiled is one tile, [1, length].
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from kv_core.errors import InputError
@@ -55,6 +56,18 @@ def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
     return base.as_strided(
         (blocks, page), (tensor.stride(0) * tensor.element_size(), 1), tensor.storage_offset() * tensor.element_size()
     )
+
+
+@contextmanager
+def kept_pages(tensors: Sequence[torch.Tensor], blocks: Iterable[int], count: int) -> Iterator[None]:
+    """Put back what these blocks held of each layer, also where layers lie on the same bytes. count: blocks a layer."""
+    saved = [(pages_of(tensor, count), block) for tensor in tensors for block in blocks]
+    held = [pages[block].clone() for pages, block in saved]
+    try:
+        yield
+    finally:
+        for (pages, block), page in zip(saved, held, strict=True):
+            pages[block] = page
 
 
 def probe_rows(

@@ -1,15 +1,16 @@
 """vLLM's memory and configuration, as `kv_tiers.attach.engine` takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from kv_cuda.bind import bind_groups
+from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
+from kv_tiers.attach.chunk_size import fitted
 from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
 from kv_tiers.attach.neighbours import KeptFormat
-from kv_tiers.settings import Settings
+from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import rank_share, replica_of
@@ -17,21 +18,32 @@ from kv_vllm.translate import served_model
 
 
 def bind_worker(
-    engine: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: Mapping[str, torch.Tensor]
+    engine: Engine,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    settings: Settings,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    in_force: Sequence[Setting] = (),
 ) -> None:
     """Prove the layout of vLLM's cache and open ours. `off` says why not, if it cannot be proved.
+
+    in_force: as `load` returns it beside the settings. It says whether the length of a chunk was chosen.
 
     Raises:
         ConfigError: the settings do not fit this engine or this machine.
     """
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
-    bound = groups if isinstance(groups, Refusal) else bind_groups(groups, settings.format, settings.chunk_tokens)
+    if isinstance(groups, Refusal):
+        return engine.refuse(groups.reason)
+    settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups])
+    bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
         return engine.refuse(bound.reason)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,
-        block_tokens=bound.block_tokens,
+        groups=bound.shapes,
         shards=share.shards,
         kv_dtype=bound.kv_dtype,
         kv_scales=bound.kv_scales,
@@ -42,8 +54,8 @@ def bind_worker(
     return engine.bind_worker(
         settings,
         facts,
-        Format((bound.chunk_bytes,), bound.fingerprint),
-        KeptFormat.of(model, facts.formats[0], bound.fingerprint),
+        Format(bound.group_bytes, bound.fingerprint),
+        KeptFormat.of(model, bound.kind, bound.fingerprint),
         bound.copiers,
         share=share,
         in_process=in_one_process(vllm_config),

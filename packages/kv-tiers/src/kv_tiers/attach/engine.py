@@ -6,14 +6,17 @@ bytes lie and hence what the keys are. The scheduler comes after that. Where bot
 scheduler reads there what it must know.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from kv_core.connect.device import DeviceCopier
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf
+from kv_core.coverage import Coverage
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 
@@ -49,7 +52,7 @@ class EngineFacts:
     """What all processes of an engine must know of its chunks; workers register it at the engine's server.
 
     chunk_tokens: tokens a chunk.
-    block_tokens: tokens a block, for each group of layers.
+    groups: of layers, in the order of the keys.
     shards: how many different shares of every chunk there are.
     kv_dtype: what the numbers are, as the key space has it.
     kv_scales: a digest of the scales of a quantised cache, "" for none.
@@ -58,7 +61,7 @@ class EngineFacts:
     """
 
     chunk_tokens: int
-    block_tokens: tuple[int, ...]
+    groups: tuple[GroupShape, ...]
     shards: int
     kv_dtype: str
     kv_scales: str
@@ -68,7 +71,7 @@ class EngineFacts:
     def to_text(self) -> dict[str, str]:
         return {
             "chunk_tokens": str(self.chunk_tokens),
-            "block_tokens": " ".join(map(str, self.block_tokens)),
+            "groups": _SEPARATOR.join(f"{group.coverage} {group.block_tokens} {group.table}" for group in self.groups),
             "shards": str(self.shards),
             "kv_dtype": self.kv_dtype,
             "kv_scales": self.kv_scales,
@@ -80,7 +83,7 @@ class EngineFacts:
     def from_text(cls, text: Mapping[str, str]) -> "EngineFacts":
         return cls(
             chunk_tokens=int(text["chunk_tokens"]),
-            block_tokens=tuple(map(int, text["block_tokens"].split())),
+            groups=tuple(_group_of(spelled) for spelled in text["groups"].split(_SEPARATOR)),
             shards=int(text["shards"]),
             kv_dtype=text["kv_dtype"],
             kv_scales=text["kv_scales"],
@@ -91,11 +94,24 @@ class EngineFacts:
     @property
     def described(self) -> str:
         """For a line of the log."""
-        pairs = zip(self.layouts, self.formats, strict=True)
-        return "; ".join(
-            "whole blocks, format blocks" if kind == "blocks" else f"layout {layout}, format {kind}"
-            for layout, kind in pairs
-        )
+        groups = [
+            _described(group.coverage, layout, kind)
+            for group, layout, kind in zip(self.groups, self.layouts, self.formats, strict=True)
+        ]
+        return "; ".join(text if count == 1 else f"{count} groups of {text}" for text, count in Counter(groups).items())
+
+
+def _group_of(spelled: str) -> GroupShape:
+    """The inverse of what `EngineFacts.to_text` says of a group."""
+    coverage, block_tokens, table = spelled.split()
+    return GroupShape(int(block_tokens), Coverage.parse(coverage), int(table))
+
+
+def _described(coverage: Coverage, layout: str, kind: str) -> str:
+    if coverage.kind == "state":
+        return "states"
+    lies = "whole blocks, format blocks" if kind == "blocks" else f"layout {layout}, format {kind}"
+    return lies if coverage.kind == "all" else f"{lies}, {coverage.kind} of {coverage.tokens} tokens"
 
 
 class Engine(OffSwitch):
@@ -288,11 +304,10 @@ class Engine(OffSwitch):
         assert self.cache is not None
         self.facts, self._fingerprint = facts, chunks.fingerprint
         self._shape = ConnectShape(
-            scheme=settings.scheme(),
+            # The workers may have resolved a length that nobody set (`chunk_size.fitted`).
+            scheme=msgspec.structs.replace(settings, chunk_tokens=facts.chunk_tokens).scheme(),
             space=None,
-            groups=tuple(
-                GroupShape(block_tokens, table=number) for number, block_tokens in enumerate(facts.block_tokens)
-            ),
+            groups=facts.groups,
             shards=facts.shards,
             loads=loads,
             stores=stores,
@@ -306,7 +321,7 @@ class Engine(OffSwitch):
         limits = [] if loads else ["nothing is loaded, as the engine's role says"]
         limits += [] if stores else ["nothing is stored, as the engine's role says"]
         self._described = "; ".join(
-            [f"chunks of {settings.chunk_tokens} tokens in {place}", facts.described, *limits],
+            [f"chunks of {facts.chunk_tokens} tokens in {place}", facts.described, *limits],
         )
 
     def _attach(self, pool: HostPool | MappedPool) -> None:

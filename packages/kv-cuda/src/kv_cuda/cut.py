@@ -1,0 +1,50 @@
+"""Payloads of groups are made alike, so that slots of one size hold them all.
+
+Every payload takes a slot of the pool, however small it is. A group with much more bytes than another (all layers'
+states beside one layer's keys) is therefore cut by layers into several groups with one coverage and one block table.
+A slot holds as many whole layers as fit, which is more than half of it, so a group of n bytes takes fewer than
+2 n / slot + 1 slots. The size is chosen for the least waste, which is mostly far below that: engines that share pages
+between groups make their layers' pages alike.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Final
+
+_WORTH: Final = Fraction(1, 32)
+"""Of all slots' bytes: so much more is spent where it makes fewer groups, each of which is a key for every chunk."""
+MOST_GROUPS: Final = 64
+
+
+def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[list[int]]]:
+    """The size of a slot, and of each group how many layers each of its parts has.
+
+    layer_bytes: of each group, what one layer adds to its payload. layers: of each group, how many it has.
+    """
+    largest = max(layer_bytes)
+    sizes = {each * count for each, most in zip(layer_bytes, layers, strict=True) for count in range(1, most + 1)}
+    choices = []
+    for slot_bytes in sorted(size for size in sizes if size >= largest):
+        parts = sum(_parts(each, count, slot_bytes) for each, count in zip(layer_bytes, layers, strict=True))
+        choices.append((parts * slot_bytes, parts, slot_bytes))
+    # With as many layers a slot as the largest group has, no group is cut: that many are always allowed.
+    allowed = [choice for choice in choices if choice[1] <= max(MOST_GROUPS, len(layers))]
+    least = min(spent for spent, _, _ in allowed)
+    _, _, slot_bytes = min((choice[1], choice[0], choice[2]) for choice in allowed if choice[0] <= least * (1 + _WORTH))
+    parts_of = [_even(count, _parts(each, count, slot_bytes)) for each, count in zip(layer_bytes, layers, strict=True)]
+    return max(each * max(parts) for each, parts in zip(layer_bytes, parts_of, strict=True)), parts_of
+
+
+def _parts(layer_bytes: int, layers: int, slot_bytes: int) -> int:
+    return -(-layers // (slot_bytes // layer_bytes))
+
+
+def _even(layers: int, parts: int) -> list[int]:
+    """As equal as whole layers can be, the larger ones first."""
+    return [layers // parts + (number < layers % parts) for number in range(parts)]
+
+
+def runs(parts: Sequence[int]) -> list[range]:
+    """The layers of each part, in order."""
+    return [range(first, end) for first, end in pairwise(accumulate(parts, initial=0))]

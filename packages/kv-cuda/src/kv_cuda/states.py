@@ -1,0 +1,167 @@
+"""States of linear layers (Mamba, gated delta nets, short convolutions): one a block, opaque, and proved like the rest.
+
+What a state's numbers mean is the engine's own affair. What must be right is which bytes are the state of block i: all
+of them and nobody else's. So marked bytes are written through the engine's own views of one block and carried to
+another by the copier that will carry states; through the views they must read there as they were written, the source
+must be unchanged, and so must the blocks around both. What the blocks held before is put back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from kv_core.coverage import STATE, Coverage
+from kv_core.errors import KVError
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_core.transfer import Copy, TransferPlan
+
+from kv_cuda.canary import Proof, Refusal
+from kv_cuda.choose import make_copier
+from kv_cuda.layout import PagedLayout, PartLayout
+from kv_cuda.reference import kept_pages, pages_of
+
+_POOL = "canary"
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Layers that keep one state a block and share one block table, as the engine handed them over.
+
+    tensors: one a layer, the first axis blocks: the bytes in which the states lie.
+    views: of each layer its states as the engine reads and writes them, the first axis blocks.
+    state_bytes: of a block those that are states. The engine may pad.
+    blocks: how many each layer has.
+    table_tokens: how many tokens a place of the block table stands for.
+    origin: what makes states of two engines interchangeable.
+    table: which of the engine's block tables is theirs.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    views: tuple[tuple[torch.Tensor, ...], ...]
+    state_bytes: int
+    blocks: int
+    table_tokens: int
+    origin: str
+    table: int = 0
+
+    @property
+    def coverage(self) -> Coverage:
+        return STATE
+
+
+def prove_states(group: StateGroup) -> Proof | Refusal:
+    """The layout and format by which states are copied, or why they cannot be."""
+    if group.blocks < 4:
+        return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
+    try:
+        if (why := _why_not_inside(group)) is not None:
+            return Refusal(f"the canary does not find the engine's states: {why}")
+        layout, described = _layout(group), _format(group)
+        if (why := _why_not_carried(group, layout, described)) is not None:
+            return Refusal(f"the canary carried a state wrongly: {why}")
+    except (KVError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+        return Refusal(f"the engine's states cannot be tried: {error}")
+    return Proof(layout, described, f"states of {group.state_bytes} bytes, format blocks")
+
+
+def _layout(group: StateGroup) -> PagedLayout:
+    first = group.tensors[0]
+    stride = first.stride(0) * first.element_size()
+    return PagedLayout(
+        name="states",
+        dtype="uint8",
+        itemsize=1,
+        layers=len(group.tensors),
+        blocks=group.blocks,
+        block_tokens=1,
+        heads=1,
+        head_dim=group.state_bytes,
+        parts=(PartLayout("state", 0, stride, group.state_bytes, group.state_bytes, 1),),
+    )
+
+
+def _format(group: StateGroup) -> ChunkFormat:
+    """One "token" is one whole state, and its slot the number of its block."""
+    return _layout(group).blocks_format(1, group.origin)
+
+
+def _why_not_inside(group: StateGroup) -> str | None:
+    """None if of every block the states are all of the bytes that we would copy, and no others."""
+    for tensor, views in zip(group.tensors, group.views, strict=True):
+        start, stride = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+        if tensor.shape[0] != group.blocks or not views:
+            return f"a layer has {tensor.shape[0]} blocks, not {group.blocks}, or no states"
+        if (pages_of(tensor, group.blocks).shape[1]) < group.state_bytes:
+            return f"a block of {pages_of(tensor, group.blocks).shape[1]} bytes, and states of {group.state_bytes}"
+        ends = []
+        for view in views:
+            first = view.data_ptr() - start
+            length = view[0].numel() * view.element_size()
+            if view.shape[0] != group.blocks or view.stride(0) * view.element_size() != stride:
+                return "a state is not at the distance of its blocks"
+            if not view[0].is_contiguous() or first < 0 or first + length > group.state_bytes:
+                return f"a state reaches from byte {first} to {first + length} of {group.state_bytes}"
+            ends.append((first, first + length))
+        ends.sort()
+        if ends[0][0] != 0 or any(end != start for (_, end), (start, _) in pairwise(ends)):
+            return f"states at {ends} are not side by side"
+        if ends[-1][1] != group.state_bytes:
+            return f"states end at byte {ends[-1][1]}, not {group.state_bytes}"
+    return None
+
+
+def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFormat) -> str | None:
+    source, target = 1, group.blocks - 1
+    touched = sorted({0, source, source + 1, target - 1, target})
+    copier = make_copier(layout, group.tensors, described)
+    copier.attach(_POOL, memoryview(bytearray(described.nbytes)))
+    extent = HostExtent(_POOL, 0, described.nbytes)
+    with kept_pages(group.tensors, touched, group.blocks):
+        # All layers first, so that two that lie on each other show.
+        written = [_write(layer, views, source) for layer, views in enumerate(group.views)]
+        for views in group.views:
+            for view in views:
+                view[target] = 0
+        before = _pages(group, touched)
+        copier.store(TransferPlan((Copy(extent, 0, source, 1),), 1)).wait()
+        if _pages(group, touched) != before:
+            return "taking a state out changed a block"
+        copier.load(TransferPlan((Copy(extent, 0, target, 1),), 1)).wait()
+        after = _pages(group, touched)
+        for layer, views in enumerate(group.views):
+            for number, view in enumerate(views):
+                if not torch.equal(_bytes(view[target]), written[layer][number]):
+                    return f"state {number} of layer {layer} is not what was written"
+                if not torch.equal(_bytes(view[source]), written[layer][number]):
+                    return f"state {number} of layer {layer} is on other states"
+        if any(after[place] != before[place] for place in after if place[1] != target):
+            return "putting a state back changed another block"
+    copier.detach(_POOL)
+    return None
+
+
+def _write(layer: int, views: Sequence[torch.Tensor], block: int) -> list[torch.Tensor]:
+    """Marked bytes into a block's states, through the engine's views; what was written."""
+    generator = torch.Generator().manual_seed(layer)
+    written = []
+    for view in views:
+        nbytes = view[block].numel() * view.element_size()
+        # Any bytes, as no number is computed with; below 128, so that no float is a NaN of another spelling.
+        marks = torch.randint(1, 120, (nbytes,), generator=generator, dtype=torch.uint8)
+        view[block] = marks.view(view.dtype).view(view[block].shape).to(view.device)
+        written.append(marks)
+    return written
+
+
+def _bytes(state: torch.Tensor) -> torch.Tensor:
+    return state.contiguous().cpu().view(-1).view(torch.uint8)
+
+
+def _pages(group: StateGroup, blocks: Sequence[int]) -> dict[tuple[int, int], bytes]:
+    return {
+        (layer, block): pages_of(tensor, group.blocks)[block].cpu().numpy().tobytes()
+        for layer, tensor in enumerate(group.tensors)
+        for block in blocks
+    }

@@ -1,0 +1,128 @@
+"""What each of vLLM's specs of a cache needs of a prefix, or why we leave it alone.
+
+vLLM says of every group of layers by a `KVCacheSpec` how its blocks are kept. Here that becomes a `Coverage`; whether
+the bytes are where we think is the canary's question (`kv_cuda.canary`, `kv_cuda.states`). A spec that is not named
+here is refused: what keeps its blocks in another way would be misread.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kv_core.coverage import ALL, STATE, Coverage
+from kv_cuda.canary import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class NeededLayers:
+    """Layers of one of vLLM's groups with one spec: they share a block table, and maybe with layers of other specs.
+
+    table: the group's number.
+    names: of the layers that have a cache of their own.
+    spec: vLLM's.
+    coverage: what they need of a prefix.
+    """
+
+    table: int
+    names: tuple[str, ...]
+    spec: Any
+    coverage: Coverage
+
+    def refused(self, why: str) -> Refusal:
+        return refused(self.table, self.spec, why)
+
+
+def refused(table: int, spec: Any, why: str) -> Refusal:
+    return Refusal(f"group {table} of this model's layers ({type(spec).__name__}) {why}")
+
+
+def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[NeededLayers] | Refusal:
+    """Every layer whose cache a prefix needs, by group and spec.
+
+    layers: vLLM's, by name (`static_forward_context`).
+    """
+    found: list[NeededLayers] = []
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue  # vLLM makes it anew from another group after a load
+        if getattr(group, "host_resident", False):
+            return refused(
+                table, group.kv_cache_spec, "keeps its blocks in host memory, where vLLM manages them itself"
+            )
+        for spec, names in _by_spec(group):
+            coverage = coverage_of(spec)
+            if isinstance(coverage, str):
+                return refused(table, spec, coverage)
+            own = tuple(name for name in names if not _shares(layers.get(name)))
+            if coverage is not None and own:
+                found.append(NeededLayers(table, own, spec, coverage))
+    return found or Refusal("this model keeps no KV")
+
+
+def coverage_of(spec: Any) -> Coverage | str | None:
+    """What layers of this spec need; why they cannot be cached; None: they keep nothing."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        EncoderOnlyAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    kind = type(spec)
+    if kind is EncoderOnlyAttentionSpec:
+        return None
+    if kind is CrossAttentionSpec:
+        return (
+            "attends to what an encoder made of the request's audio or image, which is no part of the prefix that we "
+            "name; encoder-decoder models run without this cache"
+        )
+    if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec):
+        if spec.non_causal:
+            return "is not causal: the KV of a token depends on the tokens behind it"
+        return ALL
+    if kind is SlidingWindowSpec:
+        return Coverage("window", spec.sliding_window + spec.extra_retained_tokens)
+    if kind is ChunkedLocalAttentionSpec:
+        return Coverage("local", spec.attention_chunk_size)
+    if kind is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            return (
+                f"keeps no state at the ends of blocks (mamba_cache_mode {spec.mamba_cache_mode}); start with "
+                "--enable-prefix-caching --mamba-cache-mode align"
+            )
+        if spec.num_speculative_blocks:
+            return (
+                "keeps states of guessed tokens beside those that are accepted, and this release cannot tell them "
+                "apart; start without --speculative-config"
+            )
+        return STATE
+    return "is of a kind that this release does not know, and what keeps its blocks in another way would be misread"
+
+
+def _by_spec(group: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Each spec of a group with the layers that have it. One spec for all, or one for each layer."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        yield group.kv_cache_spec, list(group.layer_names)
+        return
+    alike: list[tuple[Any, list[str]]] = []
+    for name in group.layer_names:
+        spec = group.kv_cache_spec.kv_cache_specs.get(name)
+        if spec is None:
+            continue  # it uses the cache of another layer, and has no spec
+        names = next((known for other, known in alike if other == spec), None)
+        if names is None:
+            alike.append((spec, [name]))
+        else:
+            names.append(name)
+    yield from alike
+
+
+def _shares(layer: Any) -> bool:
+    """Whether this layer reads the cache of another one and writes none."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) is not None

