@@ -21,6 +21,7 @@ from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.media import full_device, slabs_of, unreadable_device
 from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.tower import leading
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.shared_fs import make_shared_fs_tier
@@ -113,7 +114,7 @@ def test_a_disk_whose_every_read_fails_rests_and_loses_nothing(disk: Bench, tmp_
         for _ in range(5):  # it is probed, and what it has cannot be read yet
             disk.pass_time(5.0)
             assert disk.health is Health.RESTING
-        assert disk.lane.leading(KEYS) == 0
+        assert leading(disk.lane, KEYS) == 0
     counts = disk.lane.counts()
     assert (counts.damaged, counts.discarded, counts.downs) == (0, 0, 1)
     assert counts.read_failed > 0
@@ -174,7 +175,7 @@ def test_a_full_disk_shows_in_health_and_serves_what_it_has(disk: Bench) -> None
         assert [type(outcome) for outcome in disk.store(KEYS)] == [Refused] * 4
         assert disk.health is Health.FULL
         assert "No space left" in disk.lane.health()[1]
-        assert disk.lane.leading(first) == 2
+        assert leading(disk.lane, first) == 2
     assert disk.load(first) == [Loaded] * 2
     assert disk.health is Health.FULL
     disk.pass_time(100.0)

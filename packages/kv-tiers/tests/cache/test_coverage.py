@@ -2,32 +2,13 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
-from kv_core.keys import ChunkKey, KeySpace
+from kv_core.coverage import ALL, STATE, ChunkShape, longest_hit
+from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import LoadFailed, ReadLease
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.hits import needed_count, needed_keys
-
-CHUNK = 4
-COVERAGES = (ALL, STATE, Coverage("window", 3), Coverage("window", 9), Coverage("window", 40), Coverage("local", 8))
-
-
-def shapes() -> st.SearchStrategy[ChunkShape]:
-    """Windows smaller and larger than a chunk, local attention, states, with and without full attention, and shards."""
-    groups = st.lists(st.sampled_from(COVERAGES), min_size=1, max_size=4).map(tuple)
-    return st.builds(ChunkShape, st.just(CHUNK), groups, st.sampled_from([1, 1, 2]))
-
-
-def keys_for(shape: ChunkShape, chunks: int, branch: int = 0) -> list[ChunkKey]:
-    """All keys of a prompt, chunk-major."""
-    space = KeySpace("model", "r", "float32", "f", shape.shards, "sha256:4")
-    digests = [bytes([branch, number]) * 16 for number in range(chunks)]
-    return space.keys(digests, groups=len(shape.groups))
-
-
-def column(keys: list[ChunkKey], shape: ChunkShape, group: int, shard: int = 0) -> list[ChunkKey]:
-    return keys[group * shape.shards + shard :: shape.keys_per_chunk]
+from kv_tiers.testing.shapes import CHUNK_TOKENS, keys_for, shapes
 
 
 def filled(keys: list[ChunkKey], held: list[bool]) -> LocalCache:
@@ -98,7 +79,7 @@ def test_what_a_hit_needs_is_listed_in_the_order_of_the_definition(shape: ChunkS
 
 
 def test_a_missing_state_ends_a_hit_and_is_named() -> None:
-    shape = ChunkShape(CHUNK, (ALL, STATE))
+    shape = ChunkShape(CHUNK_TOKENS, (ALL, STATE))
     keys = keys_for(shape, 5)
     cache = filled(keys, [at % 2 == 0 or at // 2 in (1, 2) for at in range(10)])
     plan = cache.lookup(keys, "r", shape=shape)
@@ -108,7 +89,7 @@ def test_a_missing_state_ends_a_hit_and_is_named() -> None:
 
 def test_a_model_of_states_alone_needs_one_key() -> None:
     """Pure Mamba: the state of the boundary is all there is to load."""
-    shape = ChunkShape(CHUNK, (STATE,))
+    shape = ChunkShape(CHUNK_TOKENS, (STATE,))
     keys = keys_for(shape, 6)
     cache = filled(keys, [at == 3 for at in range(6)])
     plan = cache.lookup(keys, "r", shape=shape)
@@ -122,7 +103,7 @@ def test_groups_of_several_sizes_share_one_pool() -> None:
     pool = HostPool.anonymous("sizes", 9000, 2, group_bytes=(9000, 100))
     assert pool.slot_bytes == 12288
     cache = LocalCache(pool, policy=LruPolicy())
-    full, state = keys_for(ChunkShape(CHUNK, (ALL, STATE)), 1)
+    full, state = keys_for(ChunkShape(CHUNK_TOKENS, (ALL, STATE)), 1)
     for key, nbytes in ((full, 9000), (state, 100), (full, 9000)):
         lease = cache.begin_store([key], "w")
         assert [extent.nbytes for extent in lease.extents] == [nbytes]

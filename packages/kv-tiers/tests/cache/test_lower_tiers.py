@@ -173,12 +173,12 @@ def test_a_tier_far_away_is_asked_once_and_not_on_the_engines_thread() -> None:
     tower.close()
 
 
-def test_the_hottest_tier_takes_a_leading_run_and_the_rest_passes_down() -> None:
+def test_each_chunk_comes_from_the_hottest_tier_that_has_it() -> None:
     tower = Tower("through", "through", remote=[False, True])
     tower.store_below(KEYS)
     tower.tiers[0].discard(KEYS[3:5])
     plan = tower.fetch(KEYS)
-    assert plan.tiers == ("tier0",) * 3 + ("tier1",) * 3
+    assert plan.tiers == ("tier0",) * 3 + ("tier1",) * 2 + ("tier0",)
     tower.read(KEYS)
     tower.run()
     assert tower.tiers[0].holds(KEYS) == [True] * 6  # what came from further below is kept above it too

@@ -18,6 +18,7 @@ from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.faults import FaultyTier
 from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.tower import leading
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read
 from kv_tiers.tiers.dram import DramTier
@@ -79,10 +80,10 @@ def bench() -> Iterator[Bench]:
 def test_what_goes_down_comes_back_checked(bench: Bench) -> None:
     keys = key_chain(3)
     assert bench.store(keys)
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     bench.run()
     assert list(bench.stored.values()) == [Stored()] * 3
-    assert bench.lane.leading([*keys, *key_chain(1, branch="other")]) == 3
+    assert leading(bench.lane, [*keys, *key_chain(1, branch="other")]) == 3
     bench.load(keys)
     bench.run()
     for key in keys:
@@ -103,7 +104,7 @@ def test_wrong_bytes_are_damage_and_never_come_again(bench: Bench, fault: str) -
     assert bench.lane.step()
     assert bench.outcomes() == [Damaged, Damaged]
     bench.tier.fault = ""
-    assert bench.lane.leading(keys) == 0  # at once, before the tier was told
+    assert leading(bench.lane, keys) == 0  # at once, before the tier was told
     bench.run()
     assert bench.tier.holds(keys) == [False, False]
     assert bench.lane.counts().damaged == 2
@@ -128,7 +129,7 @@ def test_a_full_lane_refuses_at_once(bench: Bench) -> None:
     assert small.lane.room_for_stores() == 0
     assert small.load(key_chain(2))
     assert not small.load(key_chain(1))
-    assert not small.lane.ask(key_chain(1), lambda leading: None)
+    assert not small.lane.ask(key_chain(1), lambda held: None)
     small.run()
     assert small.store(key_chain(1, branch="more"))
     assert small.lane.room_for_stores() == 2
@@ -140,14 +141,14 @@ def test_presence_is_asked_on_the_lanes_own_thread(bench: Bench) -> None:
     keys = key_chain(4)
     bench.store(keys[:3])
     bench.run()
-    answers: list[int] = []
+    answers: list[list[bool]] = []
     bench.lane.ask(keys, answers.append)
     assert answers == []
     bench.run()
     bench.lane.discard(keys[1:2])
     bench.lane.ask(keys, answers.append)
     bench.lane.step()
-    assert answers == [3, 1]
+    assert answers == [[True, True, True, False], [True, False, True, False]]
 
 
 @pytest.mark.parametrize("fault", ["down", "bug"])
@@ -165,7 +166,7 @@ def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, faul
     assert "told to" in bench.lane.health()[1]
     assert not bench.load(keys)
     assert not bench.store(keys)
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     calls = len(bench.tier.calls)
     for rest_s in (1.0, 2.0, 2.0):  # ever more seldom, up to a limit
         bench.clock.advance(rest_s - 0.01)
@@ -177,7 +178,7 @@ def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, faul
     bench.clock.advance(2.0)
     bench.run()
     assert bench.lane.health()[0] is Health.UP
-    assert bench.lane.leading(keys) == 2
+    assert leading(bench.lane, keys) == 2
     assert bench.lane.counts().downs == 1
 
 
@@ -225,13 +226,13 @@ def test_cleared_hides_everything_at_once_and_what_is_on_its_way(bench: Bench) -
     bench.run()
     bench.store(waiting)
     bench.lane.clear()
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     assert not bench.load(keys)
     bench.run()
     assert bench.tier.holds([*keys, *waiting]) == [False] * 5
     bench.store(keys)
     bench.run()
-    assert bench.lane.leading(keys) == 3
+    assert leading(bench.lane, keys) == 3
 
 
 def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monke
     bench.store(keys)
     bench.run()
     bench.lane.discard(keys[2:])
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     bench.run()
     assert bench.tier.holds(keys) == [False] * 6
 
@@ -252,10 +253,10 @@ def test_a_frozen_tier_is_left_alone(bench: Bench) -> None:
     bench.lane.freeze(True)
     assert bench.lane.health()[0] is Health.FROZEN
     assert not bench.load(keys)
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     assert not bench.lane.step()
     bench.lane.freeze(False)
-    assert bench.lane.leading(keys) == 2
+    assert leading(bench.lane, keys) == 2
 
 
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
@@ -269,7 +270,7 @@ def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     assert bench.lane.health()[0] is Health.UP
     bench.clock.advance(10.1)
     assert bench.lane.health()[0] is Health.STUCK
-    assert bench.lane.leading(keys) == 0
+    assert leading(bench.lane, keys) == 0
     assert not bench.load(keys)
     assert not bench.lane.close(timeout_s=0.1)  # its memory is lent still
     assert bench.arrived == {}

@@ -97,6 +97,14 @@ def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool
     return boundary, lacking
 
 
+def whole_prefix(shape: ChunkShape, chunks: int, is_there: Callable[[int], bool]) -> int:
+    """How many of `chunks` leading chunks those groups have that need the whole prefix. is_there: as above."""
+    stride = shape.keys_per_chunk
+    columns = [column for group in whole_groups(shape) for column in columns_of(group, shape)]
+    places = (chunk * stride + column for chunk in range(chunks) for column in columns)
+    return next((place // stride for place in places if not is_there(place)), chunks)
+
+
 def slowest_tiers(
     hit: Hit, shape: ChunkShape, sources: Sequence[str], order: Callable[[str], int], fastest: str
 ) -> tuple[str, ...]:

@@ -104,8 +104,8 @@ class LocalCache:
                 hit = find_hit(self._index, keys, shape)
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
                     plan = self._promise(hit, shape, holder, now_s)
-                    self._promotions.promised(holder)
                     may_wait = wait_for_promotion and hit.chunks < asked and bool(self.lower)
+                    self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
                         self._count_lookup(asked, plan.chunks)
                     break

@@ -1,21 +1,19 @@
 """The way up: chunks that only a lower tier holds are brought into the pool before anything is promised.
 
-A lookup that ends in the host tier asks the lower tiers, hottest first; each takes a leading run of what is left. What
-they hold is loaded into slots that are reserved under one lock for as much of the run as there is room, so two
-prefetches never wait for each other, and the lookup's answer is "pending" for at most `wait_s`: then the engine gets
-what has arrived. What arrives later is there for the next request. A chunk that does not come breaks the run: what lies
-behind it is worthless and given up.
+A lookup whose hit is shorter than its prompt asks the lower tiers (`kv_tiers.cache.presence`). The longest boundary
+that the pool and they can serve together is what is worth waiting for, and what it needs is brought up, and nothing
+else: of a window the last chunks, of states the one at the boundary. It is loaded into slots that are reserved under
+one lock for as much of it as there is room, so two prefetches never wait for each other, and the lookup's answer is
+"pending" for at most `wait_s`: then the engine gets what has arrived. What arrives later is there for the next request.
 
-Each tier earns its patience. A wait that ends before all has come halves what the next request will wait for that tier,
-and what arrives in time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing,
-and what it brings late still serves later requests. And a remote tier that answers slowly and hardly ever has anything
-still gets the question, but its answer is not waited for until it has something again.
+A chunk that does not come is asked of the tiers below that one, and ends the boundaries that need it where they have it
+not: then the next shorter one that can be served is waited for, as long as there is time. What a chunk of the whole
+prefix that does not come has made worthless is given up.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.coverage import ChunkShape
@@ -24,18 +22,22 @@ from kv_core.outcome import Loaded
 from kv_core.service import Holder
 
 from kv_tiers import chunk_header
+from kv_tiers.cache.hits import (
+    columns_of,
+    last_boundary,
+    needed_count,
+    other_groups,
+    whole_groups,
+    whole_prefix,
+)
 from kv_tiers.cache.host import TIER, HostTier
+from kv_tiers.cache.presence import Asked, Presence
 from kv_tiers.cache.spill import Spills
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
-
-_MIN_PATIENCE_S: Final = 0.01
-_MIN_WORTH: Final = 0.05
-_MIN_ANSWER_S: Final = 0.005
-_LATELY: Final = 16
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class PromoteCounts:
 
     requested: chunks that lower tiers were told to load.
     arrived: those of them that came up.
-    given_up: those that a break in their run made worthless.
+    given_up: those that did not come, or that one which did not made worthless.
     waits_over: holders whose time was over before all had come.
     """
 
@@ -55,85 +57,79 @@ class PromoteCounts:
 
 
 @dataclass(slots=True)
-class _Answers:
-    """How a remote tier has answered lately.
-
-    worth: how often with anything, from 0 to 1.
-    seconds: after how long.
-    """
-
-    worth: float = 1.0
-    seconds: float = 0.0
-
-    def came(self, leading: int, seconds: float) -> None:
-        self.worth += (float(leading > 0) - self.worth) / _LATELY
-        self.seconds += (seconds - self.seconds) / _LATELY
-
-    def are_worth_waiting_for(self) -> bool:
-        return self.worth > _MIN_WORTH or self.seconds < _MIN_ANSWER_S
-
-
-@dataclass(slots=True)
 class _Wait:
     """One holder that waits.
 
-    began_s: since when.
+    asked: what the tiers have said, and since when it waits.
     until_s: how long it may.
     over: it waits no more.
-    slots: of chunks that came up for it, leased until it asks again and is promised them.
+    slots: of chunks that came up for it, leased until it is promised them or its wait is over.
+    needed: what the boundary needs that it waits for now.
     tiers: the places of those that bring something up for it.
-    answers: (tier, place in the prompt) → leading chunks held there, None while the tier has not answered.
     """
 
-    began_s: float
+    asked: Asked
     until_s: float
     over: bool = False
     slots: list[int] = field(default_factory=list)
+    needed: set[ChunkKey] = field(default_factory=set)
     tiers: set[int] = field(default_factory=set)
-    answers: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Promotion:
-    """A leading run on its way up.
+    """What one boundary needs, on its way up.
 
     holder: for whom.
-    chain: all keys of its prompt.
-    broken_at: the first place in the prompt that did not come.
-    wait: the holder's.
+    broken_at: the first chunk that a group of the whole prefix did not get: from there on all is worthless.
     """
 
     holder: Holder
-    chain: list[ChunkKey]
     broken_at: int
-    wait: _Wait
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Places `start` … `stop` (excluded) of a prompt, which a tier has."""
-
-    tier: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What one call of a tier brings up.
+    """What one call of a tier brings up: neighbours of one group and shard.
 
     tier: its place among the lanes.
-    start: the first key's place in the prompt.
-    keys: neighbours in the prompt.
+    start: the first key's chunk.
+    is_whole: of a group that needs the whole prefix.
+    chain: all keys of this group and shard up to the last of these.
+    touched_from: the first chunk of the chain that the boundary needs.
+    keys: what is brought.
     slots: where they are going to be.
     began_s: when it was submitted.
     """
 
     tier: int
     start: int
+    is_whole: bool
+    chain: list[ChunkKey]
+    touched_from: int
     keys: list[ChunkKey]
     slots: list[int]
     began_s: float
+
+
+@dataclass(slots=True)
+class _View:
+    """What the pool and the tiers below have of a prompt.
+
+    here: by place, whether the pool has it or is about to, from below.
+    writing: what engines are storing. It is not there: it will be for the next request.
+    below: of the rest, which tier has it.
+    is_whole: every tier has answered.
+    """
+
+    keys: Sequence[ChunkKey]
+    here: list[bool]
+    writing: set[ChunkKey]
+    below: dict[ChunkKey, int] = field(default_factory=dict)
+    is_whole: bool = True
+
+    def has(self, place: int) -> bool:
+        return self.here[place] or self.keys[place] in self.below
 
 
 class Promotions:
@@ -159,8 +155,7 @@ class Promotions:
         self._lanes = list(lanes)
         self._spills = spills
         self._wait_s, self._keep_s = wait_s, keep_s
-        self._patience_s = [wait_s] * len(self._lanes)
-        self._answers = [_Answers() for _ in self._lanes]
+        self._presence = Presence(self._lanes, host.lock, clock, wait_s)
         self._max_slots = max_slots
         self._batch_chunks = batch_chunks
         self._clock = clock
@@ -170,50 +165,56 @@ class Promotions:
         self.counts = PromoteCounts()
 
     def is_pending(self, keys: Sequence[ChunkKey], shape: ChunkShape, have: int, holder: Holder, now_s: float) -> bool:
-        """Whether waiting will make the first `have` chunks of `keys` more. Starts what is to be waited for.
+        """Whether waiting will make the hit longer than `have` chunks. Starts what is to be waited for.
 
-        Without the lock. Asking again is how a holder learns that its wait is over.
+        keys: whole chunks, chunk-major. Without the lock. Asking again is how a holder learns that its wait is over.
         """
-        if not shape.is_plain:
-            return False
         with self._host.lock:
-            have = len(self._index.leading(keys))
-            if have == len(keys):
-                return True
             wait = self._wait_of(holder, now_s)
             if not wait.over and now_s >= wait.until_s:
-                wait.over = True
                 self.counts.waits_over += 1
-                unanswered = {tier for (tier, _), chunks in wait.answers.items() if chunks is None}
-                for tier in wait.tiers | unanswered:
-                    self._disappoint(tier)
+                for tier in wait.tiers | wait.asked.unanswered():
+                    self._presence.disappointed(tier)
+                self._end_wait(wait)
             if wait.over:
                 return False
-            if keys[have] in self._arriving or self._index.find(keys[have]) is not None:
-                return True  # the latter arrived since the lookup
-            if self._index.is_held(keys[have]):
-                return False  # an engine is storing it: it will be there for the next request
-        runs = self._where(wait, keys, have, now_s)
-        if runs is None:
-            return True
-        if not runs:
-            wait.over = True
-            return False
-        wait.tiers.update(run.tier for run in runs)
-        patience_s = max(self._patience_s[tier] for tier in wait.tiers)
-        wait.until_s = wait.began_s + min(self._wait_s, patience_s)
-        return self._start(_Promotion(holder, list(keys), len(keys), wait), runs)
+            if not wait.needed.isdisjoint(self._arriving):
+                return True
+            view = self._look(keys)
+        best = self._best_boundary(view, shape, wait, now_s)
+        if best <= have:
+            if view.is_whole:
+                with self._host.lock:
+                    self._end_wait(wait)
+            return not view.is_whole
+        jobs = self._jobs(view, shape, best)
+        if not view.is_whole:
+            # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
+            jobs = [job for job in jobs if job.is_whole]
+        wait.needed = {key for job in jobs for key in job.keys}
+        wait.needed.update(self._arriving_of(view, shape, best))
+        if not jobs:
+            return True  # all is here since the lookup, or on its way for somebody else
+        wait.tiers.update(job.tier for job in jobs)
+        patience_s = max(self._presence.patience_s[tier] for tier in wait.tiers)
+        wait.until_s = wait.asked.began_s + min(self._wait_s, patience_s)
+        return self._start(_Promotion(holder, len(keys) // shape.keys_per_chunk), jobs)
 
-    def promised(self, holder: Holder) -> None:
-        """What came up for this holder so far is in its promise. Under the lock."""
+    def promised(self, holder: Holder, slots: Sequence[int], *, may_wait: bool) -> None:
+        """The holder has a lease on these now. Under the lock.
+
+        may_wait: it will, so what else came up for it stays put.
+        """
         if (wait := self._waits.get(holder)) is not None and wait.slots:
-            slots, wait.slots = wait.slots, []
-            self._host.unlease(slots)
+            has = set(slots) if may_wait else set(wait.slots)
+            given = [slot for slot in wait.slots if slot in has]
+            wait.slots = [slot for slot in wait.slots if slot not in has]
+            self._host.unlease(given)
 
     def end(self, holder: Holder) -> None:
         """The holder waits no more. What is on its way arrives all the same. Under the lock."""
-        self.promised(holder)
-        self._waits.pop(holder, None)
+        if (wait := self._waits.pop(holder, None)) is not None:
+            self._end_wait(wait)
 
     def forget_wait(self, holder: Holder) -> None:
         """The holder may wait anew. Takes the lock."""
@@ -245,86 +246,108 @@ class Promotions:
     def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = _Wait(now_s, now_s + self._wait_s)
+            wait = self._waits[holder] = _Wait(Asked(now_s), now_s + self._wait_s)
         return wait
 
-    def _disappoint(self, tier: int) -> None:
-        self._patience_s[tier] = max(self._patience_s[tier] / 2, min(_MIN_PATIENCE_S, self._wait_s))
+    def _end_wait(self, wait: _Wait) -> None:
+        """Under the lock."""
+        wait.over = True
+        slots, wait.slots = wait.slots, []
+        self._host.unlease(slots)
 
-    def _where(self, wait: _Wait, keys: Sequence[ChunkKey], have: int, now_s: float) -> list[_Run] | None:
-        """Which tier has which part of what is missing. None: a remote one has not answered yet."""
-        runs: list[_Run] = []
-        at = have
-        while at < len(keys):
-            for tier, lane in enumerate(self._lanes):
-                if lane.holds_is_local:
-                    chunks = lane.leading(keys[at:])
-                else:
-                    answer = self._answer_of(wait, tier, lane, keys, at)
-                    if answer is None and now_s >= wait.began_s + self._patience_s[tier]:
-                        wait.answers[tier, at] = answer = 0  # it answers too late, if it does
-                        self._disappoint(tier)
-                    if answer is None and not self._answers[tier].are_worth_waiting_for():
-                        answer = 0
-                    if answer is None:
-                        return runs or None  # what is known already need not wait for the rest
-                    chunks = answer
-                if chunks:
-                    runs.append(_Run(tier, at, at + chunks))
-                    at += chunks
-                    break
-            else:
+    # What to bring.
+
+    def _look(self, keys: Sequence[ChunkKey]) -> _View:
+        """Under the lock."""
+        find, arriving, is_held = self._index.find, self._arriving, self._index.is_held
+        here = [find(key) is not None or key in arriving for key in keys]
+        return _View(keys, here, {key for key, is_here in zip(keys, here, strict=True) if not is_here and is_held(key)})
+
+    def _best_boundary(self, view: _View, shape: ChunkShape, wait: _Wait, now_s: float) -> int:
+        """The longest that the pool and the tiers can serve, as far as those have answered. What each group of the
+        whole prefix has is asked first, so that of the others no more is asked than what may be of use."""
+        stride = shape.keys_per_chunk
+        asked = len(view.keys) // stride
+        if columns := [column for group in whole_groups(shape) for column in columns_of(group, shape)]:
+            self._ask(view, [chunk * stride + column for chunk in range(asked) for column in columns], wait, now_s)
+        room = self._host.share_of(view.keys[0].tenant).slots
+        prefix = whole_prefix(shape, asked, view.has)
+        while needed_count(shape, prefix) > room:
+            prefix -= 1
+        others = other_groups(shape)
+        best = prefix
+        for is_all in (False, True):  # what the longest boundary needs, and only then what shorter ones do
+            if best == prefix and is_all:
                 break
-        return runs
+            places = [
+                chunk * stride + column
+                for group in others
+                for chunk in range(0 if is_all else shape.first_chunk(group, prefix), prefix)
+                for column in columns_of(group, shape)
+            ]
+            self._ask(view, places, wait, now_s)
+            best, _ = last_boundary(shape, prefix, view.has)
+        while needed_count(shape, best) > room:  # local attention may need more for a shorter prefix
+            best, _ = last_boundary(shape, best - 1, view.has)
+        return best
 
-    def _answer_of(self, wait: _Wait, tier: int, lane: Lane, keys: Sequence[ChunkKey], at: int) -> int | None:
-        for (other, start), chunks in wait.answers.items():
-            if other == tier and chunks is not None and start < at < start + chunks:
-                return start + chunks - at
-        place = (tier, at)
-        if place not in wait.answers:
-            wait.answers[place] = None
+    def _ask(self, view: _View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
+        lacking = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
+        if lacking:
+            found, is_whole = self._presence.find(lacking, wait.asked, now_s)
+            view.below.update(found)
+            view.is_whole = view.is_whole and is_whole
 
-            sent_s = self._clock.now_s()
-
-            def answered(leading: int) -> None:
-                with self._host.lock:
-                    self._answers[tier].came(leading, self._clock.now_s() - sent_s)
-                if wait.answers[place] is None:
-                    wait.answers[place] = leading
-
-            if not lane.ask(keys[at:], answered):
-                wait.answers[place] = 0
-        return wait.answers[place]
-
-    def _start(self, promotion: _Promotion, runs: Sequence[_Run]) -> bool:
-        """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
-        chain = promotion.chain
-        jobs: list[_Job] = []
+    def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[_Job]:
+        """What a boundary of so many chunks needs from below: groups of the whole prefix first, in the prompt's order,
+        so that what arrives until the time is over is of use."""
         began_s = self._clock.now_s()
+        jobs: list[_Job] = []
+        for group, needed in enumerate(shape.needed(chunks)):
+            for column in columns_of(group, shape):
+                keys = list(view.keys[column : chunks * shape.keys_per_chunk : shape.keys_per_chunk])
+                job: _Job | None = None
+                for chunk in needed:
+                    tier = None if view.here[chunk * shape.keys_per_chunk + column] else view.below.get(keys[chunk])
+                    if tier is None:
+                        job = None
+                        continue
+                    if job is None or job.tier != tier or len(job.keys) == self._batch_chunks:
+                        is_whole = shape.groups[group].kind == "all"
+                        job = _Job(tier, chunk, is_whole, keys, needed.start, [], [], began_s)
+                        jobs.append(job)
+                    job.keys.append(keys[chunk])
+        return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
+
+    def _arriving_of(self, view: _View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
+        """What a boundary needs that is on its way for somebody else."""
+        if not self._arriving:
+            return []
+        keys = (view.keys[place] for place in shape.needed_places(chunks))
+        return [key for key in keys if key in self._arriving]
+
+    def _start(self, promotion: _Promotion, wanted: Sequence[_Job]) -> bool:
+        """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
+        jobs: list[_Job] = []
         with self._host.lock:
             skipped: set[int] = set()
             room = self._max_slots - len(self._arriving)
-            for run in runs:
-                for start in range(run.start, run.stop, self._batch_chunks):
-                    job = _Job(run.tier, start, [], [], began_s)
-                    for key in chain[start : min(start + self._batch_chunks, run.stop)]:
-                        if room <= 0 or self._index.is_held(key):
-                            break
-                        slots = self._host.reserve([key], (), skipped)
-                        if not slots:
-                            break
-                        job.keys.append(key)
-                        job.slots.extend(slots)
-                        room -= 1
-                    if job.keys:
-                        jobs.append(job)
-                        self._arriving.update(job.keys)
-                    if len(job.keys) < min(self._batch_chunks, run.stop - start):
+            for job in wanted:
+                wanted_keys = list(job.keys)
+                job.keys.clear()
+                for key in wanted_keys:
+                    if room <= 0 or self._index.is_held(key):
                         break
-                else:
-                    continue
-                break
+                    slots = self._host.reserve([key], (), skipped)
+                    if not slots:
+                        room = 0
+                        break
+                    job.keys.append(key)
+                    job.slots.extend(slots)
+                    room -= 1
+                if job.keys:
+                    jobs.append(job)
+                    self._arriving.update(job.keys)
             self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
@@ -349,44 +372,54 @@ class Promotions:
     def _arrived(self, promotion: _Promotion, job: _Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: none if the job was refused."""
         with self._host.lock:
-            whole = 0
-            while (
-                whole < len(arrivals)
-                and isinstance(arrivals[whole].outcome, Loaded)
-                and job.start + whole < promotion.broken_at
-            ):
-                whole += 1
-            keys, slots = job.keys[:whole], job.slots[:whole]
             self._arriving.difference_update(job.keys)
             wait = self._waits.get(promotion.holder)
-            if whole < len(job.keys):
-                promotion.broken_at = min(promotion.broken_at, job.start + whole)
-                self._host.abort(job.keys[whole:], job.slots[whole:])
-                self.counts.given_up += len(job.keys) - whole
-                if wait is not None:
-                    wait.over = True
-            if whole:
-                chain = promotion.chain[: job.start + whole]
-                self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals[:whole]])
-                self._host.touch(chain)
-                self.counts.arrived += whole
-                for key, slot in zip(keys, slots, strict=True):
-                    self._source[slot] = key, self._lanes[job.tier].name
-                if wait is not None:
-                    if not wait.over:
-                        self._patience_s[job.tier] = min(2 * self._patience_s[job.tier], self._wait_s)
-                    here = [slot for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
-                    self._index.lease(here)
-                    wait.slots += here
-                self._spills.committed(keys, slots, chain, above=job.tier)
-            if arrivals and self._host.events.on:
-                self._host.events.publish(
-                    events.Promoted(
-                        promotion.holder,
-                        self._lanes[job.tier].name,
-                        keys,
-                        len(job.keys) - whole,
-                        self._host.pool.sizes.total(keys),
-                        self._clock.now_s() - job.began_s,
-                    )
+            came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
+            if wait is not None:
+                wait.asked.lost.update(
+                    (job.tier, key) for key, is_here in zip(job.keys, came, strict=True) if not is_here
                 )
+            if job.is_whole and False in came:
+                promotion.broken_at = min(promotion.broken_at, job.start + came.index(False))
+            came = [is_here and job.start + at < promotion.broken_at for at, is_here in enumerate(came)]
+            self._commit(promotion, job, arrivals, came, wait)
+
+    def _commit(
+        self,
+        promotion: _Promotion,
+        job: _Job,
+        arrivals: Sequence[Arrival],
+        came: Sequence[bool],
+        wait: _Wait | None,
+    ) -> None:
+        """Under the lock. came: which of the job's chunks are of use."""
+        pairs = list(zip(job.keys, job.slots, strict=True))
+        given_up = [pair for pair, is_here in zip(pairs, came, strict=True) if not is_here]
+        pairs = [pair for pair, is_here in zip(pairs, came, strict=True) if is_here]
+        keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
+        self._host.abort([key for key, _ in given_up], [slot for _, slot in given_up])
+        self.counts.given_up += len(given_up)
+        if pairs:
+            chain = job.chain[: job.start + len(job.keys)]
+            checksums = [arrival.checksum for arrival, is_here in zip(arrivals, came, strict=True) if is_here]
+            self._host.commit(keys, slots, chain, checksums)
+            self._host.touch(chain[job.touched_from :])
+            self.counts.arrived += len(pairs)
+            self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
+            if wait is not None and not wait.over:
+                self._presence.pleased(job.tier)
+                here = [slot for key, slot in pairs if self._index.key_at(slot) == key]
+                self._index.lease(here)
+                wait.slots += here
+            self._spills.committed(keys, slots, chain, above=job.tier)
+        if arrivals and self._host.events.on:
+            self._host.events.publish(
+                events.Promoted(
+                    promotion.holder,
+                    self._lanes[job.tier].name,
+                    keys,
+                    len(given_up),
+                    self._host.pool.sizes.total(keys),
+                    self._clock.now_s() - job.began_s,
+                )
+            )

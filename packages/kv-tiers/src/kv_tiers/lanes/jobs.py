@@ -9,7 +9,7 @@ around every call.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,10 +49,10 @@ class Load:
 
 @dataclass(slots=True)
 class Ask:
-    """How many leading keys the tier holds."""
+    """Which keys the tier holds."""
 
     keys: list[ChunkKey]
-    done: Callable[[int], None]
+    done: Callable[[list[bool]], None]
 
 
 @dataclass(slots=True)
@@ -168,17 +168,8 @@ class Jobs:
         for job in (*self._stores, *self._storing.values()):
             job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
 
-    def first_hidden(self, keys: Sequence[ChunkKey]) -> int:
-        """The place of the first of these that nobody may find; their number if there is none."""
-        first = len(keys)
-        if self._discards or self._discarding:
-            hidden = (n for n, key in enumerate(keys) if key in self._discards or key in self._discarding)
-            first = next(hidden, first)
-        if self._tenants_to_clear or self._clearing_tenants:
-            first = next((n for n, key in enumerate(keys[:first]) if self._is_being_cleared(key)), first)
-        return first
-
     def is_hidden(self, key: ChunkKey) -> bool:
+        """Nobody may find it."""
         return key in self._discards or key in self._discarding or self._is_being_cleared(key)
 
     def next(self) -> Job | None:

@@ -112,14 +112,6 @@ class Lane:
         for thread in self._threads:
             thread.start()
 
-    def leading(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading `keys` the tier holds. Only for one that answers from memory."""
-        with self._changed:
-            if not self._health().serves or self._jobs.is_clearing:
-                return 0
-            keys = keys[: self._jobs.first_hidden(keys)]
-        return _leading(self._holds(keys))
-
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these a load would find. Only for a tier that answers from memory."""
         with self._changed:
@@ -128,8 +120,8 @@ class Lane:
             hidden = set(filter(self._jobs.is_hidden, keys))
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
 
-    def ask(self, keys: Sequence[ChunkKey], done: Callable[[int], None]) -> bool:
-        """Have the tier asked, in one round trip: `done` gets how many leading `keys` it holds, on another thread."""
+    def ask(self, keys: Sequence[ChunkKey], done: Callable[[list[bool]], None]) -> bool:
+        """As `holds`, of any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
         return self._submit(Ask(list(keys), done))
 
     def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None]) -> bool:
@@ -315,9 +307,9 @@ class Lane:
                 return answer
             case Ask():
                 with self._changed:
-                    keys = job.keys[: self._jobs.first_hidden(job.keys)]
-                leading = _leading(self.tier.holds(keys)) if keys else 0
-                return lambda: job.done(leading)
+                    keys = [key for key in job.keys if not self._jobs.is_hidden(key)]
+                held = dict(zip(keys, self.tier.holds(keys) if keys else (), strict=True))
+                return lambda: job.done([held.get(key, False) for key in job.keys])
             case Store():
                 outcomes = self._store(job)
                 with self._changed:
@@ -426,7 +418,7 @@ class Lane:
             case Load():
                 job.done([Arrival(read.key, Absent()) for read in job.reads])
             case Ask():
-                job.done(0)
+                job.done([False] * len(job.keys))
             case Store():
                 with self._changed:
                     self._counts.refused += len(job.chunks)
@@ -449,10 +441,6 @@ class Lane:
             self._log_bug()
             self._down(_Probe(), f"{type(error).__name__}: {error}")()
         return [False] * len(keys)
-
-
-def _leading(held: Sequence[bool]) -> int:
-    return next((n for n, here in enumerate(held) if not here), len(held))
 
 
 def _nothing() -> None:

@@ -59,6 +59,8 @@ class HostPool:
     ) -> None:
         self.name = name
         self.sizes = PayloadSizes(group_bytes or (chunk_bytes,))
+        if self.sizes.largest > chunk_bytes:
+            raise ConfigError(f"chunks of {self.sizes.largest} bytes in a pool for chunks of {chunk_bytes}")
         self.chunk_bytes = self.sizes.largest
         self.slot_bytes = slot_bytes_for(chunk_bytes)
         self.slots = slots

@@ -30,6 +30,8 @@ class FaultyTier:
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local if holds_is_local is None else holds_is_local
         self.fault: Fault = ""
+        self.broken: set[ChunkKey] = set()
+        """What it says it holds, and never brings."""
         self.calls: list[str] = []
         self._tier = tier
         self._sleep = sleep
@@ -50,7 +52,8 @@ class FaultyTier:
             return [Absent() for _ in reads]
         if self.fault == "unreadable":
             return [ReadFailed("told to be unreadable") for _ in reads]
-        return self._spoil(reads, self._tier.load(reads))
+        outcomes = self._spoil(reads, self._tier.load(reads))
+        return [Absent() if read.key in self.broken else one for read, one in zip(reads, outcomes, strict=True)]
 
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         self._fail("load_prefixes")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kv_core.clock import HandClock
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease
@@ -25,6 +26,11 @@ from kv_tiers.tiers.dram import DramTier
 FINGERPRINT = "tower"
 
 
+def leading(lane: Lane, keys: Sequence[ChunkKey]) -> int:
+    """How many leading keys a load would find, in a tier that answers from memory."""
+    return [*lane.holds(keys), False].index(False)
+
+
 class Tower:
     """A cache of `slots` over tiers whose lanes work when they are told to (`threads=0`) or by themselves."""
 
@@ -39,6 +45,7 @@ class Tower:
         pool: HostPool | None = None,
         quotas: Mapping[bytes, int] | None = None,
         events: Source | None = None,
+        group_bytes: Sequence[int] = (),
     ) -> None:
         self.clock = HandClock()
         self.tiers: list[FaultyTier] = []
@@ -64,7 +71,7 @@ class Tower:
             )
         self.lanes = [lane for lane, _ in lanes]
         self.cache = LocalCache(
-            pool or HostPool.anonymous("host", CHUNK_BYTES, slots),
+            pool or HostPool.anonymous("host", CHUNK_BYTES, slots, group_bytes=group_bytes),
             policy=LruPolicy(),
             clock=self.clock,
             lanes=lanes,
@@ -87,15 +94,15 @@ class Tower:
         self.cache.commit(lease)
         return len(lease.keys)
 
-    def ask(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
-        return self.cache.lookup(keys, holder, wait_for_promotion=True)
+    def ask(self, keys: Sequence[ChunkKey], holder: str = "r", shape: ChunkShape = PLAIN) -> LookupPlan:
+        return self.cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
 
-    def fetch(self, keys: Sequence[ChunkKey], holder: str = "r") -> LookupPlan:
+    def fetch(self, keys: Sequence[ChunkKey], holder: str = "r", shape: ChunkShape = PLAIN) -> LookupPlan:
         """Ask until the answer is final."""
         plans: list[LookupPlan] = []
 
         def is_final() -> bool:
-            plans.append(self.ask(keys, holder))
+            plans.append(self.ask(keys, holder, shape))
             self.run()
             return plans[-1].ended is not Ended.PENDING
 
