@@ -106,7 +106,7 @@ def started(
             kv_load_failure_policy=policy,
             kv_connector_extra_config=cache,
         )
-        arguments["worker_extension_cls"] = "kv_vllm.testing.inspect.Inspect"
+        arguments.setdefault("worker_extension_cls", "kv_vllm.testing.inspect.Inspect")
     chosen = {
         "dtype": "float32",
         "max_model_len": 4096,

@@ -115,7 +115,6 @@ def test_a_backend_without_an_update_to_prove_with_is_refused(
 @pytest.mark.parametrize(
     ("parallel", "why"),
     [
-        ({"pipeline_parallel_size": 2}, r"2 pipeline stages.*--pipeline-parallel-size 1"),
         (
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
             r"--decode-context-parallel-size is 2: the tokens of a block are spread over 2 ranks",
@@ -173,6 +172,21 @@ def test_of_ranks_with_the_same_heads_one_stores(ranks: int, heads: int, shares:
     found = [share_of(rank, ranks, heads) for rank in range(ranks)]
     assert [(share.shard, share.stores) for share in found] == shares
     assert {share.shards for share in found} == {min(ranks, heads)}
+
+
+def test_stages_have_shares_of_their_own() -> None:
+    """Two stages of two ranks: each of the four has layers or heads that no other has."""
+    found = [share_of(rank, 2, 4, stage=stage, stages=2) for stage in range(2) for rank in range(2)]
+    assert [(share.rank, share.ranks, share.shard, share.shards, share.stores) for share in found] == [
+        (rank, 4, rank, 4, True) for rank in range(4)
+    ]
+    latent = [share_of(rank, 2, 1, stage=stage, stages=2) for stage in range(2) for rank in range(2)]
+    assert [(share.shard, share.shards, share.stores) for share in latent] == [
+        (0, 2, True),
+        (0, 2, False),
+        (1, 2, True),
+        (1, 2, False),
+    ]
 
 
 def test_heads_that_ranks_cannot_share_out_are_an_error() -> None:

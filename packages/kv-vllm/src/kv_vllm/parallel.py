@@ -2,7 +2,8 @@
 
 Tensor parallelism cuts the heads of every layer into shares, one a rank, and a chunk is kept in as many. Where there
 are fewer heads than ranks (or one latent for all of them, in MLA) several ranks have the same share: one of them stores
-it and all load it. What spreads layers or tokens instead is refused here, by name.
+it and all load it. Pipeline stages have layers of their own, and so shares of their own. Expert parallelism spreads
+nothing that is cached. What spreads tokens is refused here, by name.
 """
 
 import re
@@ -23,7 +24,9 @@ def rank_share(vllm_config: Any) -> RankShare:
     Raises:
         ConfigError: vLLM's heads cannot be shared out among its ranks.
     """
-    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    ranks, stages = (
+        int(getattr(vllm_config.parallel_config, f"{kind}_parallel_size")) for kind in ("tensor", "pipeline")
+    )
     model = vllm_config.model_config
     if draft_model(vllm_config) is not None:
         distinct = ranks  # its layers are in the chunks too, and its heads are other heads
@@ -31,7 +34,8 @@ def rank_share(vllm_config: Any) -> RankShare:
         distinct = ranks  # states are cut finer than heads of attention: no two ranks have the same
     else:
         distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-    return share_of(_rank(ranks), ranks, distinct)
+    rank, stage = _place(ranks, stages)
+    return share_of(rank, ranks, distinct, stage=stage, stages=stages)
 
 
 def draft_model(vllm_config: Any) -> Any | None:
@@ -42,12 +46,19 @@ def draft_model(vllm_config: Any) -> Any | None:
     return speculative.draft_model_config
 
 
-def _rank(ranks: int) -> int:
-    if ranks == 1:
-        return 0
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+def _place(ranks: int, stages: int) -> tuple[int, int]:
+    """This process's tensor-parallel rank and its pipeline stage."""
+    if ranks == stages == 1:
+        return 0, 0
+    from vllm.distributed.parallel_state import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        model_parallel_is_initialized,
+    )
 
-    return int(get_tensor_model_parallel_rank()) if model_parallel_is_initialized() else 0
+    if not model_parallel_is_initialized():
+        return 0, 0
+    return int(get_tensor_model_parallel_rank()), int(get_pp_group().rank_in_group)
 
 
 def replica_of(vllm_config: Any) -> Replica | None:
@@ -71,11 +82,6 @@ def check_parallelism(vllm_config: Any) -> None:
         ConfigError: ranks have other layers or other tokens than we would take them for.
     """
     parallel = vllm_config.parallel_config
-    if (stages := parallel.pipeline_parallel_size) > 1:
-        raise ConfigError(
-            f"the engine has {stages} pipeline stages, each with layers of its own, and this release of kv-vllm caches "
-            "engines whose ranks have all layers; start with --pipeline-parallel-size 1 or without --kv-transfer-config"
-        )
     for name, flag in (
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),

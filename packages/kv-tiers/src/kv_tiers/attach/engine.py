@@ -223,7 +223,10 @@ class Engine(OffSwitch):
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
         formats = {Format(worker.group_bytes, worker.fingerprint) for worker in workers}
         if len(formats) > 1:
-            return self.refuse("the ranks' chunks are of different formats")
+            return self.refuse(
+                "the ranks' chunks are of different formats, as those of stages with unequal numbers of layers: "
+                "choose a number of stages that divides the layers"
+            )
         (chunks,) = formats
         self.cache, _ = open_remote(settings, chunks, engine_id=self.id, rank=None, facts={}, replica=replica)
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)

@@ -10,7 +10,7 @@ from kv_core.errors import ConfigError
 class RankShare:
     """What one rank has of every chunk.
 
-    rank: its number among the tensor-parallel ranks.
+    rank: its number among all ranks that have shares.
     ranks: how many there are.
     shards: how many different shares there are.
     shard: which one this rank has.
@@ -27,8 +27,10 @@ class RankShare:
 ALONE: Final = RankShare(rank=0, ranks=1, shards=1, shard=0, stores=True)
 
 
-def share_of(rank: int, ranks: int, distinct_heads: int) -> RankShare:
+def share_of(rank: int, ranks: int, distinct_heads: int, *, stage: int = 0, stages: int = 1) -> RankShare:
     """
+    rank, ranks: among the tensor-parallel ones.
+    stage, stages: of the pipeline. Each has layers of its own, so a chunk is whole when all stages have theirs.
     distinct_heads: KV heads of the whole model, 1 in MLA. Where there are fewer than ranks, neighbouring ranks have the
         same head.
 
@@ -39,4 +41,10 @@ def share_of(rank: int, ranks: int, distinct_heads: int) -> RankShare:
     if ranks % shards or distinct_heads % shards:
         raise ConfigError(f"{ranks} tensor-parallel ranks cannot have equal parts of {distinct_heads} KV heads")
     copies = ranks // shards
-    return RankShare(rank, ranks, shards, rank // copies, stores=rank % copies == 0)
+    return RankShare(
+        rank=stage * ranks + rank,
+        ranks=stages * ranks,
+        shards=stages * shards,
+        shard=stage * shards + rank // copies,
+        stores=rank % copies == 0,
+    )

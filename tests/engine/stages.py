@@ -1,0 +1,16 @@
+"""Pipeline stages on a CPU: vLLM 0.32 leaves a buffer of later stages unmade there, and asserts that it is."""
+
+from typing import Any
+
+from kv_vllm.testing.inspect import Inspect
+
+
+class Stages(Inspect):
+    """For `worker_extension_cls`. Call `make_buffers` before the first request."""
+
+    def make_buffers(self) -> None:
+        runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM mixes this class into its worker
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )

@@ -1,0 +1,60 @@
+"""One model on one, two and four processes: each shape finds what engines of its own shape have stored, no others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PROMPTS, WARM_HITS, Answer, Engine, started
+
+STAGES: dict[str, Any] = {"worker_extension_cls": "stages.Stages", "distributed_executor_backend": "mp"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "TP=2": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "PP=2": {"pipeline_parallel_size": 2} | STAGES,
+    "TP=2, PP=2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | STAGES,
+}
+PROCESSES = {"TP=2": 2, "PP=2": 2, "TP=2, PP=2": 4}
+COLD_HITS = [0, 512, 512, 768, 0, 0]
+
+
+@contextmanager
+def shaped(model: str, shape: str, cache: dict[str, Any] | None) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        if shape in PROCESSES:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(n % 2) for n in range(PROCESSES[shape])))
+        with started(model, cache=cache, own_process=shape in PROCESSES, **SHAPES[shape]) as engine:
+            if "PP" in shape:
+                engine.inside_all("make_buffers")
+            yield engine
+
+
+def disk(directory: Path) -> dict[str, Any]:
+    tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "256MiB"}
+    return {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier]}
+
+
+@pytest.mark.slow
+def test_every_shape_finds_its_own_chunks_after_a_restart_and_no_others(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    first, again = {}, {}
+    for hits in (first, again):
+        for shape in SHAPES:
+            with shaped(tiny_llama, shape, disk(tmp_path)) as engine:
+                assert engine.ask_in_turn(PROMPTS) == reference, shape
+                hits[shape] = engine.hits
+                assert engine.ask(PROMPTS) == reference, shape
+                engine.assert_at_rest()
+    assert first == dict.fromkeys(SHAPES, COLD_HITS)
+    assert again == dict.fromkeys(SHAPES, WARM_HITS)
+
+
+@pytest.mark.slow
+def test_with_stages_a_wrong_byte_of_either_changes_tokens(tiny_llama: str, reference: list[Answer]) -> None:
+    """The control."""
+    with shaped(tiny_llama, "PP=2", {"host": {"capacity_bytes": "128MiB"}}) as engine:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        engine.inside("kv_corrupt")
+        assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
