@@ -146,10 +146,6 @@ class Hierarchy(RuleBasedStateMachine):
     def mend_a_tier(self, tier: int) -> None:
         self.tiers[tier].fault = ""
 
-    @rule(tier=tiers, frozen=st.booleans())
-    def freeze(self, tier: int, frozen: bool) -> None:
-        self.lanes[tier].freeze(frozen)
-
     @rule(tier=tiers, steps=st.integers(1, 4))
     def work(self, tier: int, steps: int) -> None:
         for _ in range(steps):
@@ -167,9 +163,8 @@ class Hierarchy(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for lane, tier in zip(self.lanes, self.tiers, strict=True):
+        for tier in self.tiers:
             tier.fault = ""
-            lane.freeze(False)
         while self.open:
             self.finish(committed=True)
         for holder in (*HOLDERS, "reader", "writer"):

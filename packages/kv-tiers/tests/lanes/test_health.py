@@ -6,15 +6,13 @@ import pytest
 from kv_core.clock import HandClock
 from kv_tiers.lanes.health import Health, HealthTracker
 
-FACTS = list(itertools.product([False, True], repeat=5))
+FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0
 
 
-def expected(closed: bool, frozen: bool, resting: bool, stuck: bool, full: bool) -> Health:
+def expected(closed: bool, resting: bool, stuck: bool, full: bool) -> Health:
     if closed:
         return Health.CLOSED
-    if frozen:
-        return Health.FROZEN
     if resting:
         return Health.RESTING
     if stuck:
@@ -26,24 +24,21 @@ def tracker(clock: HandClock) -> HealthTracker:
     return HealthTracker(rest_s=1.0, max_rest_s=5.0, stuck_s=STUCK_S, clock=clock)
 
 
-@pytest.mark.parametrize(("closed", "frozen", "resting", "stuck", "full"), FACTS)
-def test_of_all_that_is_true_the_first_counts(
-    closed: bool, frozen: bool, resting: bool, stuck: bool, full: bool
-) -> None:
+@pytest.mark.parametrize(("closed", "resting", "stuck", "full"), FACTS)
+def test_of_all_that_is_true_the_first_counts(closed: bool, resting: bool, stuck: bool, full: bool) -> None:
     clock = HandClock()
     made = tracker(clock)
-    made.is_closed, made.is_frozen, made.full = closed, frozen, "no room" if full else ""
+    made.is_closed, made.full = closed, "no room" if full else ""
     if resting:
         made.failed("it broke")
     running = [clock.now_s(), clock.now_s() + 5]
     clock.advance(STUCK_S + (0.1 if stuck else 0))
     health = made.now(running)
-    assert health is expected(closed, frozen, resting, stuck, full)
+    assert health is expected(closed, resting, stuck, full)
     assert health.serves == (health in (Health.UP, Health.FULL))
     why = {Health.RESTING: "it broke", Health.FULL: "no room"}.get(health, health.value)
     assert made.why(health) == why
-    may_probe = resting and not frozen
-    assert made.may_probe() is may_probe
+    assert made.may_probe() is resting
     made.is_probing = True
     assert not made.may_probe()
 
@@ -67,14 +62,12 @@ def test_rests_grow_until_a_load_succeeds() -> None:
     assert made.last_failure == "still"
 
 
-def test_a_tier_that_is_left_alone_or_probed_has_no_rest_to_wait_for() -> None:
+def test_a_tier_that_is_being_probed_has_no_rest_to_wait_for() -> None:
     clock = HandClock()
     made = tracker(clock)
     assert made.rest_left_s() is None and not made.may_probe()
     made.failed("it broke")
-    made.is_frozen = True
-    assert made.rest_left_s() is None
-    made.is_frozen, made.is_probing = False, True
+    made.is_probing = True
     assert made.rest_left_s() is None
     made.is_probing = False
     clock.advance(100)

@@ -246,19 +246,6 @@ def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monke
     assert bench.tier.holds(keys) == [False] * 6
 
 
-def test_a_frozen_tier_is_left_alone(bench: Bench) -> None:
-    keys = key_chain(2)
-    bench.store(keys)
-    bench.run()
-    bench.lane.freeze(True)
-    assert bench.lane.health()[0] is Health.FROZEN
-    assert not bench.load(keys)
-    assert leading(bench.lane, keys) == 0
-    assert not bench.lane.step()
-    bench.lane.freeze(False)
-    assert leading(bench.lane, keys) == 2
-
-
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     bench = Bench(threads=2)
     keys = key_chain(2)

@@ -1,12 +1,13 @@
 """First in, first out: the baseline that learns nothing from use (Belady, IBM Systems Journal 5:2, 1966)."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
+from kv_tiers.eviction.one_order import OneOrder
 
-class FifoPolicy:
+
+class FifoPolicy(OneOrder):
     """Offer the chunk that arrived first. O(1) a chunk.
 
     A chunk counts as arriving with the youngest of its descendants, or else the head of a prompt that is stored in
@@ -14,8 +15,7 @@ class FifoPolicy:
     """
 
     def __init__(self) -> None:
-        self._oldest_first: OrderedDict[int, None] = OrderedDict()
-        self._excluded: set[int] = set()
+        super().__init__()
         self._grew = False
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -33,19 +33,6 @@ class FifoPolicy:
         for slot in reversed(slots):
             if slot in self._oldest_first:
                 self._oldest_first.move_to_end(slot)
-
-    def removed(self, slot: int) -> None:
-        if slot in self._excluded:
-            self._excluded.remove(slot)
-        else:
-            del self._oldest_first[slot]
-
-    def victim(self) -> int | None:
-        return next(iter(self._oldest_first), None)
-
-    def exclude(self, slot: int) -> None:
-        del self._oldest_first[slot]
-        self._excluded.add(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
         # Their place is the oldest: each was the first to go when it was excluded.

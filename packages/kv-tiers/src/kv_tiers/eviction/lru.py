@@ -1,17 +1,14 @@
 """Least recently used."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
+from kv_tiers.eviction.one_order import OneOrder
 
-class LruPolicy:
+
+class LruPolicy(OneOrder):
     """Offer the chunk whose last use is oldest. O(1) a chunk; one long scan flushes it."""
-
-    def __init__(self) -> None:
-        self._oldest_first: OrderedDict[int, None] = OrderedDict()
-        self._excluded: set[int] = set()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for slot in reversed(slots):
@@ -26,19 +23,6 @@ class LruPolicy:
             touch(slot)
 
     extended = used
-
-    def removed(self, slot: int) -> None:
-        if slot in self._excluded:
-            self._excluded.remove(slot)
-        else:
-            del self._oldest_first[slot]
-
-    def victim(self) -> int | None:
-        return next(iter(self._oldest_first), None)
-
-    def exclude(self, slot: int) -> None:
-        del self._oldest_first[slot]
-        self._excluded.add(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
         for slot in reversed(slots):

@@ -1,4 +1,4 @@
-"""How a tier is doing, as its lane sees it: what people did to it, what it did, and what the two make together.
+"""How a tier is doing, as its lane sees it: what it did, what it says, and what that makes together.
 
 A tier that fails is rested, at first shortly and then twice as long each time, until a load brings something again: a
 device whose probes succeed and whose reads do not would else be tried for ever at the shortest interval.
@@ -19,7 +19,6 @@ class Health(Enum):
     FULL = "it takes no more chunks, and serves those that it has"
     RESTING = "it failed, and is probed now and then"
     STUCK = "a call to it has not come back"
-    FROZEN = "somebody asked that it be left alone"
     CLOSED = "it is closed"
 
     @property
@@ -30,7 +29,6 @@ class Health(Enum):
 
 _FIRST_THAT_HOLDS: Final = (
     Health.CLOSED,  # for good
-    Health.FROZEN,  # by will, whatever else is wrong
     Health.RESTING,  # it said so itself, and is probed
     Health.STUCK,  # it says nothing; nothing can be asked of it, not even a probe
     Health.FULL,  # it serves, and takes nothing
@@ -49,7 +47,7 @@ class HealthTracker:
         self._why_down = ""
         self.rests_until_s: float | None = None
         self.is_probing = False
-        self.is_frozen = self.is_closed = False
+        self.is_closed = False
         self.full = ""
         """Why it takes no more chunks; empty where it does."""
 
@@ -57,7 +55,6 @@ class HealthTracker:
         """running_since_s: when each call that is under way began."""
         holds = {
             Health.CLOSED: self.is_closed,
-            Health.FROZEN: self.is_frozen,
             Health.RESTING: self.rests_until_s is not None,
             Health.STUCK: bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s,
             Health.FULL: bool(self.full),
@@ -96,7 +93,7 @@ class HealthTracker:
 
     def rest_left_s(self) -> float | None:
         """How long until it may be probed; None where nothing waits for that."""
-        if self.rests_until_s is None or self.is_probing or self.is_frozen:
+        if self.rests_until_s is None or self.is_probing:
             return None
         return max(0.0, self.rests_until_s - self._clock.now_s())
 

@@ -1,6 +1,6 @@
 """A lane: the bounded queue and the few threads in front of one tier. Nobody else calls a tier.
 
-Submitting never waits: a lane that is full, resting, stuck, frozen or closed refuses, and what was refused costs a miss
+Submitting never waits: a lane that is full, resting, stuck or closed refuses, and what was refused costs a miss
 and nothing more. What goes first, and what is hidden meanwhile, is a table of its own (`kv_tiers.lanes.jobs`).
 
 Here chunks become payloads with headers on the way out, and are checked and decoded on the way back (`payloads`). A
@@ -158,13 +158,6 @@ class Lane:
         with self._changed:
             return self._jobs.room_for_stores if self._health().serves else 0
 
-    def freeze(self, frozen: bool) -> None:
-        """Leave the tier alone, or go on with it. What is queued waits; what is submitted meanwhile is refused."""
-        with self._changed:
-            self._tracker.is_frozen = frozen
-            self._health()
-            self._changed.notify_all()
-
     def health(self) -> tuple[Health, str]:
         """How the tier is doing, and why; of one that is up, why it was not the last time, if ever."""
         with self._changed:
@@ -240,7 +233,7 @@ class Lane:
             return True
 
     def _next(self) -> Job | _Probe | None:
-        if self._tracker.is_frozen or self._tracker.is_closed:
+        if self._tracker.is_closed:
             return None
         if self._tracker.rests_until_s is not None:
             return _Probe() if self._tracker.may_probe() else None

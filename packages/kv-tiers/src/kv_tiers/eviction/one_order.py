@@ -1,0 +1,24 @@
+"""What policies with one order of their chunks share."""
+
+from collections import OrderedDict
+
+
+class OneOrder:
+    """Offers the oldest. Which chunks are, and where reinserted ones go, is the policy's to say."""
+
+    def __init__(self) -> None:
+        self._oldest_first: OrderedDict[int, None] = OrderedDict()
+        self._excluded: set[int] = set()
+
+    def removed(self, slot: int) -> None:
+        if slot in self._excluded:
+            self._excluded.remove(slot)
+        else:
+            del self._oldest_first[slot]
+
+    def victim(self) -> int | None:
+        return next(iter(self._oldest_first), None)
+
+    def exclude(self, slot: int) -> None:
+        del self._oldest_first[slot]
+        self._excluded.add(slot)
