@@ -20,6 +20,7 @@ from kv_core.service import Holder
 
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
+from kv_tiers.eviction.coverage import CoveragePolicy
 from kv_tiers.eviction.policy import policy_name
 from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.index.residency import Residency
@@ -72,7 +73,8 @@ class HostTier:
         self._index = index
         self._shares = shares
         self._totals = totals
-        self._policy_name = policy_name(shares.common.policy)
+        of_all = shares.common.policy
+        self._policy_name = policy_name(of_all.policy if isinstance(of_all, CoveragePolicy) else of_all)
         self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
         self._closed = False

@@ -30,6 +30,7 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig, check_lease
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
+from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
 from kv_tiers.eviction.shares import Shares
@@ -68,10 +69,12 @@ class LocalCache:
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._cold = ColdConfig() if cold is None else cold
         default = partial(make_policy, DEFAULT_POLICY)
+        own = default if share_policy is None else share_policy
+        self._bounded = BoundedGroups()
         shares = Shares(
             pool.slots,
-            default(pool.slots) if policy is None else policy,
-            default if share_policy is None else share_policy,
+            CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
+            lambda slots: CoveragePolicy(own(slots), self._bounded),
         )
         for tenant, quota_bytes in (quotas or {}).items():
             shares.set_quota(tenant, quota_slots(quota_bytes, pool.slot_bytes))
@@ -101,6 +104,7 @@ class LocalCache:
             now_s = self._clock.now_s()
             with self._lock:
                 self._begin(now_s)
+                self._bounded.note(keys, shape)
                 hit = find_hit(self._index, keys, shape)
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
                     plan = self._promise(hit, shape, holder, now_s)

@@ -9,8 +9,9 @@ that its return is seen although it was a miss: such a segment is a ghost.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kv_core.keys import ChunkKey
 
@@ -18,6 +19,9 @@ from kv_tiers.eviction.prefix.queues import SegmentQueues
 from kv_tiers.eviction.prefix.returns import Factor, Returns
 from kv_tiers.eviction.prefix.segment import MAX_OWN_BRANCHES, Role, Segment
 from kv_tiers.eviction.prefix.tree import PrefixTree
+
+SHARES_AT: Final = slice(24, 28)
+"""Where a key names its group and shard."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,10 @@ class PrefixPolicy:
         self._queues.add(segment)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for its_slots in _chains(keys, slots):
+            self._chain_used(its_slots)
+
+    def _chain_used(self, slots: Sequence[int]) -> None:
         self._offer = None
         deepest = self._tree.deepest(slots)
         if deepest.is_last:
@@ -242,3 +250,15 @@ class PrefixPolicy:
             if segment.sample is not None:
                 segment.sample.role, segment.sample.factors = role, factors
             self._queues.add(segment)
+
+
+def _chains(keys: Sequence[ChunkKey], slots: Sequence[int]) -> Collection[Sequence[int]]:
+    """The slots of each group's and shard's chunks: they were stored as chains of their own, and are trees of their
+    own, or the chunks of one would seem to follow the other's."""
+    last = len(slots) - 1
+    if keys[0][SHARES_AT] == keys[last][SHARES_AT]:
+        return [slots]
+    chains: dict[bytes, list[int]] = {}
+    for key, slot in zip(keys, slots, strict=False):
+        chains.setdefault(key[SHARES_AT], []).append(slot)
+    return chains.values()

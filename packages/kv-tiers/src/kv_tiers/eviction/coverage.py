@@ -1,0 +1,117 @@
+"""Eviction where some groups of layers do not need the whole prefix: windows and states beside any policy.
+
+A hit uses a window's last chunks and the one state at its boundary, and not those that it has passed. So the order of
+last use says what these are worth: what is far behind every boundary that was asked for ages, and leaves. A policy that
+learns from prompts which come back would learn from them what is not so: of a prompt that comes back, most of a window
+does not. They are kept from it, in an order of their own, and of that order's oldest and the policy's choice the one
+leaves that was used longer ago.
+"""
+
+from collections.abc import Sequence
+
+from kv_core.coverage import ChunkShape
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.eviction.policy import EvictionPolicy
+
+_MOST_GROUPS = 1 << 12
+"""That are remembered; those of models beyond are left to the policy."""
+
+
+class BoundedGroups:
+    """The groups, of all key spaces, that lookups have said do not need the whole prefix."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def note(self, keys: Sequence[ChunkKey], shape: ChunkShape) -> None:
+        """keys: of a lookup, chunk-major."""
+        if keys and not shape.is_plain and len(self._known) < _MOST_GROUPS:
+            for group, coverage in enumerate(shape.groups):
+                if coverage.kind != "all":
+                    self._known.add(_group_of(keys[group * shape.shards]))
+
+    def has(self, key: ChunkKey) -> bool:
+        return _group_of(key) in self._known
+
+
+class CoveragePolicy:
+    """An `EvictionPolicy` around another, which never hears of bounded groups. While there are none, it hears all."""
+
+    def __init__(self, policy: EvictionPolicy, bounded: BoundedGroups) -> None:
+        self.policy = policy
+        self._bounded = bounded
+        self._recent = LruPolicy()
+        self._is_recent: set[int] = set()  # the slots that `_recent` orders
+        self._last_use: dict[int, int] = {}  # of all slots, since there are bounded groups
+        self._now = 0
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if self._bounded:
+            self._is_recent.update(
+                slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key)
+            )  # a chunk that came before it was known stays with the policy
+        recent, keys, slots = self._parted(keys, slots)
+        if slots:
+            self.policy.added(keys, slots)
+        # The other way round than a prefix: of a window the last chunks are worth most.
+        self._recent.added((), recent[::-1])
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        recent, keys, slots = self._parted(keys, slots)
+        if slots:
+            self.policy.used(keys, slots)
+        self._recent.used((), recent[::-1])
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        recent, keys, slots = self._parted(keys, slots)
+        if slots:
+            self.policy.extended(keys, slots)
+        self._recent.extended((), recent[::-1])
+
+    def removed(self, slot: int) -> None:
+        self._last_use.pop(slot, None)
+        if slot in self._is_recent:
+            self._is_recent.remove(slot)
+            self._recent.removed(slot)
+        else:
+            self.policy.removed(slot)
+
+    def victim(self) -> int | None:
+        chosen = self.policy.victim()
+        oldest = self._recent.victim() if self._is_recent else None
+        if oldest is None or chosen is None:
+            return chosen if oldest is None else oldest
+        return oldest if self._last_use.get(oldest, 0) <= self._last_use.get(chosen, 0) else chosen
+
+    def exclude(self, slot: int) -> None:
+        (self._recent if slot in self._is_recent else self.policy).exclude(slot)
+
+    def reinsert(self, slots: Sequence[int]) -> None:
+        recent, _, slots = self._parted((), slots)
+        if slots:
+            self.policy.reinsert(slots)
+        self._recent.reinsert(recent[::-1])
+
+    def _parted(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int]
+    ) -> tuple[list[int], Sequence[ChunkKey], Sequence[int]]:
+        """The slots of bounded groups, and the others with their keys. All of them are used now."""
+        if not self._bounded:
+            return [], keys, slots
+        self._now += 1
+        self._last_use.update(dict.fromkeys(slots, self._now))
+        recent = [slot for slot in slots if slot in self._is_recent]
+        if not recent:
+            return [], keys, slots
+        others = [at for at, slot in enumerate(slots) if slot not in self._is_recent]
+        return recent, [keys[at] for at in others] if keys else (), [slots[at] for at in others]
+
+
+def _group_of(key: ChunkKey) -> bytes:
+    """What names a group: the key space, and its number."""
+    return key[1:17] + key[24:26]
