@@ -1,6 +1,7 @@
 """What a lookup costs: 512 resident chunks found, leased to a request, touched, and given back when it ends.
 
-For each of the eviction policies that are fit to be a default.
+For each of the eviction policies that are fit to be a default. And of hybrid models, beside a plain one, where the
+target is twice its time.
 
 The limit of the first figure is its target itself, half a millisecond; what bare dictionary access to as many keys
 takes is shown beside it. The pool of a million slots is reserved and never touched: no chunk's bytes are read or
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_core import ChunkKey
-from kv_core.coverage import PLAIN
+from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import LookedUp
@@ -29,6 +30,7 @@ from kv_tiers.eviction import make_policy
 from benchmarks._report import Row, parser, report
 
 CHUNKS = 512
+CHUNK_TOKENS = 256
 FEW = 1_000
 MANY = 1_000_000
 ROUNDS = 301
@@ -47,6 +49,7 @@ def main() -> int:
         Row("lru: lookup, watched by a subscriber", watched * 1e3, "ms", LIMIT_S * 1e3, watched / LIMIT_S, 1.0, True)
     )
     rows.append(Row("bus: make and publish an event", publish * 1e6, "us", 1.0, publish / 1e-6, 1.0, True))
+    rows += hybrid_rows()
     pair = pair_s()
     rows.append(Row("pool: allocate and free a slot", pair * 1e6, "us", 2.0, pair / 2e-6, 1.0, True))
     return report(rows, options.json)
@@ -157,10 +160,10 @@ def churned_lookup_s(cache: LocalCache, prompts: int) -> float:
     return statistics.median(samples)
 
 
-def timed_lookup(cache: LocalCache, keys: list[ChunkKey]) -> tuple[float, int]:
+def timed_lookup(cache: LocalCache, keys: list[ChunkKey], shape: ChunkShape = PLAIN) -> tuple[float, int]:
     """Seconds, and the chunks found."""
     start = time.perf_counter()
-    plan = cache.lookup(keys, "request")
+    plan = cache.lookup(keys, "request", shape=shape)
     cache.end("request")
     return time.perf_counter() - start, plan.chunks
 
@@ -189,6 +192,58 @@ def watched_lookup_s() -> float:
     cache.close()
     bus.close()
     return median
+
+
+HYBRIDS = {
+    "1 full, 5 windows of 512": ChunkShape(CHUNK_TOKENS, (ALL, *[Coverage("window", 512)] * 5)),
+    "1 full, 3 states": ChunkShape(CHUNK_TOKENS, (ALL, *[STATE] * 3)),
+}
+
+
+def hybrid_rows() -> list[Row]:
+    """A hybrid model's lookup beside a plain one's: of everything held, and with what it needs only at the third chunk
+    from the end, so that it has to go back."""
+    rows = []
+    for name, shape in HYBRIDS.items():
+        for back in (0, 3):
+            hybrid, plain = hybrid_lookup_s(shape, back)
+            about = f"prefix: lookup of {CHUNKS} chunks of a hybrid ({name})" + (
+                f", {back} chunks back" if back else ""
+            )
+            rows.append(Row(about, hybrid * 1e3, "ms", plain * 1e3, hybrid / plain, 2.0, True))
+    return rows
+
+
+def hybrid_lookup_s(shape: ChunkShape, back: int) -> tuple[float, float]:
+    """Medians, in turn, of a hybrid's lookup with its end and of a plain one's.
+
+    back: how many chunks before the end the boundary is at which all is held.
+    """
+    groups = len(shape.groups)
+    slots = FEW * (groups + 1)
+    caches = [LocalCache(HostPool.anonymous(f"hybrid-{number}", 4096, slots)) for number in range(2)]
+    digests = [os.urandom(32) for _ in range(CHUNKS)]
+    prompt = [group_head(group) + digest for digest in digests for group in range(groups)]
+    caches[1].commit(caches[1].begin_store(keys_of(prompt[::groups]), "writer"))
+    caches[0].lookup(keys_of(prompt[:groups]), "request", shape=shape)  # as an engine does before it stores
+    for group in range(groups):
+        held = prompt[group::groups][: CHUNKS - back if group else CHUNKS]
+        caches[0].commit(caches[0].begin_store(keys_of(held), "writer"))
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for at, (cache, keys, asked) in enumerate(
+            ((caches[0], keys_of(prompt), shape), (caches[1], keys_of(prompt[::groups]), PLAIN))
+        ):
+            seconds, chunks = timed_lookup(cache, keys, asked)
+            assert chunks == CHUNKS - (0 if at else back)
+            samples[at].append(seconds)
+    for cache in caches:
+        cache.close()
+    return statistics.median(samples[0]), statistics.median(samples[1])
+
+
+def group_head(group: int) -> bytes:
+    return KEY_HEAD[:24] + group.to_bytes(2, "big") + KEY_HEAD[26:]
 
 
 def publish_s(events: int = 1000) -> float:

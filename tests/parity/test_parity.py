@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from kv_core.clock import HandClock
+from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
@@ -26,7 +28,8 @@ from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import CHUNK_BYTES, content
+from kv_tiers.testing.contract import CHUNK_BYTES, GROUP_BYTES, content
+from kv_tiers.testing.shapes import keys_for
 
 SLOTS = 8
 Tiers = list[dict[str, object]]
@@ -59,7 +62,7 @@ COLD = ColdConfig(batch_bytes=1 << 20, prefetch_share=1.0, spill_share=1.0)
 def in_process(tiers: Tiers, policy: str) -> Address:
     clock = HandClock()
     cache = build_local_cache(
-        config(policy), group_bytes=(CHUNK_BYTES,), fingerprint="f", tiers=tiers, cold=COLD, clock=clock
+        config(policy), group_bytes=GROUP_BYTES, fingerprint="f", tiers=tiers, cold=COLD, clock=clock
     )
     return Address(cache, cache.pool.view, cache, clock, cache.close)
 
@@ -71,7 +74,7 @@ def at_a_server(tiers: Tiers, policy: str) -> Address:
     server = CacheServer(ServerConfig(host=config(policy), tiers=tiers, cold=COLD, socket=str(path)), clock=clock)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    cache = RemoteCache(path, group_bytes=(CHUNK_BYTES,), fingerprint="f", timeout_s=10)
+    cache = RemoteCache(path, group_bytes=GROUP_BYTES, fingerprint="f", timeout_s=10)
     (behind,) = server.caches.values()
 
     def close() -> None:
@@ -104,13 +107,16 @@ class Player:
         self.heard.append(counts)
         return self.heard
 
-    def lookup(self, keys: list[ChunkKey], holder: str, keys_per_chunk: int = 1) -> object:
-        return self.at.service.lookup(keys, holder, shape=keys_of(keys_per_chunk))
+    def lookup(self, keys: list[ChunkKey], holder: str, shape: int | ChunkShape = 1) -> object:
+        """shape: a number is of shards."""
+        shape = keys_of(shape) if isinstance(shape, int) else shape
+        return self.at.service.lookup(keys, holder, shape=shape)
 
-    def fetch(self, keys: list[ChunkKey], holder: str) -> object:
+    def fetch(self, keys: list[ChunkKey], holder: str, shape: ChunkShape = PLAIN) -> object:
         """Ask patiently until the answer is final."""
         end = time.monotonic() + 10
-        while (plan := self.at.service.lookup(keys, holder, wait_for_promotion=True)).ended is Ended.PENDING:
+        ask = partial(self.at.service.lookup, keys, holder, shape=shape, wait_for_promotion=True)
+        while (plan := ask()).ended is Ended.PENDING:
             assert time.monotonic() < end
         return plan
 
@@ -173,6 +179,10 @@ def store(keys: list[ChunkKey], name: str, holder: str = "w") -> list[tuple[obje
 
 A, B, C = (key_chain(5, branch=branch) for branch in "abc")
 SHARDED = key_chain(3, shards=2)
+HYBRID = ChunkShape(4, (ALL, STATE))
+WINDOWS = ChunkShape(4, (ALL, Coverage("window", 5)))
+STATES = ChunkShape(4, (STATE,))
+MIXED = keys_for(HYBRID, 4)
 
 SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
     "store, load, read": (
@@ -260,6 +270,39 @@ SCENARIOS: Mapping[str, tuple[Tiers, list[tuple[object, ...]]]] = {
             ("commit", "4"),
         ],
     ),
+    "windows and states": (
+        [],
+        [
+            *store(MIXED[0::2], "1"),
+            ("lookup", MIXED, "r", HYBRID),
+            *store(MIXED[5::2], "2"),
+            ("lookup", MIXED, "r", HYBRID),
+            ("load", [*MIXED[0::2], MIXED[7]], "l", "3"),
+            ("read", "3"),
+            ("release", "3"),
+            ("lookup", MIXED[:6], "r", HYBRID),
+            ("forget", MIXED[7:8]),
+            ("lookup", MIXED, "r", HYBRID),
+            ("lookup", MIXED[1::2], "s", STATES),
+            ("renew", "s"),
+            ("end", "s"),
+            ("lookup", MIXED, "r", WINDOWS),
+        ],
+    ),
+    "windows and states below": (
+        [{"type": "dram", "capacity_bytes": 64 * 4096}],
+        [
+            *store(MIXED[0::2], "1"),
+            ("rest",),
+            *store(MIXED[1::2], "2"),
+            ("rest",),
+            *store(key_chain(8, branch="crowd"), "3"),
+            ("rest",),
+            ("fetch", MIXED, "r", HYBRID),
+            ("load", [*MIXED[0::2], MIXED[7]], "l", "4"),
+            ("read", "4"),
+        ],
+    ),
     "shards": (
         [],
         [
@@ -322,7 +365,7 @@ def test_the_same_answers_at_both_addresses(name: str, policy: str) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_same_answers_to_anything(seed: int) -> None:
     rng = random.Random(seed)
-    chains = [*(key_chain(7, branch=branch) for branch in "abcd"), key_chain(4, shards=2)]
+    chains = [*(key_chain(7, branch=branch) for branch in "abcd"), key_chain(4, shards=2), MIXED, MIXED[1::2]]
     scenario: list[tuple[object, ...]] = []
     names: list[str] = []
     for number in range(300):
@@ -331,7 +374,7 @@ def test_the_same_answers_to_anything(seed: int) -> None:
         holder = rng.choice("xyz")
         match rng.randrange(12):
             case 0 | 1:
-                scenario.append(("lookup", keys, holder, rng.choice([1, 1, 2])))
+                scenario.append(("lookup", keys, holder, rng.choice([1, 1, 2, HYBRID, WINDOWS, STATES])))
             case 2 | 3 | 4:
                 names.append(str(number))
                 scenario.append(("begin_store", keys, holder, names[-1]))

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.clock import HandClock
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease, WriteLease
@@ -23,10 +24,19 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, content
 from kv_tiers.testing.faults import FAULTS, Fault, FaultyTier
+from kv_tiers.testing.model import SHAPES
+from kv_tiers.testing.shapes import keys_for
 from kv_tiers.tiers.dram import DramTier
 
 STEM = key_chain(3)
-CHAINS = ([*STEM, *key_chain(3, branch="left")], [*STEM, *key_chain(4, branch="right")], key_chain(5, branch="other"))
+SHAPES = (PLAIN, PLAIN, *SHAPES)
+MIXED = keys_for(SHAPES[-2], 3)
+CHAINS = (
+    [*STEM, *key_chain(3, branch="left")],
+    [*STEM, *key_chain(4, branch="right")],
+    key_chain(5, branch="other"),
+    MIXED,
+)
 HOLDERS = ("ann", "ben", "cyd")
 SEQUENTIAL_FAULTS = [fault for fault in FAULTS if fault != "hang"]  # one thread does everything here
 
@@ -98,15 +108,23 @@ class Hierarchy(RuleBasedStateMachine):
             else:
                 self.cache.release(lease)
 
-    @rule(chain=chains, length=lengths, holder=holders, may_wait=st.booleans(), reads=st.booleans())
-    def look_up(self, chain: int, length: int, holder: str, may_wait: bool, reads: bool) -> None:
+    @rule(
+        chain=chains,
+        length=lengths,
+        shape=st.sampled_from(SHAPES),
+        holder=holders,
+        may_wait=st.booleans(),
+        reads=st.booleans(),
+    )
+    def look_up(self, chain: int, length: int, shape: ChunkShape, holder: str, may_wait: bool, reads: bool) -> None:
         keys = CHAINS[chain][:length]
-        plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait)
+        keys = keys[: len(keys) // shape.keys_per_chunk * shape.keys_per_chunk]
+        plan = self.cache.lookup(keys, holder, shape=shape, wait_for_promotion=may_wait)
         assert plan.chunks <= len(keys)
         assert len(plan.tiers) == plan.chunks
         assert may_wait or plan.ended is not Ended.PENDING
         if reads and plan.chunks:
-            self.read(keys[: plan.chunks])
+            self.read([keys[place] for place in shape.needed_places(plan.chunks)])
 
     def read(self, keys: list[ChunkKey]) -> None:
         """What was promised is there and right."""

@@ -8,7 +8,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import CacheService
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.eviction import make_policy
-from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.contract import CHUNK_BYTES, GROUP_BYTES
 from kv_tiers.testing.model import ServiceMachine
 
 SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -19,7 +19,7 @@ class LocalMachine(ServiceMachine):
     policy = "prefix"
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
-        pool = HostPool.anonymous("model", CHUNK_BYTES, slots)
+        pool = HostPool.anonymous("model", CHUNK_BYTES, slots, group_bytes=GROUP_BYTES)
         self.cache = LocalCache(pool, policy=make_policy(self.policy, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
@@ -43,14 +43,15 @@ class NamedMachine(LocalMachine):
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         self.name = f"model-{uuid.uuid4().hex}"
-        pool = HostPool.named(self.name, CHUNK_BYTES, slots)
+        pool = HostPool.named(self.name, CHUNK_BYTES, slots, group_bytes=GROUP_BYTES)
         self.cache = LocalCache(pool, policy=make_policy(self.policy, slots), clock=clock)
         return self.cache, self.cache.pool.view
 
     def close(self) -> None:
         super().close()
         try:
-            again = LocalCache(HostPool.named(self.name, CHUNK_BYTES, self.model.slots), clock=self.clock)
+            pool = HostPool.named(self.name, CHUNK_BYTES, self.model.slots, group_bytes=GROUP_BYTES)
+            again = LocalCache(pool, clock=self.clock)
             assert set(again.admin.resident_keys()) == set(self.model.held)
             for key, chunk in self.model.held.items():
                 lease = again.load([key], "r")

@@ -15,7 +15,7 @@ from kv_tiers.events.events import BlocksAllocated
 from kv_tiers.server import wire
 from kv_tiers.server.connection import Connection, ask_server
 from kv_tiers.testing.cache_servers import ThreadedServer, fill, raw_session, read, store
-from kv_tiers.testing.contract import CHUNK_BYTES, ServiceContract
+from kv_tiers.testing.contract import CHUNK_BYTES, GROUP_BYTES, ServiceContract
 from kv_tiers.testing.model import ServiceMachine
 from kv_tiers.testing.wait import until
 
@@ -36,7 +36,7 @@ class TestThroughASocket(ServiceContract):
 class RemoteMachine(ServiceMachine):
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         self.served = ThreadedServer(slots, clock)
-        self.cache = self.served.join()
+        self.cache = self.served.join(group_bytes=GROUP_BYTES)
         (self.behind,) = self.served.server.caches.values()
         return self.cache, self.cache.pool.view
 

@@ -115,7 +115,7 @@ def slowest_tiers(
     if shape.is_plain and shape.keys_per_chunk == 1:
         return tuple(sources)
     tiers = [fastest] * hit.chunks
-    if set(sources) != {fastest}:
+    if sources.count(fastest) < len(sources):
         for (chunk, _, _), source in zip(needed_keys(shape, hit.chunks), sources, strict=True):
             tiers[chunk] = max(tiers[chunk], source, key=order)
     return tuple(tiers)

@@ -103,13 +103,20 @@ class CoveragePolicy:
         """The slots of bounded groups, and the others with their keys. All of them are used now."""
         if not self._bounded:
             return [], keys, slots
-        self._now += 1
-        self._last_use.update(dict.fromkeys(slots, self._now))
-        recent = [slot for slot in slots if slot in self._is_recent]
-        if not recent:
-            return [], keys, slots
-        others = [at for at, slot in enumerate(slots) if slot not in self._is_recent]
-        return recent, [keys[at] for at in others] if keys else (), [slots[at] for at in others]
+        self._now = now = self._now + 1
+        is_recent, last_use = self._is_recent, self._last_use
+        for slot in slots:
+            last_use[slot] = now
+        # Of a lookup the bounded groups come last.
+        first = len(slots)
+        while first and slots[first - 1] in is_recent:
+            first -= 1
+        others = slots[:first]
+        if is_recent.isdisjoint(others):
+            return list(slots[first:]), keys[:first], others
+        apart = [at for at, slot in enumerate(slots) if slot not in is_recent]
+        recent = [slot for slot in slots if slot in is_recent]
+        return recent, [keys[at] for at in apart] if keys else (), [slots[at] for at in apart]
 
 
 def _group_of(key: ChunkKey) -> bytes:

@@ -84,7 +84,8 @@ def join_server(home: Path, **options: object) -> RemoteCache:
 
 def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCache:
     """A client of whoever serves at this socket."""
-    return RemoteCache(path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, **options)  # type: ignore[arg-type]
+    options.setdefault("group_bytes", (CHUNK_BYTES,))
+    return RemoteCache(path, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
 
 def kill_server(server: ServerProcess) -> None:

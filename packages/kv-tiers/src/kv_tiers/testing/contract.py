@@ -17,6 +17,8 @@ from kv_core.testing import key_chain, keys_of
 from kv_tiers.eviction.policy import EvictionPolicy
 
 CHUNK_BYTES = 96
+GROUP_BYTES = (CHUNK_BYTES, 40)
+"""For services whose groups differ in size."""
 
 
 class ServiceContract:

@@ -10,18 +10,37 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_core.clock import HandClock
+from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
 from kv_core.keys import ChunkKey
 from kv_core.lookup import leading_run
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
 
-from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, refuses
+from kv_tiers.testing.contract import GROUP_BYTES, assert_adds_up, refuses
+from kv_tiers.testing.shapes import keys_for
 
 LEASE_S = 300.0
 SLOTS = 6
 HOLDERS = ("ann", "ben", "cyd")
 STEM = key_chain(3)
-CHAINS = ([*STEM, *key_chain(3, branch="left")], [*STEM, *key_chain(4, branch="right")], key_chain(5, branch="other"))
+SHAPES = (
+    keys_of(1),
+    keys_of(2),
+    ChunkShape(4, (ALL, Coverage("window", 5))),
+    ChunkShape(4, (ALL, STATE)),
+    ChunkShape(4, (STATE,)),
+    ChunkShape(4, (Coverage("local", 8), Coverage("window", 2))),
+    ChunkShape(4, (STATE,), shards=2),
+)
+MIXED = keys_for(SHAPES[3], 4)
+CHAINS = (
+    [*STEM, *key_chain(3, branch="left")],
+    [*STEM, *key_chain(4, branch="right")],
+    key_chain(5, branch="other"),
+    MIXED,
+    MIXED[0::2],
+    MIXED[1::2],
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +121,8 @@ class Model:
 
 
 class ServiceMachine(RuleBasedStateMachine):
-    """Any order of any calls. Subclasses define `make` and `resident`, and `close` where something must be closed."""
+    """Any order of any calls. Subclasses define `make`, of a cache whose groups have `GROUP_BYTES`, and `resident`, and
+    `close` where something must be closed."""
 
     service: CacheService
     view: memoryview
@@ -143,15 +163,18 @@ class ServiceMachine(RuleBasedStateMachine):
     )
     holders = st.sampled_from(HOLDERS)
 
-    @rule(keys=keys, holder=holders, keys_per_chunk=st.sampled_from([1, 1, 2]))
-    def lookup(self, keys: list[ChunkKey], holder: str, keys_per_chunk: int) -> None:
+    @rule(keys=keys, holder=holders, shape=st.sampled_from(SHAPES))
+    def lookup(self, keys: list[ChunkKey], holder: str, shape: ChunkShape) -> None:
         self.model.expire(self.clock.now_s())
-        keys = keys[: len(keys) // keys_per_chunk * keys_per_chunk]
-        plan = self.service.lookup(keys, holder, shape=keys_of(keys_per_chunk))
-        assert (plan.chunks, plan.ended) == leading_run((key in self.model.held for key in keys), keys_per_chunk)
+        keys = keys[: len(keys) // shape.keys_per_chunk * shape.keys_per_chunk]
+        plan = self.service.lookup(keys, holder, shape=shape)
+        held = [key in self.model.held for key in keys]
+        assert plan.chunks == longest_hit(held, shape)
+        if shape.is_plain:
+            assert (plan.chunks, plan.ended) == leading_run(held, shape.keys_per_chunk)
         self.model.promises.pop(holder, None)
         if plan.chunks:
-            chunks = [self.model.held[key] for key in keys[: plan.chunks * keys_per_chunk]]
+            chunks = [self.model.held[keys[place]] for place in shape.needed_places(plan.chunks)]
             self.model.promises[holder] = ModelRead(holder, chunks, self.clock.now_s() + LEASE_S)
 
     @rule(holder=holders)
@@ -195,8 +218,10 @@ class ServiceMachine(RuleBasedStateMachine):
         for key in left:
             del model.held[key]
         self.writes_ever += 1
-        data = {key: (b"%d/" % self.writes_ever + key)[:CHUNK_BYTES].ljust(CHUNK_BYTES) for key in lease.keys}
+        sizes = {key: GROUP_BYTES[key.group] for key in lease.keys}
+        data = {key: (b"%d/" % self.writes_ever + key)[:nbytes].ljust(nbytes) for key, nbytes in sizes.items()}
         for key, extent in zip(lease.keys, lease.extents, strict=True):
+            assert extent.nbytes == sizes[key]
             self.view[extent.offset : extent.offset + extent.nbytes] = data[key]
         model.writes.append(ModelWrite(holder, lease, data))
 

@@ -255,9 +255,12 @@ class PrefixPolicy:
 def _chains(keys: Sequence[ChunkKey], slots: Sequence[int]) -> Collection[Sequence[int]]:
     """The slots of each group's and shard's chunks: they were stored as chains of their own, and are trees of their
     own, or the chunks of one would seem to follow the other's."""
-    last = len(slots) - 1
-    if keys[0][SHARES_AT] == keys[last][SHARES_AT]:
+    count, first = len(slots), keys[0][SHARES_AT]
+    if first == keys[count - 1][SHARES_AT]:
         return [slots]
+    each = next((at for at in range(1, count) if keys[at][SHARES_AT] == first), count)
+    if not count % each and keys[count - 1][SHARES_AT] == keys[each - 1][SHARES_AT]:
+        return [slots[at::each] for at in range(each)]  # chunk by chunk, as of a lookup
     chains: dict[bytes, list[int]] = {}
     for key, slot in zip(keys, slots, strict=False):
         chains.setdefault(key[SHARES_AT], []).append(slot)
