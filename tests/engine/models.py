@@ -297,40 +297,64 @@ def _lfm2() -> Any:
         num_hidden_layers=4,
         layer_types=["conv", "full_attention", "conv", "conv"],
         conv_L_cache=3,
+        # As its published configurations have them, and vLLM reads them.
         conv_dim=256,
-        block_auto_adjust_ff_dim=False,
+        block_dim=256,
         block_ff_dim=512,
+        block_multiple_of=64,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
     )
 
 
-def _qwen2_vl(directory: Path) -> Path:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+def _words(directory: Path, *special: str) -> Any:
+    """A tokenizer whose token 17 is the word w17, and whose last tokens are `special`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    config = Qwen2VLConfig(
-        architectures=["Qwen2VLForConditionalGeneration"],
-        text_config={
-            **_COMMON,
-            "num_hidden_layers": 3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
-        },
+    names = {f"w{number}": number for number in range(_VOCABULARY - len(special))}
+    names |= {name: len(names) + number for number, name in enumerate(special)}
+    words = Tokenizer(models.WordLevel(names, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0", "pad_token": "w0"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **tokens, additional_special_tokens=list(special))
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _llava(directory: Path) -> Path:
+    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+    config = LlavaConfig(
+        architectures=["LlavaForConditionalGeneration"],
+        text_config={**_COMMON, "model_type": "llama", "num_hidden_layers": 3, "head_dim": 64},
         vision_config={
-            "depth": 2,
-            "embed_dim": 64,
-            "hidden_size": 256,
-            "num_heads": 4,
-            "mlp_ratio": 2,
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 112,
             "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
         },
-        image_token_id=2000,
-        video_token_id=2001,
-        vision_start_token_id=2002,
-        vision_end_token_id=2003,
+        image_token_id=_VOCABULARY - 1,
+        image_seq_length=64,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
         tie_word_embeddings=False,
         dtype="float32",
     )
-    return _save(directory, Qwen2VLForConditionalGeneration, config)
+    _save(directory, LlavaForConditionalGeneration, config)
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 112}, crop_size={"height": 112, "width": 112}),
+        tokenizer=_words(directory, "<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    processor.save_pretrained(directory)
+    return directory
 
 
 def _whisper(directory: Path) -> Path:
@@ -376,13 +400,13 @@ MODELS: Final = (
     TinyModel("DeepSeek-V2", _deepseek_v2, {"dtype": "bfloat16"}),
     TinyModel("DeepSeek-V3.2", _deepseek_v32),
     TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}),
-    TinyModel("Mamba2", _causal(_mamba2, dt_bias=_slowly, A_log=_decays), SCANNED),
+    TinyModel("Mamba2", _causal(_mamba2, dt_bias=_slowly, A_log=_decays), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES),
     TinyModel("Falcon-H1", _causal(_falcon_h1, dt_bias=_slowly, A_log=_decays), SCANNED),
     TinyModel("Nemotron-H", _causal(_nemotron_h, dt_bias=_slowly, A_log=_decays), SCANNED),
     TinyModel("LFM2", _causal(_lfm2), STATES),
     TinyModel("Llama 4", _causal(_llama4)),
-    TinyModel("Qwen2-VL", _qwen2_vl),
-    TinyModel("Whisper", _whisper),
+    TinyModel("LLaVA", _llava, {"skip_tokenizer_init": False}),
+    TinyModel("Whisper", _whisper, {"max_model_len": 448}),
 )
 BY_NAME: Final = {model.name: model for model in MODELS}

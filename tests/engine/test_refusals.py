@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 from engines import Engine, started
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
-from kv_cuda.tiny import TinyLlama
+from kv_cuda.states import StateGroup
 from kv_tiers.attach.connect import Replica
-from kv_tiers.attach.engine import engines
 from kv_tiers.attach.ranks import share_of
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
@@ -25,20 +25,20 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    SlidingWindowSpec,
+    RSWASpec,
 )
 from vllm.v1.request import Request
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-SLIDING = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
-LOCAL = ChunkedLocalAttentionSpec(
-    block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
-)
+CROSS = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+ENCODER = EncoderOnlyAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+UNKNOWN = RSWASpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 PREFIX_LM = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, non_causal=True)
 
@@ -65,7 +65,7 @@ def attention(**fields: Any) -> Attention:
 
 def read(
     config: VllmConfig, groups: list[KVCacheGroupSpec], caches: dict[str, torch.Tensor], **fields: Any
-) -> list[LayerGroup] | Refusal:
+) -> list[LayerGroup | StateGroup] | Refusal:
     config = copy.deepcopy(config)
     with set_current_vllm_config(config):
         for name in caches:
@@ -76,22 +76,34 @@ def read(
 @pytest.mark.parametrize(
     ("groups", "shape", "why"),
     [
-        ([KVCacheGroupSpec(["a"], SLIDING)], (8, 2, 32, 64), "group 0.* SlidingWindowSpec.*full attention only"),
         (
-            [KVCacheGroupSpec(["b"], LOCAL), KVCacheGroupSpec(["a"], FULL)],
-            (8, 2, 32, 64),
-            "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache",
+            [KVCacheGroupSpec(["a"], STATE)],
+            (8, 1, 1, 64),
+            r"group 0 .*MambaSpec.*\(mamba_cache_mode none\).*--mamba-cache-mode align",
         ),
-        ([KVCacheGroupSpec(["a"], STATE)], (8, 2, 32, 64), "MambaSpec.*full attention only"),
-        ([KVCacheGroupSpec(["a"], PREFIX_LM)], (8, 2, 32, 64), "attention is not causal"),
         (
-            [KVCacheGroupSpec(["b"], SLIDING), KVCacheGroupSpec(["a"], FULL)],
-            (8, 2, 32, 64),
-            "group 0 .*Sliding.*--disable-hybrid",
+            [KVCacheGroupSpec(["a"], replace(STATE, mamba_cache_mode="align", num_speculative_blocks=2))],
+            (8, 1, 1, 64),
+            "guessed tokens.*without --speculative-config",
         ),
-        ([KVCacheGroupSpec(["a"], FULL)], (16, 2, 16, 64), "kernel blocks smaller"),
-        ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), "is \\(8, 2, 2048\\) for 8 blocks"),
+        (
+            [KVCacheGroupSpec(["a"], replace(STATE, mamba_cache_mode="align"))],
+            (8, 1, 1, 64),
+            "does not show its states",
+        ),
+        ([KVCacheGroupSpec(["a"], PREFIX_LM)], (8, 2, 32, 64), "is not causal"),
+        (
+            [KVCacheGroupSpec(["b"], FULL), KVCacheGroupSpec(["a"], CROSS)],
+            (8, 2, 32, 64),
+            "group 1 .*CrossAttentionSpec.*encoder",
+        ),
+        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "RSWASpec.*does not know"),
+        ([KVCacheGroupSpec(["a"], FULL, host_resident=True)], (8, 2, 32, 64), "in host memory"),
+        ([KVCacheGroupSpec(["a"], FULL)], (12, 2, 32, 64), r"\(12, 2, 32, 64\) for 8 blocks of 32"),
+        ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), r"\(8, 2, 2048\) for 8 blocks"),
+        ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 16, 64), r"\(2, 16, 64\), which are not 32 tokens"),
         ([KVCacheGroupSpec(["z"], FULL)], (8, 2, 32, 64), "no cache of its own"),
+        ([KVCacheGroupSpec(["a"], ENCODER)], (8, 2, 32, 64), "keeps no KV"),
         ([], (8, 2, 32, 64), "keeps no KV"),
     ],
 )
@@ -247,18 +259,3 @@ def test_poolers_that_fail_on_part_of_a_prompt_get_all_of_it(pooling_type: str, 
         assert embed(ours) == expected
         seen = ours.assert_at_rest()
         assert seen["cache"]["chunks_committed"] == 0
-
-
-def test_a_sliding_window_model_runs_without_us_and_the_log_says_so(
-    tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = str(TinyLlama(sliding_window=256).write(tmp_path_factory.mktemp("tiny-mistral")))
-    prompts = [[3 + (7919 * i) % 2000 for i in range(700)]] * 2
-    with started(model, cache=None) as plain:
-        expected = plain.ask_in_turn(prompts)
-    with started(model, cache={"host": {"capacity_bytes": "64MiB"}}) as ours:
-        assert ours.ask_in_turn(prompts) == expected
-        assert ours.hits == [0, 0]
-        (inner,) = engines().values()
-        assert "SlidingWindowSpec" in inner.off
-        assert inner.faults == []

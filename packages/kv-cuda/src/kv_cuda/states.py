@@ -132,10 +132,10 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
         after = _pages(group, touched)
         for layer, views in enumerate(group.views):
             for number, view in enumerate(views):
-                if not torch.equal(_bytes(view[target]), written[layer][number]):
-                    return f"state {number} of layer {layer} is not what was written"
                 if not torch.equal(_bytes(view[source]), written[layer][number]):
                     return f"state {number} of layer {layer} is on other states"
+                if not torch.equal(_bytes(view[target]), written[layer][number]):
+                    return f"state {number} of layer {layer} is not what was written"
         if any(after[place] != before[place] for place in after if place[1] != target):
             return "putting a state back changed another block"
     copier.detach(_POOL)
