@@ -4,10 +4,15 @@ The KV of a context token is a function of the whole prefix up to it, written by
 blocks laid out as vLLM's CPU backend lays them out. Before a step computes anything, all context it would attend to is
 read back and compared: one wrong, stale or foreign byte anywhere fails the test that ran the step. The next token is a
 hash of the prefix too, so what a request generates does not depend on who computed its KV.
+
+Of a sliding window the context is what it still sees. Of a linear layer it is the state after the last computed token,
+which each step takes from the block where vLLM keeps it and leaves in the block of its own last token.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -31,6 +43,8 @@ BLOCK_TOKENS = 32
 KV_HEADS = 2
 HEAD_DIM = 32
 LAYERS = 2
+STATES = ((3, 8), (2, 4, 4))
+"""Shapes of a linear layer's two states."""
 VOCABULARY = 50
 _MODULUS = (1 << 61) - 1
 
@@ -42,7 +56,7 @@ class Work:
     request_id: str
     start: int
     end: int
-    blocks: list[int]
+    tables: list[list[int]]
     samples: bool
 
 
@@ -63,8 +77,10 @@ class Oracle:
         prefix_caching: bool = False,
         policy: str = "recompute",
         connector: bool = True,
+        kinds: Sequence[str] = ("full",),
         **extra: Any,
     ) -> None:
+        """kinds: of each group of layers: full, window:TOKENS or state."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -87,19 +103,25 @@ class Oracle:
             kv_transfer_config=transfer if connector else None,
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
-        )
-        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+        if "state" in kinds:  # vLLM would choose its blocks by the model's real layers
+            self.vllm_config.cache_config.mamba_cache_mode = "align"
+            self.vllm_config.cache_config.block_size = BLOCK_TOKENS
+            self.vllm_config.cache_config.mamba_block_size = BLOCK_TOKENS
+        self.kinds = tuple(kinds)
+        self.names = [[f"group.{group}.layer.{layer}" for layer in range(LAYERS)] for group in range(len(kinds))]
         self.kv_cache_config = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec(names, _spec(kind)) for names, kind in zip(self.names, kinds, strict=True)
+            ],
         )
-        storage = torch.zeros(LAYERS, blocks, KV_HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)
-        self.caches = {name: storage[layer] for layer, name in enumerate(names)}
+        self.caches: dict[str, torch.Tensor] = {}
+        self.layers: dict[str, Any] = {}
         with set_current_vllm_config(self.vllm_config):
-            self.layers = {name: _layer(self.caches[name]) for name in names}
+            for names, kind in zip(self.names, kinds, strict=True):
+                for name in names:
+                    self.caches[name], self.layers[name] = _state_layer(blocks) if kind == "state" else _layer(blocks)
         self.worker: KVTiersConnector | None = None
         if connector:
             self.vllm_config.compilation_config.static_forward_context.update(self.layers)
@@ -172,8 +194,8 @@ class Oracle:
         request = self.scheduler.requests[request_id]
         scheduled = output.num_scheduled_tokens[request_id]
         end = request.num_computed_tokens  # already advanced by schedule()
-        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        return Work(request_id, end - scheduled, end, list(blocks), not request.is_prefill_chunk)
+        tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+        return Work(request_id, end - scheduled, end, tables, not request.is_prefill_chunk)
 
     def _execute(self, output: Any, works: list[Work]) -> None:
         if self.worker is not None:
@@ -223,29 +245,72 @@ class Oracle:
         return tokens[position]
 
     def _write(self, work: Work) -> None:
+        """What the step computes. A state goes from the block of the last computed token to that of the step's last."""
         self._token(work.request_id, work.end - 1)
-        rows = _rows(self.tokens[work.request_id][: work.end])[work.start :]
-        slots = torch.tensor(
-            [work.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
-        )
-        for number, (name, layer) in enumerate(self.layers.items()):
-            layer.impl.do_kv_cache_update(layer, rows + number, -rows - number, self.caches[name], slots)
+        values = _values(self.tokens[work.request_id][: work.end])
+        for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
+            if kind == "state":
+                self._go_on(work, names, table, values)
+                continue
+            slots = torch.tensor(
+                [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
+            )
+            rows = _rows(values[work.start :])
+            for number, name in enumerate(names):
+                layer = self.layers[name]
+                layer.impl.do_kv_cache_update(layer, rows + number, -rows - number, self.caches[name], slots)
+
+    def _go_on(self, work: Work, names: list[str], table: list[int], values: list[int]) -> None:
+        for number, name in enumerate(names):
+            for state in self.layers[name].kv_cache:
+                if work.start:
+                    before = state[table[(work.start - 1) // BLOCK_TOKENS]]
+                    where = f"request {work.request_id}, layer {number}, after token {work.start} (to {work.end})"
+                    assert torch.equal(before, _state_of(values[work.start - 1] + number, state)), (
+                        f"wrong state: {where}"
+                    )
+                state[table[(work.end - 1) // BLOCK_TOKENS]] = _state_of(values[work.end - 1] + number, state)
 
     def _check(self, work: Work) -> None:
         """Everything the step attends to must be what computing it would have written."""
-        expected = _rows(self.tokens[work.request_id][: work.end])
-        for number, cache in enumerate(self.caches.values()):
-            # Written down here a second time, apart from the layout under test: K as [dim, token], then V.
-            block = cache.reshape(cache.shape[0], KV_HEADS, 2, BLOCK_TOKENS * HEAD_DIM)
-            for index in range(-(-work.end // BLOCK_TOKENS)):
-                page = block[work.blocks[index]]
-                first = index * BLOCK_TOKENS
-                wanted = expected[first : first + BLOCK_TOKENS] + number
-                keys = page[:, 0].reshape(KV_HEADS, HEAD_DIM, BLOCK_TOKENS).permute(2, 0, 1)[: len(wanted)]
-                values = page[:, 1].reshape(KV_HEADS, BLOCK_TOKENS, HEAD_DIM).permute(1, 0, 2)[: len(wanted)]
-                where = f"request {work.request_id}, layer {number}, tokens from {first} (step {work.start}–{work.end})"
-                assert torch.equal(keys, wanted), f"wrong K: {where}"
-                assert torch.equal(values, -wanted), f"wrong V: {where}"
+        expected = _rows(_values(self.tokens[work.request_id][: work.end]))
+        for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
+            if kind == "state":
+                continue  # it was looked at before it was written over
+            seen_from = max(0, work.start - int(kind.partition(":")[2]) + 1) if kind.startswith("window") else 0
+            for number, name in enumerate(names):
+                self._check_layer(work, name, number, table, expected, seen_from)
+
+    def _check_layer(
+        self, work: Work, name: str, number: int, table: list[int], expected: torch.Tensor, seen_from: int
+    ) -> None:
+        # Written down here a second time, apart from the layout under test: K as [dim, token], then V.
+        cache = self.caches[name]
+        block = cache.reshape(cache.shape[0], KV_HEADS, 2, BLOCK_TOKENS * HEAD_DIM)
+        for index in range(seen_from // BLOCK_TOKENS, -(-work.end // BLOCK_TOKENS)):
+            page = block[table[index]]
+            first = index * BLOCK_TOKENS
+            wanted = expected[first : first + BLOCK_TOKENS] + number
+            seen = slice(max(0, seen_from - first), len(wanted))
+            keys = page[:, 0].reshape(KV_HEADS, HEAD_DIM, BLOCK_TOKENS).permute(2, 0, 1)
+            values = page[:, 1].reshape(KV_HEADS, BLOCK_TOKENS, HEAD_DIM).permute(1, 0, 2)
+            where = f"request {work.request_id}, {name}, tokens from {first} (step {work.start}–{work.end})"
+            assert torch.equal(keys[seen], wanted[seen]), f"wrong K: {where}"
+            assert torch.equal(values[seen], -wanted[seen]), f"wrong V: {where}"
+
+    def ask(self, request_id: str, prompt: list[int], new_tokens: int = 4) -> int:
+        """Run one request to its end and check what it generated; how many tokens it loaded."""
+        before = self.loaded
+        self.submit(request_id, prompt, new_tokens)
+        self.run()
+        assert self.generated[request_id] == self.expected_tokens(request_id, len(prompt), new_tokens)
+        return self.loaded - before
+
+    @property
+    def loaded(self) -> int:
+        """Tokens that requests were given instead of computing them."""
+        assert self.engine.worker is not None
+        return self.engine.worker.counts.tokens_loaded
 
     def expected_tokens(self, request_id: str, prompt_tokens: int, new_tokens: int) -> list[int]:
         self._token(request_id, prompt_tokens + new_tokens)
@@ -274,8 +339,39 @@ class Oracle:
         self.scheduler.shutdown()
 
 
-def _layer(cache: torch.Tensor) -> Any:
+def _spec(kind: str) -> Any:
+    shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
+    name, _, tokens = kind.partition(":")
+    if name == "window":
+        return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=int(tokens))
+    if name == "state":
+        return MambaSpec(
+            block_size=BLOCK_TOKENS,
+            shapes=STATES,
+            dtypes=(torch.float32,) * len(STATES),
+            page_size_padded=_spec("full").page_size_bytes,
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            mamba_cache_mode="align",
+        )
+    return FullAttentionSpec(**shape, dtype=torch.float32)
+
+
+def _state_layer(blocks: int) -> tuple[torch.Tensor, Any]:
+    """A linear layer as far as its states go: two of them in each of vLLM's pages, behind one another."""
+    page_bytes = _spec("full").page_size_bytes
+    pages = torch.zeros(blocks, 1, 1, page_bytes, dtype=torch.int8)
+    numbers = pages.view(torch.float32).reshape(blocks, page_bytes // 4)
+    views, at = [], 0
+    for shape in STATES:
+        size = prod(shape)
+        views.append(numbers[:, at : at + size].unflatten(1, shape))
+        at += size
+    return pages, SimpleNamespace(kv_cache=tuple(views))
+
+
+def _layer(blocks: int) -> tuple[torch.Tensor, Any]:
     """An attention layer as far as the cache goes: vLLM's own implementation object, which owns the update."""
+    cache = torch.zeros(blocks, KV_HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)
     impl = CPUAttentionBackendImpl(
         num_heads=KV_HEADS,
         head_size=HEAD_DIM,
@@ -285,7 +381,7 @@ def _layer(cache: torch.Tensor) -> Any:
         sliding_window=None,
         kv_cache_dtype="auto",
     )
-    return SimpleNamespace(
+    layer = SimpleNamespace(
         impl=impl,
         isa="vec",
         kv_cache=cache,
@@ -296,6 +392,7 @@ def _layer(cache: torch.Tensor) -> Any:
         _k_scale_float=1.0,
         _v_scale_float=1.0,
     )
+    return cache, layer
 
 
 def _digest(tokens: list[int]) -> int:
@@ -305,12 +402,22 @@ def _digest(tokens: list[int]) -> int:
     return digest
 
 
-def _rows(tokens: list[int]) -> torch.Tensor:
-    """[tokens, heads, head_dim] float32: row p is a function of tokens 0 … p, in whole numbers that float32 holds."""
+def _values(tokens: list[int]) -> list[int]:
+    """For each token a whole number that float32 holds, a function of all tokens up to it."""
     digest = 7
-    digests = []
+    values = []
     for token in tokens:
         digest = (digest * 1_000_003 + token + 1) % _MODULUS
-        digests.append(digest % (1 << 22))
+        values.append(digest % (1 << 22))
+    return values
+
+
+def _rows(values: list[int]) -> torch.Tensor:
+    """[tokens, heads, head_dim] float32."""
     places = torch.arange(KV_HEADS * HEAD_DIM, dtype=torch.float32).reshape(KV_HEADS, HEAD_DIM)
-    return torch.tensor(digests, dtype=torch.float32)[:, None, None] + places * 3
+    return torch.tensor(values, dtype=torch.float32)[:, None, None] + places * 3
+
+
+def _state_of(value: int, state: torch.Tensor) -> torch.Tensor:
+    """The state of one block after a token of this value."""
+    return value + torch.arange(state[0].numel(), dtype=torch.float32).reshape(state.shape[1:])

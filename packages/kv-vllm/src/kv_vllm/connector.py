@@ -9,7 +9,6 @@ No exception leaves a hook: a bug of ours turns the cache off with a traceback i
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kv_vllm.bind import bind_worker
 from kv_vllm.interface import check_interface
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
-from kv_vllm.translate import dense_states, request_tokens, served_model
+from kv_vllm.translate import request_tokens, served_model
 from kv_vllm.weights import Weights
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
-        self._dense_states = dense_states(kv_cache_config)
         self._summary_at_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
@@ -286,15 +284,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
             if states or self._scheduler.completes_chunk(tokens, computed_tokens):
                 tables = block_state.get_block_ids(request_id)
-                states += tuple(self._states_in(tables, request.num_computed_tokens, computed_tokens))
                 scheduled.append(Scheduled(tokens, computed_tokens, tables, states))
         return self._scheduler.build_step(scheduled)
-
-    def _states_in(self, tables: Any, before: int, computed_tokens: int) -> Iterator[EngineState]:
-        """Where vLLM keeps every state of a prompt (mamba_cache_mode "all"), they are in the block table."""
-        for table, block_tokens in self._dense_states:
-            for boundary in range(before - before % block_tokens + block_tokens, computed_tokens + 1, block_tokens):
-                yield EngineState(table, tables[table][boundary // block_tokens - 1], boundary)
 
     @guarded(always(None))
     def _start_loads(self) -> None:

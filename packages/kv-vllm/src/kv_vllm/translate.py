@@ -50,15 +50,6 @@ def _items(features: Any) -> Iterator[Item]:
         yield Item(feature.identifier, position.offset, position.length)
 
 
-def dense_states(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
-    """(table, tokens a block) of each of vLLM's groups that keeps a state for every block of a prompt."""
-    return tuple(
-        (table, int(group.kv_cache_spec.block_size))
-        for table, group in enumerate(kv_cache_config.kv_cache_groups)
-        if getattr(group.kv_cache_spec, "mamba_cache_mode", "") == "all"
-    )
-
-
 def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
     """Which model vLLM was told to serve, and how. kv_scales: a digest of those of a quantised cache, if it has any."""
     model, draft = vllm_config.model_config, draft_model(vllm_config)

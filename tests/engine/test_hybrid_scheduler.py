@@ -1,0 +1,202 @@
+"""Windows and states under vLLM's real schedulers and hybrid block managers, with the content oracle.
+
+No byte is read that computing would not have written, no block is touched after vLLM has given it away, and
+no lease is left.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_core.errors import CopyFailed
+from models import BY_NAME
+from oracle import BLOCK_TOKENS, Oracle
+
+CHUNK = 64
+SHARED = [3 + (7 * i) % 40 for i in range(400)]
+WINDOWS = ("window:20", "window:64", "window:100", "window:300")
+KINDS = [
+    *(("full", window) for window in WINDOWS),
+    ("full", "state"),
+    ("state",),
+    ("full", "window:100", "state", "state"),
+]
+Make = Callable[..., Oracle]
+
+
+@pytest.fixture(scope="session")
+def linear_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Whose configuration vLLM takes for that of a model with states; the layers are the oracle's."""
+    return str(BY_NAME["Qwen3-Next"].write(tmp_path_factory.mktemp("tiny-qwen3-next")))
+
+
+def built(kinds: tuple[str, ...], llama: str, linear: str, **options: Any) -> Oracle:
+    has_states = "state" in kinds
+    return Oracle(linear if has_states else llama, kinds=kinds, **({"prefix_caching": has_states} | options))
+
+
+def finish(oracle: Oracle) -> None:
+    oracle.drain()
+    oracle.run(steps=5000)
+    oracle.assert_at_rest()
+    oracle.close()
+
+
+@pytest.fixture(params=[False, True], ids=["Scheduler", "AsyncScheduler"])
+def make(request: pytest.FixtureRequest, tiny_llama: str, linear_model: str) -> Iterator[Make]:
+    made: list[Oracle] = []
+
+    def build(kinds: tuple[str, ...], **options: Any) -> Oracle:
+        made.append(built(kinds, tiny_llama, linear_model, asynchronous=request.param, **options))
+        return made[-1]
+
+    yield build
+    for oracle in made:
+        finish(oracle)
+
+
+def ask(oracle: Oracle, name: str, prompt: list[int], new_tokens: int = 4) -> int:
+    """Without what vLLM itself has kept."""
+    if oracle.vllm_config.cache_config.enable_prefix_caching:
+        assert oracle.scheduler.reset_prefix_cache()
+    return oracle.ask(name, prompt, new_tokens)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
+@pytest.mark.parametrize("batch_tokens", [40, 96, 512])
+def test_what_one_request_stored_another_loads(make: Make, kinds: tuple[str, ...], batch_tokens: int) -> None:
+    """Whatever the steps: smaller than a block's half, between chunks, or the whole prompt."""
+    if "state" in kinds and batch_tokens < 2 * BLOCK_TOKENS:
+        batch_tokens = 2 * BLOCK_TOKENS  # vLLM ends steps at blocks
+    oracle = make(kinds, batch_tokens=batch_tokens)
+    assert ask(oracle, "a", SHARED[:330]) == 0
+    assert ask(oracle, "b", SHARED[:330]) == 320
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
+def test_a_hit_of_every_length(make: Make, kinds: tuple[str, ...]) -> None:
+    oracle = make(kinds)
+    for tokens in range(CHUNK + 1, 340, 27):
+        ask(oracle, f"a{tokens}", SHARED[:tokens])
+    for tokens in range(CHUNK + 1, 340, 19):
+        assert ask(oracle, f"b{tokens}", [*SHARED[:tokens], 9]) >= (tokens - 27) // CHUNK * CHUNK - CHUNK
+
+
+@pytest.mark.parametrize("kinds", [kinds for kinds in KINDS if "state" in kinds and "full" in kinds], ids=" ".join)
+def test_where_prompts_part_a_state_is_left_by_the_second_and_found_by_the_third(
+    make: Make, kinds: tuple[str, ...]
+) -> None:
+    oracle = make(kinds, batch_tokens=512)
+    for shared in (64, 100, 130, 200, 255, 256, 300):
+        found = [ask(oracle, f"{shared} {n}", [*SHARED[shared:][:shared], *([3 + n] * 90)]) for n in range(4)]
+        shared = min(shared, len(SHARED) - shared)
+        assert found[2:] == [shared // CHUNK * CHUNK] * 2, (shared, found)
+
+
+def test_a_window_is_loaded_no_further_back_than_it_sees(make: Make) -> None:
+    oracle = make(("full", "window:100"))
+    ask(oracle, "a", SHARED[:330])
+    moved: list[list[int]] = [[], []]
+    for group, copier in enumerate(oracle.engine.copiers):
+        real = copier.load
+
+        def load(plan: Any, real: Any = real, group: int = group) -> Any:
+            moved[group].append(plan.tokens)
+            return real(plan)
+
+        copier.load = load  # type: ignore[method-assign]
+    assert ask(oracle, "b", SHARED[:330]) == 320
+    blocks = -(-99 // BLOCK_TOKENS) * BLOCK_TOKENS
+    assert moved == [[320], [blocks]]
+
+
+def test_a_window_that_was_evicted_shortens_the_hit_and_is_stored_again(make: Make) -> None:
+    oracle = make(("full", "window:100"), batch_tokens=512)
+    ask(oracle, "a", SHARED[:330])
+    cache = oracle.engine.cache
+    assert cache is not None
+    windows = [key for key in cache.admin.resident_keys() if key.group == 1]
+    cache.forget(windows[-1:])
+    assert ask(oracle, "b", SHARED[:330]) == 256
+    assert ask(oracle, "c", SHARED[:330]) == 320
+
+
+@pytest.mark.parametrize("kinds", [("full", "window:100"), ("full", "state")], ids=" ".join)
+@pytest.mark.parametrize("group", [0, 1])
+def test_the_oracle_sees_a_single_wrong_byte_of_either_group(
+    tiny_llama: str, linear_model: str, kinds: tuple[str, ...], group: int
+) -> None:
+    """The control."""
+    oracle = built(kinds, tiny_llama, linear_model)
+    ask(oracle, "a", SHARED[:330])
+    cache = oracle.engine.cache
+    assert cache is not None
+    keys = [key for key in cache.admin.resident_keys() if key.group == group]
+    lease = cache.load(keys[-1:], "the control")
+    (extent,) = lease.extents  # type: ignore[union-attr]
+    oracle.engine.cache.pool.view[extent.offset + extent.nbytes - 1] ^= 1
+    cache.release(lease)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"wrong ([KV]|state): request b"):
+        ask(oracle, "b", SHARED[:330])
+    oracle.close(drain=False)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_anything_that_can_happen_in_any_order(tiny_llama: str, linear_model: str, data: st.DataObject) -> None:
+    """Requests come, grow, are aborted and preempted, loads fail, chunks of any group are forgotten."""
+    kinds = data.draw(st.sampled_from(KINDS))
+    has_states = "state" in kinds
+    oracle = built(
+        kinds,
+        tiny_llama,
+        linear_model,
+        asynchronous=data.draw(st.booleans()),
+        blocks=data.draw(st.sampled_from([36, 48, 90])) * len(kinds),
+        batch_tokens=data.draw(st.sampled_from([64, 96, 200, 512])),
+        prefix_caching=has_states or data.draw(st.booleans()),
+        save_decode=data.draw(st.booleans()),
+        host={"capacity_bytes": data.draw(st.sampled_from(["2MiB", "4MiB", "16MiB"]))},
+    )
+    cache = oracle.engine.cache
+    assert cache is not None
+    chance = data.draw(st.randoms(use_true_random=False))
+    for copier in oracle.engine.copiers:
+        real = copier.load
+
+        def sometimes(plan: Any, real: Any = real) -> Any:
+            if chance.random() < 0.1:
+                raise CopyFailed("not this time")
+            return real(plan)
+
+        copier.load = sometimes  # type: ignore[method-assign]
+    sizes: dict[str, tuple[int, int]] = {}
+    aborted = set()
+    for number in range(25):
+        name = f"r{number}"
+        prompt = [*SHARED[: chance.randrange(1, 380)], *([chance.randrange(3, 40)] * chance.randrange(0, 60))]
+        new_tokens = chance.randrange(1, 60)
+        sizes[name] = (len(prompt), new_tokens)
+        oracle.submit(name, prompt, new_tokens)
+        for _ in range(chance.randrange(0, 12)):
+            oracle.step()
+        if chance.random() < 0.15:
+            doomed = chance.choice(list(sizes))
+            if doomed in oracle.scheduler.requests:
+                oracle.abort(doomed)
+                aborted.add(doomed)
+        if chance.random() < 0.2:
+            keys = cache.admin.resident_keys()
+            cache.forget([key for key in keys if chance.random() < 0.3])
+    oracle.run(steps=5000)
+    for name, (prompt_tokens, new_tokens) in sizes.items():
+        expected = oracle.expected_tokens(name, prompt_tokens, new_tokens)
+        generated = oracle.generated[name]
+        assert generated == expected or (name in aborted and generated == expected[: len(generated)]), name
+    finish(oracle)

@@ -1,0 +1,33 @@
+"""Prompts that share a prefix of any length hit on a model with linear layers, wherever their prefixes end.
+
+A state serves hits at one boundary only. vLLM keeps the one at a prompt's last block, which lies in what the prompt has
+alone as often as not: its issue 45238 counts 52 hits of 64 requests, and none with the prefix 100 tokens shorter.
+"""
+
+from typing import Any
+
+import pytest
+from engines import started
+from models import BY_NAME
+
+REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
+SHIFTS = (0, 31, 100, 128, 177, 255)
+
+
+@pytest.mark.slow
+def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
+    model = BY_NAME["Qwen3-Next"]
+    directory = str(model.write(tmp_path))
+    with started(directory, cache={"host": {"capacity_bytes": "512MiB"}}, **model.arguments) as engine:
+        found = {}
+        for shift in SHIFTS:
+            shared = [3 + (7919 * i + shift) % 2000 for i in range(SHARED_TOKENS - shift)]
+            hits = 0
+            for number in range(REQUESTS):
+                own = [3 + (104729 * i + 31 * number + shift) % 2000 for i in range(TOKENS - len(shared))]
+                engine.llm.reset_prefix_cache()  # so that what is found is found with us
+                engine.ask([shared + own], new_tokens=1)
+                hits += engine.hits[0] >= len(shared) // 256 * 256
+            found[shift] = hits
+        engine.assert_at_rest()
+    assert min(found.values()) >= 52, found
