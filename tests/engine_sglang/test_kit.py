@@ -4,7 +4,7 @@ No model is needed, so other kinds of caches than the real engine's tests start 
 beside full attention, whose pages lie in a pool of their own that is asked for by the end of a prefix.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from kv_core.errors import ConfigError
-from kv_tiers.attach.identity import ServedModel
+from kv_tiers.attach.identity import ServedModel, Weights, key_space
 from kv_tiers.server.process import ServerProcess, launch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_device_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
@@ -26,6 +28,12 @@ from sglang.test.test_utils import CustomTestCase
 FULL = CacheConfig(page_size=16, components=(ComponentType.FULL,))
 WINDOW = CacheConfig(
     page_size=4, components=(ComponentType.FULL, ComponentType.SWA), sliding_window_size=8, kv_size=512
+)
+STATES = CacheConfig(
+    page_size=4,
+    components=(ComponentType.FULL, ComponentType.MAMBA),
+    enable_mamba_extra_buffer=True,
+    mamba_cache_size=60,
 )
 
 
@@ -64,12 +72,27 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignor
             for layer in range(window.layer_num):
                 window.k_buffer[layer].fill_(marker + 2 + layer)
                 window.v_buffer[layer].fill_(marker + 3 + layer)
+        if self.cfg.has_mamba:
+            for number, part in enumerate(state_parts(allocator)):
+                part.fill_(marker + 2 + number)
+
+
+def state_parts(allocator: Any) -> list[torch.Tensor]:
+    """What a state of Mamba is made of, of every layer: [layers, states, …] each."""
+    kept = allocator.get_kvcache().mamba_pool.mamba_cache
+    return [kept.temporal, *kept.conv]
+
+
+def key_space_of(model: ServedModel) -> bytes:
+    space = key_space(model, Weights("m", "r"), kv_dtype="uint8", format_fingerprint="f", world=1, chain="sha256")
+    return space.key(bytes(32))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     load_plugins()
-    made = launch({"host": {"capacity_bytes": 8 << 20}}, socket=tmp_path_factory.mktemp("server") / "private" / "s")
+    config = {"host": {"capacity_bytes": 8 << 20}, "server": {"max_formats": 8}}
+    made = launch(config, socket=tmp_path_factory.mktemp("server") / "private" / "s")
     yield made
     made.stop()
 
@@ -90,6 +113,7 @@ every_cache = pytest.mark.parametrize(
         pytest.param((FULL, True), id="full"),
         pytest.param((FULL, False), id="full, a flat page at a time"),
         pytest.param((WINDOW, True), id="sliding window"),
+        pytest.param((STATES, True), id="states"),
     ],
     indirect=True,
 )
@@ -99,11 +123,12 @@ every_cache = pytest.mark.parametrize(
 def test_what_one_tree_stored_another_loads_byte_for_byte(fixtures: Fixtures) -> None:
     sequence = fixtures._make_seq(1, 6)
     expected = fixtures._l3_produce(fixtures._make_storage_dir(), sequence, marker=7.5)
-    cache, allocator, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    cache, allocator, requests = fixtures._l3_consumer(fixtures._make_storage_dir())
     fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("again", 0))
     match = match_prefix(cache, sequence)
     assert match.host_hit_length == len(sequence)
-    fixtures._load_back_node(cache, match.last_host_node)
+    request = fixtures._make_req(requests) if fixtures.cfg.has_mamba else None
+    fixtures._load_back_node(cache, match.last_host_node, request)
     leaf = match_prefix(cache, sequence).last_device_node
     found = fixtures._snapshot_full_kv(allocator, cache.path_device_indices(leaf))
     assert all(torch.equal(ours, theirs) and bool(ours.any()) for ours, theirs in zip(found, expected, strict=True))
@@ -113,6 +138,10 @@ def test_what_one_tree_stored_another_loads_byte_for_byte(fixtures: Fixtures) ->
         for layer in range(window.layer_num):
             assert bool((window.k_buffer[layer][rows] == 9.5 + layer).all())
             assert bool((window.v_buffer[layer][rows] == 10.5 + layer).all())
+    if fixtures.cfg.has_mamba:
+        at = node_device_value(cache, leaf, ComponentType.MAMBA)
+        for number, part in enumerate(state_parts(allocator)):
+            assert bool((part[:, at] == 9.5 + number).all())
 
 
 @every_cache
@@ -126,6 +155,71 @@ def test_a_longer_prompt_finds_the_prefix_and_a_different_one_nothing(fixtures: 
     other = fixtures._make_seq(7000, 4)
     fixtures._consume_prefetch(cache, other, CacheRequestHandle("other", 0))
     assert match_prefix(cache, other).host_hit_length == 0
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((STATES, True), id="states")], indirect=True)
+def test_pages_without_the_state_at_their_end_are_no_hit(fixtures: Fixtures) -> None:
+    """Nor is a part of them: a state is kept where a prompt ended, and there is none in between."""
+    sequence = fixtures._make_seq(15000, 6)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    stores = cache.cache_controller.storage_backend._attached.stores
+    shorter = sequence[: -fixtures.cfg.page_size]
+    fixtures._consume_prefetch(cache, shorter, CacheRequestHandle("shorter", 0))
+    assert match_prefix(cache, shorter).host_hit_length == 0
+    assert stores["kv"].cache is not stores["mamba"].cache
+    stores["mamba"].cache.clear()
+    fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("without", 0))
+    assert match_prefix(cache, sequence).host_hit_length == 0
+    assert cache.cache_controller.storage_backend.off == ""
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((STATES, True), id="states")], indirect=True)
+def test_states_of_another_dtype_are_other_states_although_they_are_as_large(fixtures: Fixtures) -> None:
+    sequence = fixtures._make_seq(17000, 6)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    for dtype, hits in (("float16", 0), ("bfloat16", len(sequence))):
+        with envs.SGLANG_MAMBA_CONV_DTYPE.override(dtype):
+            cache, allocator, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+        assert str(state_parts(allocator)[1].dtype) == f"torch.{dtype}"
+        fixtures._consume_prefetch(cache, sequence, CacheRequestHandle(dtype, 0))
+        assert match_prefix(cache, sequence).host_hit_length == hits
+
+
+def test_keys_and_values_of_different_sizes_are_refused_at_start_with_sglangs_reason() -> None:
+    from kv_sglang.pools import describe
+    from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
+
+    pool = AsymmetricMHATokenToKVPoolHost.__new__(AsymmetricMHATokenToKVPoolHost)
+    with pytest.raises(ConfigError, match=r"kv \(AsymmetricMHATokenToKVPoolHost\) cannot .* head_dim != v_head_dim"):
+        describe(pool, "kv")
+
+
+@pytest.fixture
+def served_as(tiny_llama: str) -> Callable[..., ServedModel]:
+    """What we take a model to be that SGLang serves with these arguments."""
+
+    def read(**arguments: Any) -> ServedModel:
+        from kv_sglang.attach import Rank, served_model
+
+        set_global_server_args_for_scheduler(ServerArgs(model_path=tiny_llama, device="cpu", **arguments))
+        return served_model(Rank(0, 1, False, 0, 1, 0, 1, 1))
+
+    return read
+
+
+def test_quantised_caches_of_another_kind_or_scale_are_other_models(
+    served_as: Callable[..., ServedModel], tmp_path: Path
+) -> None:
+    """SGLang's pools say uint8 of each."""
+    scales = [tmp_path / "one", tmp_path / "other"]
+    for number, file in enumerate(scales):
+        file.write_text(str(number))
+    one, other = ({"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": str(file)} for file in scales)
+    plain = [served_as(), served_as(kv_cache_dtype="auto")]
+    kinds = [served_as(kv_cache_dtype=kind) for kind in ("fp8_e4m3", "fp8_e5m2")]
+    assert plain[0] == plain[1]
+    assert len({key_space_of(model) for model in [*plain, *kinds, served_as(**one), served_as(**other)]}) == 5
 
 
 @pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)

@@ -12,15 +12,11 @@ import torch
 
 
 def register() -> None:
-    from sglang.srt.mem_cache.pool_host import base, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, mamba, mha, mla
 
     _make_unpinned()
-    make_pool = base.HostKVCache.__init__
-
-    def make_unpinned(self: Any, **settings: Any) -> None:
-        make_pool(self, **settings | {"pin_memory": False})
-
-    base.HostKVCache.__init__ = make_unpinned
+    for pool in (base.HostKVCache, mamba.MambaPoolHost):
+        pool.__init__ = _without_pinning(pool.__init__)
     _attend_to_latents()
     _attend_to_windows()
     _attend_without_denormals()
@@ -28,6 +24,15 @@ def register() -> None:
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla
     mla.MLATokenToKVPoolHost.backup_from_device_all_layer = _backup_mla
+    mamba.MambaPoolHost._copy_tensor_pf_lf = _load_states
+    mamba.MambaPoolHost._copy_tensor_all_layers_lf_pf = _backup_states
+
+
+def _without_pinning(make_pool: Callable[..., None]) -> Callable[..., None]:
+    def make_unpinned(self: Any, *arguments: Any, **settings: Any) -> None:
+        make_pool(self, *arguments, **settings | {"pin_memory": False})
+
+    return make_unpinned
 
 
 def _make_unpinned() -> None:
@@ -169,3 +174,30 @@ def _backup_mla(
         device = self.device_kv_buffers[self._buffer_index_by_layer[layer_id]]
         place = host_place(self, self._host_layer_by_controller[layer_id], host_indices)
         self.kv_buffer[place] = device[device_indices]
+
+
+def _load_states(
+    self: Any,
+    *,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    **_: Any,
+) -> None:
+    """One tensor of states of Mamba, one layer. src: [states, layers, 1, …]. dst: [states, …]."""
+    dst[dst_indices] = src[src_indices, layer_id, 0]
+
+
+def _backup_states(
+    self: Any,
+    *,
+    src_layers: Any,
+    dst: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    **_: Any,
+) -> None:
+    for number, layer in enumerate(src_layers):
+        dst[dst_indices, number, 0] = layer[src_indices]

@@ -9,12 +9,14 @@ Pools whose pages have one format share a cache, as a tier below belongs to one 
 have a key space of their own: the names are the same hashes, so a page of one pool would else be taken for another's.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -38,6 +40,8 @@ from kv_sglang.weights import WeightsWatch
 _log = limited_logger(__name__)
 
 KV: Final = "kv"
+_PLAIN_CACHES: Final = ("auto", "bf16", "bfloat16")
+"""Of SGLang's kinds of caches (`--kv-cache-dtype`), those whose pools have the dtype of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +157,22 @@ def served_model(rank: Rank) -> ServedModel:
             # A draft's layers may lie in the same pages.
             "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
             "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
+            **_quantised_cache(arguments),
         },
         max_tokens=int(model.context_len),
         read_config=read,
         beside=beside,
     )
+
+
+def _quantised_cache(arguments: Any) -> dict[str, object]:
+    """How SGLang was told to quantise its cache, whose pools say uint8 whatever the kind. What the model's own
+    configuration says of it counts with that."""
+    kind, scales = str(arguments.kv_cache_dtype), arguments.quantization_param_path
+    return {
+        "kv_cache": kind if kind not in _PLAIN_CACHES else None,
+        "kv_scales": hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else None,
+    }
 
 
 def attach(

@@ -165,6 +165,8 @@ def _opaque(pool: Any, name: str) -> PoolPages:
             str(slots),
             str(getattr(pool, "layer_num", "")),
             str(getattr(pool, "size_per_token", "")),
+            # A page of states is bytes to SGLang, and says nothing of the numbers in it.
+            *(str(getattr(pool, name, "")) for name in ("dtype", "temporal_dtype", "conv_dtype")),
         ]
     except Exception as error:
         raise ConfigError(f"SGLang's host pool {name} ({type(pool).__name__}) cannot be described: {error}") from error
