@@ -6,11 +6,14 @@ from kv_vllm.testing.inspect import Inspect
 
 
 class Stages(Inspect):
-    """For `worker_extension_cls`. Call `make_buffers` before the first request."""
+    """For `worker_extension_cls`. Settle once before the first request."""
 
-    def make_buffers(self) -> None:
+    def kv_settle(self) -> None:
+        """Not by a method of another name: vLLM may call anything on its workers, and what we do not know of may have
+        changed their weights."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM mixes this class into its worker
         if runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+        super().kv_settle()
