@@ -57,24 +57,3 @@ def test_without_a_policy_that_knows_coverages_windows_push_full_attention_out()
     cache._bounded.note = lambda keys, shape: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="has left"):
         play(cache, WINDOWS)
-
-
-def test_shards_are_trees_of_their_own_to_the_prefix_policy() -> None:
-    """A lookup has the keys of all shards between each other. Taken for one prompt they were one tree, in which the
-    chunks of one shard follow another's, and whole shards left before others' tails."""
-    shape = ChunkShape(16, shards=2)
-    space = KeySpace("m", "r", "f", "f", 2, "sha256:16")
-    policy = make_policy("prefix", 40)
-    cache = LocalCache(HostPool.anonymous("shards", 64, 40), policy=policy)
-    keys = space.keys([hashlib.sha256(bytes([chunk])).digest() for chunk in range(10)])
-    for _ in range(3):
-        assert cache.lookup(keys, "r", shape=shape).chunks in (0, 10)
-        for shard in range(2):
-            cache.commit(cache.begin_store(keys[shard::2], "w"))
-    slots = [[cache._index.find(key) for key in keys[shard::2]] for shard in range(2)]
-    tree = policy._tree  # type: ignore[attr-defined]
-    for own, other in (slots, slots[::-1]):
-        chain = {slot for segment in tree.segment_of(own[-1]).path() for slot in segment.slots}
-        assert chain == set(own)
-        assert chain.isdisjoint(other)
-    cache.close()

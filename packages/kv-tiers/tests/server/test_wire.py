@@ -15,7 +15,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.server import wire
 from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
-from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
@@ -85,6 +85,8 @@ ANSWERS: list[wire.Answer] = [
                 True,
                 1,
                 1,
+                2,
+                [GroupState(1, "window:512", (ChunkState(1, 1, ""),))],
                 ["redis"],
                 [
                     ChunkState(0, 1, "host"),

@@ -8,8 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
+from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, LruPolicy
@@ -19,9 +22,10 @@ from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.shapes import keys_for, shapes
 from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import until
-from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
 from kv_tiers.watch.history import Fate, History, Memory
 
@@ -49,6 +53,10 @@ class Remembered:
     def runs(self, keys: list[ChunkKey]) -> Explanation:
         assert self.bus.flush()
         return explain(self.cache, self.history.of("c"), [keys], self.clock.now_s())
+
+    def explained(self, columns: list[list[ChunkKey]]) -> Explanation:
+        assert self.bus.flush()
+        return explain(self.cache, self.history.of("c"), columns, self.clock.now_s())
 
     def explain(self, keys: list[ChunkKey]) -> list[ChunkState]:
         """Each chunk's on its own."""
@@ -100,6 +108,51 @@ def test_where_a_prompt_parts_from_another_is_told_and_what_nobody_stored_is_not
     assert [(state.what, state.diverges) for state in states[2:]] == [("", True), ("", False)]
     nothing = kept.explain(key_chain(2, branch="unheard of"))
     assert [(state.where, state.what, state.diverges) for state in nothing] == [("", "", False)] * 2
+
+
+HYBRID = ChunkShape(CHUNK_TOKENS, (ALL, Coverage("window", 6), STATE))
+
+
+def test_the_group_that_ends_a_hit_is_named_with_what_became_of_its_chunks(kept: Remembered) -> None:
+    """Of a window and of states, what the boundary would have needed and what became of it; nothing of the rest."""
+    kept.close()
+    kept.__init__(slots=16)  # type: ignore[misc]
+    keys = keys_for(HYBRID, 4)
+    columns = [keys[group::3] for group in range(3)]
+    kept.cache.lookup(keys, "r", shape=HYBRID)
+    kept.store(columns[0])
+    kept.store(columns[1][1:])
+    kept.store(columns[2][1:2])
+    explained = kept.explained(columns)
+    assert [(run.first, run.chunks, run.where) for run in explained.runs] == [(0, 4, "host")]
+    assert (explained.held, explained.prefix) == (0, 4)  # at the one state the window's first chunk is missing
+    assert explained.lacking == [GroupState(2, "state", (ChunkState(3, 1, ""),))]
+    kept.store(columns[1][:1])
+    assert kept.explained(columns).held == 2
+    kept.store(columns[2][3:])
+    assert kept.explained(columns).lacking == []
+    kept.cache.forget(columns[1][2:3])
+    explained = kept.explained(columns)
+    assert (explained.held, explained.prefix) == (2, 4)
+    ((group, coverage, (state,)),) = [(one.group, one.coverage, one.states) for one in explained.lacking]
+    assert (group, coverage, state.first, state.chunks, state.what) == (1, "window:6", 2, 1, "forgotten")
+    assert kept.cache.lookup(keys, "r", shape=HYBRID).chunks == explained.held
+
+
+@given(shapes(), st.integers(1, 6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_is_explained_is_what_a_lookup_answers(shape: ChunkShape, chunks: int, data: st.DataObject) -> None:
+    keys = keys_for(shape, chunks)
+    held = data.draw(st.lists(st.sampled_from([True, True, True, False]), min_size=len(keys), max_size=len(keys)))
+    cache = LocalCache(HostPool.anonymous("explained", 64, len(keys)), policy=LruPolicy())
+    cache.commit(cache.begin_store([key for key, is_held in zip(keys, held, strict=True) if is_held], "w"))
+    plan = cache.lookup(keys, "r", shape=shape)
+    explained = explain(cache, None, [keys[at :: shape.keys_per_chunk] for at in range(shape.keys_per_chunk)], 0.0)
+    assert explained.held == plan.chunks
+    if any(coverage == ALL for coverage in shape.groups):
+        assert explained.prefix == plan.prefix_chunks
+        assert [one.group for one in explained.lacking][:1] == ([plan.lacking] if plan.lacking >= 0 else [])
+    cache.close()
 
 
 def test_the_same_prompt_stored_longer_does_not_part_from_itself(kept: Remembered) -> None:
@@ -204,10 +257,10 @@ def test_keys_of_one_call_share_one_fate() -> None:
 SPACE = KeySpace("model", "r", "float16", "f", 1, ChainScheme("sha256", CHUNK_TOKENS).name)
 
 
-def keys_of(tokens: list[int], salt: str | None = None, space: KeySpace = SPACE) -> list[ChunkKey]:
+def keys_of(tokens: list[int], salt: str | None = None, space: KeySpace = SPACE, group: int = 0) -> list[ChunkKey]:
     scheme = ChainScheme("sha256", CHUNK_TOKENS)
     digests = KeySequence(scheme, root=scheme.root(salt=salt)).append(tokens)
-    return space.keys(digests, tenant=tenant_tag(salt))
+    return space.keys(digests, groups=(group,), tenant=tenant_tag(salt))
 
 
 class Asked:
@@ -289,6 +342,26 @@ def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> No
     status, out = asked.until(common + rest, lambda out: "evicted" in out)
     assert status == 1
     assert "chunks 2–3: evicted" in out and "from host by lru to make room for a prompt" in out
+
+
+def test_the_layers_that_ended_a_hit_are_told_in_words(asked: Asked) -> None:
+    tokens = list(range(12))
+    columns = [keys_of(tokens, group=group) for group in range(3)]
+    asked.remote.lookup([key for chunk in zip(*columns, strict=True) for key in chunk], "r", shape=HYBRID)
+    asked.store(columns[0])
+    asked.store(columns[1])
+    asked.store(columns[2][1:])
+    asked.until(tokens, lambda out: "3 of 3" in out)
+    asked.remote.forget([columns[1][1], columns[2][2]])
+    status, out = asked.until(tokens, lambda out: out.count("forgotten") == 2)
+    assert status == 1
+    assert out.splitlines() == [
+        "0 of 3 chunks of 4 tokens are held",
+        "chunks 0–2: in host",
+        "the hit ends at chunk 0: of longer ones some layers have not what they need",
+        "chunk 1 of the sliding window of group 1: forgotten 0 s ago on request",
+        "chunk 2 of the state of group 2: forgotten 0 s ago on request",
+    ]
 
 
 def test_another_salt_and_another_model_are_found(asked: Asked) -> None:

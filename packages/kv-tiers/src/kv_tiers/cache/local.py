@@ -125,6 +125,10 @@ class LocalCache:
             self.events.publish(events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name))
         return plan
 
+    def shape_of(self, space_id: bytes) -> ChunkShape | None:
+        """What a hit needs in this key space, as lookups have said. None: nobody asked, or the whole prefix."""
+        return self._bounded.shape_of(space_id)
+
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
         with self._lock:

@@ -20,10 +20,11 @@ _MOST_GROUPS = 1 << 12
 
 
 class BoundedGroups:
-    """The groups, of all key spaces, that lookups have said do not need the whole prefix."""
+    """The groups, of all key spaces, that lookups have said do not need the whole prefix. `note` them under a lock."""
 
     def __init__(self) -> None:
         self._known: set[bytes] = set()
+        self._shapes: dict[bytes, ChunkShape] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -31,9 +32,14 @@ class BoundedGroups:
     def note(self, keys: Sequence[ChunkKey], shape: ChunkShape) -> None:
         """keys: of a lookup, chunk-major."""
         if keys and not shape.is_plain and len(self._known) < _MOST_GROUPS:
+            self._shapes[keys[0].space_id] = shape
             for group, coverage in enumerate(shape.groups):
                 if coverage.kind != "all":
                     self._known.add(_group_of(keys[group * shape.shards]))
+
+    def shape_of(self, space_id: bytes) -> ChunkShape | None:
+        """What was last asked for in a key space. None: nothing, or only whole prefixes."""
+        return self._shapes.get(space_id)
 
     def has(self, key: ChunkKey) -> bool:
         return _group_of(key) in self._known

@@ -1,6 +1,7 @@
 """The answer to `Explain`: a prompt's chunks in every cache of the server, in every key space that could have them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kv_core.keys import ChunkKey
 
@@ -13,6 +14,7 @@ from kv_tiers.watch.history import History, KnownKeySpace, Memory
 
 MAX_RUNS = 1024
 MAX_EXPLAINED_KEY_SPACES = 16
+_MAX_RUNS_OF_GROUP = 64
 _FIRST_CHUNKS = 4
 """A key space in which none of the first chunks is known does not know the prompt."""
 
@@ -40,7 +42,7 @@ def explain_prompt(
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break
             shares = [[ChunkKey(prefix + digest) for digest in digests] for prefix in known.key_prefixes]
-            if not _is_known(cache, memory, [keys[:_FIRST_CHUNKS] for keys in shares], now_s):
+            if not _is_known(cache, memory, shares):
                 continue
             explained = explain(cache, memory, shares, now_s)
             explained_spaces.append(
@@ -53,6 +55,8 @@ def explain_prompt(
                     was_asked,
                     len(shares),
                     explained.held,
+                    explained.prefix,
+                    [replace(group, states=group.states[:_MAX_RUNS_OF_GROUP]) for group in explained.lacking],
                     remote_tiers_skipped,
                     explained.runs[:MAX_RUNS],
                     len(explained.runs) > MAX_RUNS,
@@ -78,5 +82,10 @@ def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tu
     return found + [(one, False) for one in known.values()]
 
 
-def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]], now_s: float) -> bool:
-    return any(state.where or state.what for state in explain(cache, memory, shares, now_s).runs)
+def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]]) -> bool:
+    if not shares[0]:
+        return False
+    # Of a model that has nothing but windows and states the first chunks may never have been stored.
+    most = _FIRST_CHUNKS if cache.shape_of(shares[0][0].space_id) is None else len(shares[0])
+    keys = [key for column in shares for key in column[:most]]
+    return any(cache.admin.where(keys)) or (memory is not None and any(memory.fate(key) for key in keys))

@@ -23,7 +23,7 @@ from kv_core.service import CacheCounts
 
 from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
-from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 VERSION: Final = 3
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
@@ -341,9 +341,11 @@ class Explained:
     engines: those that have registered this format.
     was_asked: the request's key prefixes have this space and tenant.
     shares: in how many each chunk is known to be stored.
-    held: leading chunks that are somewhere.
+    held: leading chunks that would be a hit, wherever they are.
+    prefix: how many of them those groups have that need the whole prefix.
+    lacking: the groups that have not what they need for a hit of so many.
     remote_tiers_skipped: names of tiers that would have to be asked over a network, and were not.
-    states: runs of chunks; is_cut: the last ones are left out.
+    states: runs of chunks, of the groups that need the whole prefix; is_cut: the last ones are left out.
     """
 
     group_bytes: tuple[int, ...]
@@ -354,6 +356,8 @@ class Explained:
     was_asked: bool
     shares: int
     held: int
+    prefix: int
+    lacking: list[GroupState]
     remote_tiers_skipped: list[str]
     states: list[ChunkState]
     is_cut: bool

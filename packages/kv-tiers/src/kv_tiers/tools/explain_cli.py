@@ -53,6 +53,12 @@ _CAUSES = {
     "quota": "to keep its tenant's bound",
 }
 
+_GROUPS = {
+    "window": "the sliding window of group {}",
+    "local": "the chunked local attention of group {}",
+    "state": "the state of group {}",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -198,7 +204,13 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
         missed = missed or not is_held(state)
     if own.is_cut:
         print("and more, which the server left out")
-    if missed and own.remote_tiers_skipped:
+    if own.held < own.prefix:
+        print(f"the hit ends at chunk {own.held}: of longer ones some layers have not what they need")
+    for lacking in own.lacking:
+        name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
+        for state in lacking.states:
+            print(f"{_chunks(state.first, state.chunks)} of {name}: {_missed(state, answer)}")
+    if (missed or own.lacking) and own.remote_tiers_skipped:
         print(f"skipped, as asking them takes a network: {', '.join(own.remote_tiers_skipped)}")
 
 

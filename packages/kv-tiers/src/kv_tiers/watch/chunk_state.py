@@ -28,3 +28,17 @@ class ChunkState:
     stored_seconds_ago: float | None = None
     below: tuple[str, ...] = ()
     diverges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A group of layers that has not what a hit would need.
+
+    group: its number.
+    coverage: what it needs of a prefix, as `Coverage` is spelled.
+    states: of the chunks that it needs and no tier holds.
+    """
+
+    group: int
+    coverage: str
+    states: tuple[ChunkState, ...]

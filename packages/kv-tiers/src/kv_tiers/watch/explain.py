@@ -8,11 +8,13 @@ reason yet.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_core.coverage import ALL, ChunkShape
 from kv_core.keys import ChunkKey
 
+from kv_tiers.cache.hits import last_boundary, other_groups
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.index.life import BEING_WRITTEN
-from kv_tiers.watch.chunk_state import ChunkState
+from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.history import Fate, Memory
 
 
@@ -20,12 +22,17 @@ from kv_tiers.watch.history import Fate, Memory
 class Explanation:
     """What is known of a prompt.
 
-    runs: all its chunks in order, neighbours that are alike as one.
-    held: how many leading chunks a tier holds.
+    runs: all its chunks in order, neighbours that are alike as one. Where some groups do not need the whole prefix: of
+        the others.
+    held: how many leading chunks would be a hit, if all tiers were asked.
+    prefix: how many those groups have that need the whole prefix.
+    lacking: the groups that have not what they need for a hit of so many.
     """
 
     runs: list[ChunkState]
     held: int
+    prefix: int
+    lacking: list[GroupState]
 
 
 _Looked = tuple[str, Fate | None, bool]
@@ -33,25 +40,50 @@ _Looked = tuple[str, Fate | None, bool]
 
 
 def explain(
-    cache: LocalCache, memory: Memory | None, shards: Sequence[Sequence[ChunkKey]], now_s: float
+    cache: LocalCache, memory: Memory | None, columns: Sequence[Sequence[ChunkKey]], now_s: float
 ) -> Explanation:
-    """What is known of a prompt. Where chunks have several shards, the worst of them counts.
+    """What is known of a prompt. Where chunks have several groups or shards, the worst of them counts.
 
-    shards: for each shard the keys of all chunks, from the first.
+    columns: for each group and shard the keys of all chunks, from the first.
     memory: of this cache (`History.of`), if there is one.
     now_s: the time on the bus's clock.
     """
-    looked = [_look(cache, memory, keys) for keys in shards]
-    chunks = [_worst(of_shards) for of_shards in zip(*looked, strict=True)]
-    starts = [at for at, chunk in enumerate(chunks) if not at or not _are_alike(chunks[at - 1], chunk)]
-    ends = [*starts[1:], len(chunks)]
-    runs = [_state(at, end - at, chunks[at], now_s) for at, end in zip(starts, ends, strict=True)]
-    held = next((at for at, (where, _, _) in enumerate(chunks) if not _holds(where)), len(chunks))
-    return Explanation(runs, held)
+    chunks = len(columns[0])
+    shape = cache.shape_of(columns[0][0].space_id) if chunks else None
+    by_group: dict[int, list[list[_Looked]]] = {}
+    for keys in columns if chunks else ():
+        by_group.setdefault(keys[0].group, []).append(_look(cache, memory, keys))
+    looked = {
+        group: [_worst(of_shards) for of_shards in zip(*of_group, strict=True)] for group, of_group in by_group.items()
+    }
+    coverages = {} if shape is None else dict(enumerate(shape.groups))
+    whole = [looked[group] for group in looked if coverages.get(group, ALL).kind == "all"]
+    worst = [_worst(of_groups) for of_groups in zip(*whole, strict=True)]
+    prefix = next((at for at, (where, _, _) in enumerate(worst) if not _holds(where)), chunks)
+    if shape is None:
+        return Explanation(_runs(worst, 0, now_s), prefix, prefix, [])
+    known = [looked.get(group, [("", None, False)] * chunks) for group in coverages]
+    one_shard = ChunkShape(shape.chunk_tokens, shape.groups)
+    held, _ = last_boundary(one_shard, prefix, lambda place: _holds(known[place % len(known)][place // len(known)][0]))
+    lacking = []
+    for group in other_groups(one_shard):
+        first = shape.first_chunk(group, prefix)
+        needed = [(where, fate, False) for where, fate, _ in known[group][first:prefix]]
+        missing = tuple(state for state in _runs(needed, first, now_s) if not is_held(state))
+        if missing:
+            lacking.append(GroupState(group, str(shape.groups[group]), missing))
+    return Explanation(_runs(worst, 0, now_s), held, prefix, lacking)
 
 
 def is_held(state: ChunkState) -> bool:
     return _holds(state.where)
+
+
+def _runs(chunks: Sequence[_Looked], first: int, now_s: float) -> list[ChunkState]:
+    """first: the place of the first of these in the prompt."""
+    starts = [at for at, chunk in enumerate(chunks) if not at or not _are_alike(chunks[at - 1], chunk)]
+    ends = [*starts[1:], len(chunks)] if chunks else []
+    return [_state(first + at, end - at, chunks[at], now_s) for at, end in zip(starts, ends, strict=True)]
 
 
 def _look(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) -> list[_Looked]:

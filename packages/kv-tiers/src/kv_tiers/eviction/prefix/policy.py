@@ -9,9 +9,8 @@ that its return is seen although it was a miss: such a segment is a ghost.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from kv_core.keys import ChunkKey
 
@@ -19,9 +18,6 @@ from kv_tiers.eviction.prefix.queues import SegmentQueues
 from kv_tiers.eviction.prefix.returns import Factor, Returns
 from kv_tiers.eviction.prefix.segment import MAX_OWN_BRANCHES, Role, Segment
 from kv_tiers.eviction.prefix.tree import PrefixTree
-
-SHARES_AT: Final = slice(24, 28)
-"""Where a key names its group and shard."""
 
 
 @dataclass(slots=True)
@@ -66,10 +62,6 @@ class PrefixPolicy:
         self._queues.add(segment)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for its_slots in _chains(keys, slots):
-            self._chain_used(its_slots)
-
-    def _chain_used(self, slots: Sequence[int]) -> None:
         self._offer = None
         deepest = self._tree.deepest(slots)
         if deepest.is_last:
@@ -250,18 +242,3 @@ class PrefixPolicy:
             if segment.sample is not None:
                 segment.sample.role, segment.sample.factors = role, factors
             self._queues.add(segment)
-
-
-def _chains(keys: Sequence[ChunkKey], slots: Sequence[int]) -> Collection[Sequence[int]]:
-    """The slots of each group's and shard's chunks: they were stored as chains of their own, and are trees of their
-    own, or the chunks of one would seem to follow the other's."""
-    count, first = len(slots), keys[0][SHARES_AT]
-    if first == keys[count - 1][SHARES_AT]:
-        return [slots]
-    each = next((at for at in range(1, count) if keys[at][SHARES_AT] == first), count)
-    if not count % each and keys[count - 1][SHARES_AT] == keys[each - 1][SHARES_AT]:
-        return [slots[at::each] for at in range(each)]  # chunk by chunk, as of a lookup
-    chains: dict[bytes, list[int]] = {}
-    for key, slot in zip(keys, slots, strict=False):
-        chains.setdefault(key[SHARES_AT], []).append(slot)
-    return chains.values()
