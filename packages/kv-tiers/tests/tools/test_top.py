@@ -22,6 +22,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.server.report import CacheReport, Report, TierReport
+from kv_tiers.testing.http import store
 from kv_tiers.testing.wait import line, until
 from kv_tiers.tools.top import Watch
 from kv_tiers.tools.top_view import draw, plain_console
@@ -44,10 +45,6 @@ def start(home: Path) -> ServerProcess:
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
     return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine)
-
-
-def store(cache: RemoteCache, chunks: int, branch: str = "") -> None:
-    cache.commit(cache.begin_store(key_chain(chunks, branch=branch), "w"))
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

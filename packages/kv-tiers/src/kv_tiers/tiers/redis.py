@@ -7,7 +7,7 @@ A payload is cut into pieces of one size but for the last, each one value:
 
 The braces put all pieces of a chunk on the same server of a cluster and spread chunks over all of them. Base64 keeps
 braces and the signs of patterns out of names. The head's length says how many pieces there are, for its zeros make it
-longer than a head alone can be: `holds` asks for it (STRLEN) and counts the others (EXISTS of all names there could
+longer than a head alone can be: `holds` queries it (STRLEN) and counts the others (EXISTS of all names there could
 be), so a chunk that lost a piece to the server's own eviction or to its time is not there.
 
 The first piece is written last. Two writers of one chunk may mix pieces when their bytes differ; the header's checksum
@@ -38,7 +38,7 @@ _COMMANDS_AT_ONCE: Final = 1000
 """Small commands in one round trip."""
 
 _AHEAD_BYTES: Final = 8 << 20
-"""Values are asked for so far ahead of the one that arrives; a server keeps that much in its memory for us. Over a unix
+"""Values are requested so far ahead of the one that arrives; a server keeps that much in its memory for us. Over a unix
 socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
 
 _ASKING: Final = command(b"ASKING")
@@ -46,7 +46,7 @@ _ASKING: Final = command(b"ASKING")
 T = TypeVar("T")
 Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
 """Of a conversation about those of a call's chunks that one server keeps, as their numbers. The flag: the server is
-about to take them over and must be told before every command that we know."""
+about to take them over, and wants ASKING before every command."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -69,7 +69,7 @@ class RedisTier:
     holds_is_local = False
 
     def __init__(self, config: RedisConfig, context: TierContext, *, name: str = "redis") -> None:
-        """No server is asked for anything yet. Raises `ConfigError`."""
+        """Connects to no server yet. Raises `ConfigError`."""
         self.name = name
         self._config = config
         self._chunk_bytes = context.chunk_bytes
@@ -183,7 +183,7 @@ class RedisTier:
     def _pieces_for(self, stored_bytes: int) -> int:
         return max(1, -(-stored_bytes // self._piece_bytes))
 
-    # Who is asked.
+    # Which servers.
 
     def _spread(self, keys: Sequence[ChunkKey], work: Work[T]) -> list[T]:
         """The answer for every key, from the server that keeps it; one redirection is followed.
@@ -292,15 +292,15 @@ class RedisTier:
         self, connection: Connection, reads: Sequence[Read], asking: bool
     ) -> "list[LoadOutcome | _Incomplete | ErrorReply]":
         commands = [one for read in reads for one in self._get_commands(read)]
-        asked = arriving = 0
+        sent = arriving = 0
         outcomes: list[LoadOutcome | _Incomplete | ErrorReply] = []
         for read in reads:
             found: list[int | TooLarge | ErrorReply | None] = []
             for piece in range(self._pieces_for(read.wanted_bytes)):
-                if asked - arriving <= self._ahead // 2:
+                if sent - arriving <= self._ahead // 2:
                     upto = min(arriving + self._ahead, len(commands))
-                    connection.send([(_ASKING if asking else b"") + one for one in commands[asked:upto]])
-                    asked = upto
+                    connection.send([(_ASKING if asking else b"") + one for one in commands[sent:upto]])
+                    sent = upto
                 if asking:
                     connection.read_ok()
                 arriving += 1
@@ -438,9 +438,9 @@ def _ping(connection: Connection) -> ErrorReply | None:
     return connection.read_ok()
 
 
-def _address_in(reply: ErrorReply, asked: Address) -> Address:
-    """Of ASK 3999 127.0.0.1:6381; an empty host is the one that was asked."""
+def _address_in(reply: ErrorReply, sender: Address) -> Address:
+    """Of ASK 3999 127.0.0.1:6381; an empty host is the sender's."""
     host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
     if not port.isascii() or not port.isdigit():
-        raise TierDown(f"{asked}: {reply.text}")
-    return Address(host or asked.host, int(port))
+        raise TierDown(f"{sender}: {reply.text}")
+    return Address(host or sender.host, int(port))

@@ -1,8 +1,8 @@
 """Which servers a Redis or Valkey tier talks to, and its connections to them.
 
 Bulk values travel over connections of our own (`resp`). What happens rarely is left to redis-py: asking a cluster for
-its slots, a sentinel for the master, a server for its keys. No address is asked for before it is needed, so that a
-tier can be made while its servers are down.
+its slots, a sentinel for the master, a server for its keys. No address is looked up before it is needed, so
+that a tier can be created while its servers are down.
 """
 
 import os
@@ -165,17 +165,17 @@ class Servers:
             self._masters = []
 
     def talk(self, address: Address, work: Callable[[Connection], T]) -> T:
-        """The result of a conversation with this server. `work` is begun again on a new connection if one that was
-        kept from before turns out to be dead: the server may have been started anew meanwhile.
+        """The result of a conversation with this server. `work` is begun again on a new connection if an
+        idle one turns out to be dead: the server may have been started anew meanwhile.
 
         Raises:
             TierDown: it cannot be reached, is too slow, or does not speak the protocol.
         """
         with self._lock:
-            kept = self._idle[address].pop() if self._idle[address] else None
-        if kept is not None:
+            idle = self._idle[address].pop() if self._idle[address] else None
+        if idle is not None:
             try:
-                return self._talk(address, kept, work)
+                return self._talk(address, idle, work)
             except TimeoutError as error:
                 raise self._down(address, error) from error
             except OSError:
@@ -293,35 +293,35 @@ class Servers:
     def _cluster_slots(self) -> tuple[list[Address], list[Address | None]]:
         known = dict.fromkeys([*self._url.addresses, *(address for address in self._slots if address is not None)])
         reasons = []
-        for asked in known:
+        for node in known:
             try:
-                ranges = self._ask(asked, _cluster_slots)
+                ranges = self._ask(node, _cluster_slots)
             except TierDown as error:
                 reasons.append(str(error))
                 continue
             slots: list[Address | None] = [None] * _SLOTS
             for first, last, (host, port, *_), *_ in ranges:
-                address = Address((host or b"").decode() or asked.host, port)
+                address = Address((host or b"").decode() or node.host, port)
                 slots[first : last + 1] = [address] * (last + 1 - first)
             masters = list(dict.fromkeys(address for address in slots if address is not None))
             if len(slots) == _SLOTS and masters:
                 return masters, slots
-            reasons.append(f"{asked} knows of no slots")
+            reasons.append(f"{node} knows of no slots")
         raise TierDown("; ".join(reasons))
 
     def _sentinels_master(self) -> Address:
         question = ("SENTINEL GET-MASTER-ADDR-BY-NAME", self._config.sentinel_master)
         reasons = []
-        for asked in self._url.addresses:
+        for sentinel in self._url.addresses:
             try:
-                answer = self._ask(asked, lambda client: client.execute_command(*question), a_sentinel=True)
+                answer = self._ask(sentinel, lambda client: client.execute_command(*question), a_sentinel=True)
             except TierDown as error:
                 reasons.append(str(error))
                 continue
             if answer is not None:
                 host, port = answer
                 return Address(host.decode() if isinstance(host, bytes) else host, int(port))
-            reasons.append(f"{asked} knows of no master {self._config.sentinel_master!r}")
+            reasons.append(f"{sentinel} knows of no master {self._config.sentinel_master!r}")
         raise TierDown("; ".join(reasons))
 
     def _ask(self, address: Address, work: Callable[[Any], T], *, a_sentinel: bool = False) -> T:

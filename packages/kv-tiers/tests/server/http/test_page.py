@@ -19,6 +19,7 @@ import pytest
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
+from kv_tiers.testing.http import store
 from kv_tiers.testing.wait import line, until
 
 CHUNK_BYTES = 64 << 10
@@ -148,10 +149,6 @@ def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
     facts = {"chunk_tokens": "256"}
     return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine, facts=facts)
-
-
-def store(cache: RemoteCache, chunks: int, branch: str) -> None:
-    cache.commit(cache.begin_store(key_chain(chunks, branch=branch), "w"))
 
 
 def hits(cache: RemoteCache, chunks: int, branch: str) -> int:
