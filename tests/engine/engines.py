@@ -112,13 +112,13 @@ def started(
         "max_model_len": 4096,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        "disable_log_stats": True,
     } | arguments
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
         llm = LLM(
             model,
             enforce_eager=True,
-            disable_log_stats=True,
             kv_transfer_config=transfer,
             **chosen,
         )

@@ -32,7 +32,8 @@ def shaped(model: str, shape: str, cache: dict[str, Any] | None) -> Iterator[Eng
 
 def disk(directory: Path) -> dict[str, Any]:
     tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "256MiB"}
-    return {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier]}
+    # Four processes share two cores here, and a disk's thread may wait for long.
+    return {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier], "cold": {"wait_s": 30}}
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_cuda.tiny import TinyLlama
 from kv_tiers.attach.engine import engines
 
@@ -39,6 +39,34 @@ def test_guessed_tokens_are_not_kept_and_change_no_answer(
         assert engine.ask([again + list(expected)], 12)[0] == follow_up
         assert engine.hits == [768 if save_decode else 512]
         engine.assert_at_rest()
+
+
+def accepted(engine: Engine) -> float:
+    """The part of its guesses that turned out right."""
+    counted = {metric.name: getattr(metric, "value", 0) for metric in engine.llm.get_metrics()}
+    return counted["vllm:spec_decode_num_accepted_tokens"] / counted["vllm:spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_as_many_guesses_are_right_from_the_cache_as_without(method: str, tiny_llama: str, tmp_path: Path) -> None:
+    """Else the draft's layers would go on from wrong KV: its guesses would be worse, and no token wrong."""
+    guessing: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        guessing |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    else:  # the model itself, so that guesses are right
+        guessing["model"] = str(TinyLlama().write(tmp_path / "draft"))
+    prompts = [(SHARED[:40] * 16)[:600], PROMPTS[0], PROMPTS[1]]
+    rates, answers = [], []
+    for cache in (None, disk(tmp_path), disk(tmp_path)):
+        arguments = {"speculative_config": guessing, "disable_log_stats": False, "own_process": True}
+        with started(tiny_llama, cache=cache, **arguments) as engine:
+            answers.append(engine.ask_in_turn(prompts, 60))
+            rates.append(accepted(engine))
+    assert engine.hits == [512, 512, 512]
+    assert answers[0] == answers[1] == answers[2]
+    assert rates[0] > 0
+    assert rates[2] == pytest.approx(rates[0], abs=0.02)
 
 
 def test_a_draft_models_layers_are_part_of_the_key(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
