@@ -128,3 +128,17 @@ def started(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+def empty_the_pool() -> None:
+    """Evict everything from the pool of the one engine of this process, as other requests would."""
+    from kv_tiers.attach.engine import engines
+
+    (engine,) = engines().values()
+    assert engine.cache is not None
+    host, index = engine.cache._host, engine.cache._index
+    with host.lock:
+        for slot in range(host.pool.slots):
+            if index.key_at(slot) is not None and not index.is_leased(slot):
+                host.evict(slot)
+                host.free([slot])

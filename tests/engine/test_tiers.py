@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
-from kv_tiers.attach.engine import engines
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, empty_the_pool, started
 from kv_tiers.testing.servers import Proxy, ValkeyServer
 from kv_tiers.testing.wait import until
 
@@ -20,18 +19,6 @@ PATIENT = {"wait_s": 20.0}
 
 def disk(path: Path, **options: Any) -> dict[str, Any]:
     return {"type": "disk", "directory": str(path), "capacity_bytes": "64MiB", **options}
-
-
-def empty_the_pool() -> None:
-    """Evict everything, as other requests would."""
-    (engine,) = engines().values()
-    assert engine.cache is not None
-    host, index = engine.cache._host, engine.cache._index
-    with host.lock:
-        for slot in range(host.pool.slots):
-            if index.key_at(slot) is not None and not index.is_leased(slot):
-                host.evict(slot)
-                host.free([slot])
 
 
 @pytest.fixture(scope="module")

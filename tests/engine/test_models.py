@@ -1,0 +1,206 @@
+"""The table of models, docs/models.md: of each kind that vLLM serves, what the real engine shows.
+
+Each row is one model with random weights that matter. The judge is the engine without us: in float32 its full prefill;
+in bfloat16, where a hit and a full prefill differ by themselves, its own prefix-cache hit of the same length.
+`KV_WRITE_MODELS=1` writes the page's rows; without it each row must be as the page says.
+"""
+
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Answer, Engine, empty_the_pool, started
+from kv_core.service import ReadLease
+from kv_tiers.attach.engine import Engine as Attached
+from kv_tiers.attach.engine import engines
+from models import BY_NAME, MODELS, TinyModel
+from models_page import Row, read_rows, write_row
+
+PROMPT = [3 + (7919 * i) % 1900 for i in range(1500)]
+QUICK = ("Gemma 3", "LFM2")
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Of a prompt of 1,500 tokens every boundary that a hit may have, and for each two prompts.
+
+    just_behind: one token more than the boundary, so that a state is taken there and is what the next token hangs on.
+    parting: the prompt up to the boundary, then other tokens to the same length.
+    """
+
+    chunk_tokens: int
+
+    @property
+    def boundaries(self) -> list[int]:
+        return list(range(self.chunk_tokens, len(PROMPT), self.chunk_tokens))
+
+    @property
+    def just_behind(self) -> list[list[int]]:
+        return [PROMPT[: boundary + 1] for boundary in self.boundaries]
+
+    @property
+    def parting(self) -> list[list[int]]:
+        return [
+            PROMPT[:boundary] + [5 + (31 * i + boundary) % 1900 for i in range(len(PROMPT) - boundary)]
+            for boundary in self.boundaries
+        ]
+
+    @property
+    def all(self) -> list[list[int]]:
+        return self.just_behind + self.parting
+
+    @property
+    def cold_hits(self) -> list[int]:
+        """Each of the first finds what those before it left, and each of the others its boundary."""
+        return [0, *self.boundaries[:-1], *self.boundaries]
+
+    def are_warm(self, hits: Sequence[int]) -> bool:
+        """Whether these are hits where all was stored: those that part are longer now, for they have been stored too."""
+        first, parting = hits[: len(self.boundaries)], hits[len(self.boundaries) :]
+        return first == self.boundaries and all(map(operator.ge, parting, self.boundaries))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model's directory, written when it is first asked for."""
+    directories: dict[str, str] = {}
+
+    def directory(model: TinyModel) -> str:
+        if model.name not in directories:
+            directories[model.name] = str(model.write(tmp_path_factory.mktemp("model")))
+        return directories[model.name]
+
+    return directory
+
+
+@contextmanager
+def engine(model: str, row: TinyModel, cache: dict[str, Any] | None, **arguments: Any) -> Iterator[Engine]:
+    with started(model, cache=cache, **{**row.arguments, **arguments}) as running:
+        yield running
+
+
+def alone(model: str, row: TinyModel, prompts: Sequence[Sequence[int]], chunk_tokens: int) -> list[Answer]:
+    """What the engine answers without us: computed whole, or from its own prefix cache where only that compares."""
+    if row.arguments.get("dtype") == "bfloat16":
+        with engine(model, row, None, enable_prefix_caching=True) as own:
+            answers = own.ask_in_turn(prompts, NEW_TOKENS)
+            assert own.hits == Prompts(chunk_tokens).cold_hits, "the yardstick's hits are others than ours"
+            return answers
+    with engine(model, row, None) as plain:
+        answers = []
+        for prompt in prompts:
+            plain.llm.reset_prefix_cache()
+            answers += plain.ask([prompt], NEW_TOKENS)
+            assert plain.hits == [0]
+        return answers
+
+
+def ask(running: Engine, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """One after the other, each without what vLLM itself remembers of those before it."""
+    answers, hits = [], []
+    for prompt in prompts:
+        running.llm.reset_prefix_cache()
+        answers += running.ask([prompt], NEW_TOKENS)
+        hits += running.hits
+    running.hits = hits
+    return answers
+
+
+def scramble(inner: Attached, group: int) -> None:
+    """Move every byte of one group's chunks to another place of its chunk. Twice is as if it had not been."""
+    assert inner.cache is not None
+    keys = [key for key in inner.cache.admin.resident_keys() if key.group == group]  # type: ignore[union-attr]
+    assert keys
+    lease = inner.cache.load(keys, "control")
+    assert isinstance(lease, ReadLease)
+    for extent in lease.extents:
+        values = np.frombuffer(inner.cache.pool.view, dtype=np.uint8)[extent.offset : extent.offset + extent.nbytes]
+        values[:] = np.roll(values, extent.nbytes // 2)
+    inner.cache.release(lease)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(model.name, marks=() if model.name in QUICK else pytest.mark.slow)
+        for model in MODELS
+        if not model.cannot and not model.left_alone
+    ],
+)
+def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None:
+    """Cold, warm, at every boundary, half forgotten, from disk, after a restart: the tokens of the engine alone; and
+    each group's bytes matter."""
+    row = BY_NAME[name]
+    model = written(row)
+    tier = {"type": "disk", "directory": str(tmp_path / "disk"), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier], "cold": {"wait_s": 20.0}}
+    shown: dict[str, str] = {}
+    with engine(model, row, cache) as first:
+        (inner,) = engines().values()
+        assert not inner.off and inner.facts is not None
+        shown |= {"groups": _groups(inner), "chunk": str(inner.facts.chunk_tokens)}
+        prompts = Prompts(inner.facts.chunk_tokens)
+        cold = ask(first, prompts.all)
+        assert first.hits == prompts.cold_hits
+        warm = ask(first, prompts.all)
+        assert prompts.are_warm(first.hits), first.hits
+        unlike = []
+        for group in range(len(inner.facts.groups)):
+            scramble(inner, group)
+            if ask(first, prompts.just_behind) == warm[: len(prompts.boundaries)]:
+                unlike.append(group)
+            scramble(inner, group)
+        assert not unlike, f"bytes of groups {unlike} changed, and no token did"
+        assert ask(first, prompts.just_behind) == warm[: len(prompts.boundaries)]
+        first.inside("kv_settle")
+        empty_the_pool()
+        from_disk = ask(first, prompts.all)
+        assert prompts.are_warm(first.hits), first.hits
+        first.inside("kv_forget_half")
+        half = ask(first, prompts.all)
+        assert not prompts.are_warm(first.hits), first.hits
+        again = ask(first, prompts.all)
+        first.assert_at_rest()
+    with engine(model, row, cache) as second:
+        restarted = ask(second, prompts.all)
+        assert sum(second.hits) > 0
+        second.assert_at_rest()
+    expected = alone(model, row, prompts.all, prompts.chunk_tokens)
+    for way, answers in {
+        "cold": cold,
+        "warm": warm,
+        "disk": from_disk,
+        "half forgotten": half,
+        "restart": restarted,
+    }.items():
+        shown[way] = _equal(answers, expected)
+    assert _equal(again, expected) == shown["warm"]
+    shown["control"] = "differs for each"
+    _hold(Row(name, row.dtype, shown))
+
+
+def _equal(answers: Sequence[Answer], expected: Sequence[Answer]) -> str:
+    same = sum(answer == right for answer, right in zip(answers, expected, strict=True))
+    return "equal" if same == len(expected) else f"{same} of {len(expected)} equal"
+
+
+def _groups(inner: Attached) -> str:
+    assert inner.facts is not None
+    coverages = [str(group.coverage) for group in inner.facts.groups]
+    return ", ".join(
+        coverage if (count := coverages.count(coverage)) == 1 else f"{count} × {coverage}"
+        for coverage in dict.fromkeys(coverages)
+    )
+
+
+def _hold(row: Row) -> None:
+    if os.environ.get("KV_WRITE_MODELS"):
+        write_row(row)
+    assert row == read_rows()[row.name]
