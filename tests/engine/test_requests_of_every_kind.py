@@ -97,13 +97,19 @@ def test_a_producer_never_loads_and_a_consumer_never_stores(
         assert consumer.hits == WARM_HITS
 
 
-def test_sliding_windows_are_cached_with_the_switch_that_the_log_names(tiny_gemma: str) -> None:
-    with started(tiny_gemma, cache=CACHE) as hybrid:
+def test_windows_are_cached_with_and_without_vllms_hybrid_manager_and_never_confused(
+    tiny_gemma: str, tmp_path: Path
+) -> None:
+    """Without it vLLM keeps all blocks of every layer, and so do we: other chunks under other names."""
+    with started(tiny_gemma, cache=disk(tmp_path)) as hybrid:
         expected = hybrid.ask_in_turn(PROMPTS)
+        assert hybrid.ask_in_turn(PROMPTS) == expected
         (inner,) = engines().values()
-        assert "--disable-hybrid-kv-cache-manager" in inner.off
-    with started(tiny_gemma, cache=CACHE, disable_hybrid_kv_cache_manager=True) as engine:
+        assert inner.facts is not None
+        assert [str(group.coverage) for group in inner.facts.groups] == ["window:256", "all"]
+    with started(tiny_gemma, cache=disk(tmp_path), disable_hybrid_kv_cache_manager=True) as engine:
         assert engine.ask_in_turn(PROMPTS) == expected
+        assert engine.hits == [0, 512, 512, 768, 0, 0]  # nothing of the first engine's
         assert engine.ask_in_turn(PROMPTS) == expected
         assert engine.hits == WARM_HITS
         engine.assert_at_rest()
