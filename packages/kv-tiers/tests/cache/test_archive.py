@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
@@ -12,6 +13,7 @@ from kv_tiers.cache.archive import Imported, export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.shapes import keys_for
 from kv_tiers.testing.tower import FINGERPRINT, Tower
 
 KEYS = key_chain(6)
@@ -131,3 +133,43 @@ def test_what_is_no_export_of_this_format_is_refused(exported: Path, tmp_path: P
     with pytest.raises(InputError, match="cannot be read"):
         import_prefix(cache, tmp_path / "nowhere", fingerprint=FINGERPRINT)
     cache.close()
+
+
+HYBRID = ChunkShape(4, (ALL, Coverage("window", 5), STATE))
+SIZES = (CHUNK_BYTES, 10, 33)
+
+
+def test_what_a_hybrid_hit_needs_is_pinned_and_travels_in_a_file(tmp_path: Path) -> None:
+    """Chunks of three sizes, of a window only the last, and of the states one; and the file is as checked as any."""
+    keys = keys_for(HYBRID, 5)
+    tower, path = Tower(slots=20, group_bytes=SIZES), tmp_path / "prompt.kv"
+    tower.store(keys)
+    assert tower.cache.admin.pin(keys, "a", shape=HYBRID) == 5
+    assert tower.cache.admin.pins() == {"a": 7}
+    assert export_prefix(tower.cache, keys, path, fingerprint=FINGERPRINT, shape=HYBRID) == 5
+    tower.store(key_chain(20, branch="crowd"))
+    assert tower.cache.lookup(keys, "r", shape=HYBRID).chunks == 5
+    tower.cache.admin.unpin("a")
+    tower.close()
+
+    other = Tower(slots=20, group_bytes=SIZES)
+    assert import_prefix(other.cache, path, fingerprint=FINGERPRINT) == Imported(7, "")
+    assert other.cache.lookup(keys, "r", shape=HYBRID).chunks == 5
+    other.read([keys[place] for place in HYBRID.needed_places(5)])
+    assert set(other.cache.admin.resident_keys()) == {keys[place] for place in HYBRID.needed_places(5)}
+    other.close()
+
+    of_other_sizes = Tower(slots=20, group_bytes=(CHUNK_BYTES, 11, 33))
+    imported = import_prefix(of_other_sizes.cache, path, fingerprint=FINGERPRINT)
+    assert imported.chunks == 5 and "10 bytes, and its group's have 11" in imported.stopped
+    of_other_sizes.close()
+
+
+def test_a_hybrid_pin_too_large_for_half_the_pool_is_of_a_shorter_hit() -> None:
+    keys = keys_for(HYBRID, 5)
+    tower = Tower(slots=12, group_bytes=SIZES)
+    for group in range(3):
+        tower.store(keys[group::3][0 if group == 0 else 2 :])
+    assert tower.cache.admin.pin(keys, "a", shape=HYBRID) == 4  # five chunks need seven slots, four need six
+    tower.cache.admin.unpin("a")
+    tower.close()

@@ -226,6 +226,32 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
             frames.next()
 
 
+@pytest.mark.parametrize("coverage", ["", "window", "window:0", "window:-1", "window:1e3", "ALL", "state:1", "all:1"])
+def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> None:
+    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False)))
+    assert isinstance(said, wire.Lookup)
+    with pytest.raises(InputError, match="there is no coverage"):
+        said.shape()
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        wire.Lookup(KEYS, "h", 0, ("all",), 1, False),
+        wire.Lookup(KEYS, "h", 16, (), 1, False),
+        wire.Lookup(KEYS, "h", 16, ("all",), 0, False),
+        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False),
+        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False),
+        wire.Register("e", (), "f", 1, {}, b"", [], wire.Keys(), False),
+        wire.Register("e", (4096, 0), "f", 1, {}, b"", [], wire.Keys(), False),
+        wire.Register("e", (1,) * 1025, "f", 1, {}, b"", [], wire.Keys(), False),
+    ],
+)
+def test_shapes_and_sizes_out_of_bounds_are_no_requests(lookup: wire.Lookup | wire.Register) -> None:
+    with pytest.raises(InputError, match="not a request"):
+        wire.read_request(body_of(lookup))
+
+
 def test_the_examples_on_the_formats_page_are_true() -> None:
     """Whoever writes a client in another language checks it against these."""
     page = (Path(__file__).parents[4] / "docs" / "formats" / "wire.md").read_text()

@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 
+from kv_tiers.cache.hits import find_hit, needed_count
 from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.events import events
@@ -53,26 +55,33 @@ class Administration:
         self._pins: dict[str, list[int]] = {}
         self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
 
-    def pin(self, keys: Sequence[ChunkKey], name: str) -> int:
-        """Keep the leading run of `keys` that the pool holds until `unpin`; how many chunks that is.
+    def pin(self, keys: Sequence[ChunkKey], name: str, *, shape: ChunkShape = PLAIN) -> int:
+        """Keep what the longest hit among `keys` needs, as far as the pool has it, until `unpin`; how many chunks that
+        hit is.
 
         The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most, or
-        half of a tenant's quota: what is beyond that is not pinned.
+        half of a tenant's quota: a hit that needs more is pinned as far as a shorter one goes.
+
+        keys: whole chunks, chunk-major.
         """
         with self._host.lock:
             self._host.check_open()
             before = self._pins.pop(name, [])
-            slots = list(self._index.leading(keys))
-            if slots:
+            hit = find_hit(self._index, list(keys), shape)
+            if hit.slots:
                 share_at = self._shares.at
-                share = share_at(slots[0])
+                share = share_at(hit.slots[0])
                 pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
-                slots = slots[: max(0, share.slots // 2 - pinned)]
+                room, stride = max(0, share.slots // 2 - pinned), shape.keys_per_chunk
+                while (beyond := needed_count(shape, hit.chunks) - room) > 0:
+                    chunks = max(0, hit.chunks - -(-beyond // stride))  # a chunk less needs so many keys less at most
+                    hit = find_hit(self._index, list(keys[: chunks * stride]), shape)
+            slots = list(hit.slots)
             self._index.lease(slots)
             self._host.unlease(before)
             if slots:
                 self._pins[name] = slots
-            return len(slots)
+            return hit.chunks
 
     def unpin(self, name: str) -> bool:
         """Let the pinned chunks leave like any others. False: there is no pin of this name."""
@@ -104,7 +113,9 @@ class Administration:
         """The cache is being closed: the slots are given back with all others. Under the lock."""
         self._pins.clear()
 
-    def warm_up(self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0) -> int:
+    def warm_up(
+        self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0, shape: ChunkShape = PLAIN
+    ) -> int:
         """Bring a prefix up from the lower tiers, pin it, and say how many chunks of it are pinned.
 
         It waits, so it is for whoever prepares a cache and not for an engine's thread.
@@ -114,7 +125,7 @@ class Administration:
         try:
             best = -1
             while time.monotonic() < until:
-                plan = self._cache.lookup(keys, holder, wait_for_promotion=True)
+                plan = self._cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
                 if plan.ended is Ended.PENDING:
                     time.sleep(0.002)
                 elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
@@ -122,7 +133,7 @@ class Administration:
                     self._promotions.forget_wait(holder)
                 else:
                     break
-            return self.pin(keys, name)
+            return self.pin(keys, name, shape=shape)
         finally:
             self._cache.end(holder)
 

@@ -1,9 +1,10 @@
 """A prefix in a file: for moving it to another machine, and for starting a fleet warm.
 
-    magic "kvprefix" | version u16 | header size u16 | zero u32 | chunk_bytes u64 | chunks u64 | format id 16
+    magic "kvprefix" | version u16 | header size u16 | zero u32 | bytes of all chunks u64 | chunks u64 | format id 16
     | xxh3_64 of the above
 
-and then, chunk by chunk in the prompt's order, the chunk's header (docs/formats/chunk.md) and its bytes. Little-endian.
+and then, for each group and shard what a hit needs of it in the prompt's order, each chunk's header
+(docs/formats/chunk.md) and its bytes. Where a header names no parent the next group or shard begins. Little-endian.
 A file is believed as little as a tier is: its size must be what its header says before anything is read, and every
 chunk is checked before it can be found.
 """
@@ -13,20 +14,22 @@ import struct
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import ReadLease
 
 from kv_tiers import chunk_header
+from kv_tiers.cache.hits import columns_of
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 
-VERSION: Final = 2
+VERSION: Final = 3
 _MAGIC: Final = b"kvprefix"
 _HEADER: Final = struct.Struct("<8sHHIQQ16s")
 _HEADER_BYTES: Final = _HEADER.size + SEAL_BYTES
@@ -35,35 +38,43 @@ _BATCH_CHUNKS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """chunks: how many leading chunks of the file are held now. stopped: why no more; empty if all are."""
+    """chunks: how many of the file, from its first, are held now. stopped: why no more; empty if all are."""
 
     chunks: int
     stopped: str
 
 
-def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fingerprint: str) -> int:
-    """Write the leading run of `keys` that the pool holds to `path`; how many chunks that was.
+def export_prefix(
+    cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fingerprint: str, shape: ChunkShape = PLAIN
+) -> int:
+    """Write what the longest hit among `keys` needs to `path`, as far as the pool has it; how many chunks that hit is.
 
     What lies below the pool is brought up first by `Administration.warm_up`. The file is complete or not there, which
     it is not where that would be none; mode 0600.
 
+    keys: whole chunks, chunk-major.
     fingerprint: of the cache's chunk format.
     """
     holder = f"export/{path}"
     try:
-        chain = list(keys[: cache.lookup(keys, holder).chunks])
-        if not chain:
+        chunks = cache.lookup(keys, holder, shape=shape).chunks
+        if not chunks:
             return 0
-        lease = cache.load(chain, holder)
+        parents: dict[ChunkKey, ChunkKey | None] = {}
+        for group, needed in enumerate(shape.needed(chunks)):
+            for column in columns_of(group, shape):
+                its_keys = [keys[chunk * shape.keys_per_chunk + column] for chunk in needed]
+                parents.update(zip(its_keys, [None, *its_keys], strict=False))
+        lease = cache.load(list(parents), holder)
         if not isinstance(lease, ReadLease):
             return 0
         form = chunk_header.format_id(fingerprint)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:
-                described = _HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, cache.pool.chunk_bytes, len(chain), form)
-                file.write(seal(described))
-                for key, parent, extent in zip(chain, [None, *chain], lease.extents, strict=False):
+                payload_bytes = cache.pool.sizes.total(lease.keys)
+                file.write(seal(_HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, payload_bytes, len(parents), form)))
+                for (key, parent), extent in zip(parents.items(), lease.extents, strict=True):
                     with cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                         file.write(chunk_header.pack_header(key, parent, chunk, form))
                         file.write(chunk)
@@ -74,7 +85,7 @@ def export_prefix(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fi
             with suppress(FileNotFoundError):
                 os.unlink(name)
             raise
-        return len(chain)
+        return chunks
     finally:
         cache.end(holder)
 
@@ -95,21 +106,21 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
         cache.end(holder)
 
 
-def _read_header(file: BinaryIO, path: Path, chunk_bytes: int, form: bytes) -> int:
+def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
     """How many chunks follow."""
     data = file.read(_HEADER_BYTES)
     if len(data) < _HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise InputError(f"{path} is no exported prefix")
-    _, version, header_bytes, _, its_bytes, chunks, its_form = _HEADER.unpack(data[: _HEADER.size])
+    _, version, header_bytes, _, payload_bytes, chunks, its_form = _HEADER.unpack(data[: _HEADER.size])
     if unseal(data) is None:
         raise InputError(f"{path} is damaged: the checksum of its header is wrong")
     if version != VERSION or header_bytes != _HEADER_BYTES:
         raise InputError(f"{path} is of version {version}; this release reads version {VERSION}: export it again")
-    if its_bytes != chunk_bytes or its_form != form:
+    if its_form != form:
         raise InputError(
             f"{path} holds chunks of another format; export it from an engine of the same model, dtype and chunk size"
         )
-    wanted = _HEADER_BYTES + chunks * (chunk_header.HEADER_BYTES + chunk_bytes)
+    wanted = _HEADER_BYTES + chunks * chunk_header.HEADER_BYTES + payload_bytes
     there = os.fstat(file.fileno()).st_size
     if there != wanted:
         raise InputError(f"{path} has {there} bytes where its header says {wanted}: it was cut, or is another file")
@@ -117,57 +128,81 @@ def _read_header(file: BinaryIO, path: Path, chunk_bytes: int, form: bytes) -> i
 
 
 @dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A chunk of the file. header: as it is there. at: where its bytes begin."""
+
+    key: ChunkKey
+    header: bytes
+    at: int
+
+
+@dataclass(slots=True)
 class _Import:
-    """One file on its way in."""
+    """One file on its way in.
+
+    chain: what is held of the group and shard that is being read.
+    done: chunks of the file that are held.
+    at: where the next one begins.
+    """
 
     cache: LocalCache
     file: BinaryIO
     form: bytes
     holder: str
+    chain: list[ChunkKey] = field(default_factory=list)
+    done: int = 0
+    at: int = _HEADER_BYTES
 
     def run(self, path: Path) -> Imported:
-        chunks = _read_header(self.file, path, self.cache.pool.chunk_bytes, self.form)
-        chain: list[ChunkKey] = []
-        while len(chain) < chunks:
-            headers, stopped = self._headers(chain, min(_BATCH_CHUNKS, chunks - len(chain)))
-            stopped = self._take(chain, headers) or stopped
+        chunks = _read_header(self.file, path, self.form)
+        while self.done < chunks:
+            waiting, stopped = self._next_few(min(_BATCH_CHUNKS, chunks - self.done))
+            stopped = self._take(waiting) or stopped
             if stopped:
-                return Imported(len(chain), stopped)
-        return Imported(len(chain), "")
+                return Imported(self.done, stopped)
+        return Imported(self.done, "")
 
-    def _at(self, number: int) -> int:
-        return _HEADER_BYTES + number * (chunk_header.HEADER_BYTES + self.cache.pool.chunk_bytes)
-
-    def _headers(self, chain: Sequence[ChunkKey], chunks: int) -> tuple[dict[ChunkKey, bytes], str]:
-        """Of the next few chunks, as far as they continue the prompt; and why not of all."""
-        found: dict[ChunkKey, bytes] = {}
-        above = chain[-1] if chain else None
-        for number in range(len(chain), len(chain) + chunks):
-            self.file.seek(self._at(number))
+    def _next_few(self, at_most: int) -> tuple[list[_Waiting], str]:
+        """The next chunks of one group and shard, as far as they continue it; and why not, if something is wrong."""
+        found: list[_Waiting] = []
+        while len(found) < at_most:
+            number = self.done + len(found)
+            self.file.seek(self.at)
             data = self.file.read(chunk_header.HEADER_BYTES)
             header = chunk_header.read_header(data)
             if isinstance(header, Damaged):
                 return found, f"chunk {number} is damaged: {header.reason}"
+            if header.parent is None and (found or self.chain):
+                if found:
+                    break
+                self.chain.clear()
+            above = found[-1].key if found else self.chain[-1] if self.chain else None
             if header.parent != above:
                 return found, f"chunk {number} is damaged: it follows another chunk than the one before it"
-            found[header.key] = data
-            above = header.key
+            nbytes = self.cache.pool.sizes.of(header.key)
+            if header.decoded_bytes != nbytes:
+                return found, f"chunk {number} has {header.decoded_bytes} bytes, and its group's have {nbytes} here"
+            found.append(_Waiting(header.key, data, self.at + chunk_header.HEADER_BYTES))
+            self.at += chunk_header.HEADER_BYTES + nbytes
         return found, ""
 
-    def _take(self, chain: list[ChunkKey], headers: dict[ChunkKey, bytes]) -> str:
-        """Read these chunks into the pool, and extend `chain` by those that are held then. Why not by all, or ""."""
-        lease = self.cache.begin_store([*chain, *headers], self.holder)
-        number_of = {key: number for number, key in enumerate(headers, len(chain))}
+    def _take(self, waiting: Sequence[_Waiting]) -> str:
+        """Read these chunks into the pool, and count those that are held then. Why not all are, or ""."""
+        chain = [*self.chain, *(one.key for one in waiting)]
+        lease = self.cache.begin_store(chain, self.holder)
+        number_of = {one.key: number for number, one in enumerate(waiting)}
         for key, extent in zip(lease.keys, lease.extents, strict=True):
-            self.file.seek(self._at(number_of[key]) + chunk_header.HEADER_BYTES)
+            one = waiting[number_of[key]]
+            self.file.seek(one.at)
             with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
                 self.file.readinto(chunk)  # type: ignore[attr-defined]  # what `open` gives has it
-                damage = chunk_header.check(headers[key], chunk, key=key, format_id=self.form)
+                damage = chunk_header.check(one.header, chunk, key=key, format_id=self.form)
             if damage is not None:
                 # A lease is committed whole or not at all, so the few before this chunk are given up with it.
                 self.cache.release(lease)
-                return f"chunk {number_of[key]} is damaged: {damage.reason}"
+                return f"chunk {self.done + number_of[key]} is damaged: {damage.reason}"
         self.cache.commit(lease)
-        held = self.cache.lookup([*chain, *headers], self.holder).chunks
-        chain += list(headers)[: held - len(chain)]
+        held = self.cache.lookup(chain, self.holder).chunks
+        self.done += held - len(self.chain)
+        self.chain = chain[:held]
         return lease.refused

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
+from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 from msgspec import Meta
 
 from kv_tiers.cache.archive import export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.http.jobs import Job, Jobs, Outcome
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
@@ -28,6 +30,7 @@ _HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' 
 
 Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=_NAME)]
 Key = Annotated[str, Meta(pattern=_HEX, description="As `kv keys` prints it.")]
+CoverageText = Annotated[str, Meta(pattern=r"^(all|state|(window|local):[1-9][0-9]{0,9})$")]
 Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
 
 
@@ -37,8 +40,35 @@ class Named(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: Name
 
 
-class Prefix(Named, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """keys: of whole chunks, chunk by chunk: of each the key of every group, and of every group that of every shard.
+    coverages: by group, what a hit needs of a prefix; `kv explain` and docs/formats/wire.md say how it is written. A
+        model with full attention alone needs none of these.
+    chunk_tokens: tokens of a chunk.
+    shards: how many different ones every group has.
+    """
+
     keys: Keys
+    chunk_tokens: Annotated[int, Meta(gt=0, lt=1 << 32)] = 1
+    coverages: Annotated[tuple[CoverageText, ...], Meta(min_length=1, max_length=MAX_GROUPS)] = ("all",)
+    shards: Annotated[int, Meta(gt=0, le=65535)] = 1
+
+    def shape(self) -> ChunkShape:
+        """
+        Raises:
+            InputError: no such coverage.
+            Problem: keys of no whole chunks.
+        """
+        shape = ChunkShape(self.chunk_tokens, tuple(map(Coverage.parse, self.coverages)), self.shards)
+        if len(self.keys) % shape.keys_per_chunk:
+            raise Problem(409, f"{len(self.keys)} keys are no whole chunks of {shape.keys_per_chunk} keys")
+        return shape
+
+
+class Prefix(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """name: of a pin."""
+
+    name: Name
 
 
 class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,11 +77,10 @@ class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
 
 
-class Export(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Export(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """file: a plain name in the server's archive_directory."""
 
     file: Name
-    keys: Keys
 
 
 class Import(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -97,7 +126,8 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
 
     async def pin(body: Prefix) -> Pinned:
         _, cache = await select_cache(relay, body)
-        return Pinned(await relay.call(partial(cache.admin.pin, _keys(body.keys), _plain(body.name))))
+        pinning = partial(cache.admin.pin, _keys(body.keys), _plain(body.name), shape=body.shape())
+        return Pinned(await relay.call(pinning))
 
     async def unpin(body: Named) -> Unpinned:
         caches = (await select_caches(relay, body)).values()
@@ -109,12 +139,13 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
     async def warm_up(body: WarmUp) -> Job:
         _, cache = await select_cache(relay, body)
         keys, name = _keys(body.keys), _plain(body.name)
-        return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s))
+        return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s, body.shape()))
 
     async def export(body: Export) -> Job:
         (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
-        return jobs.start("export", body.file, partial(_export, cache, _keys(body.keys), path, fingerprint))
+        exporting = partial(_export, cache, _keys(body.keys), path, fingerprint, body.shape())
+        return jobs.start("export", body.file, exporting)
 
     async def import_(body: Import) -> Job:
         (_, fingerprint), cache = await select_cache(relay, body)
@@ -197,13 +228,11 @@ def _files(archive_directory: str) -> list[str]:
         return []
 
 
-def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float) -> Outcome:
-    chunks = cache.admin.warm_up(keys, name, timeout_s=timeout_s)
+def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float, shape: ChunkShape) -> Outcome:
+    chunks, asked = cache.admin.warm_up(keys, name, timeout_s=timeout_s, shape=shape), len(keys) // shape.keys_per_chunk
     if not chunks:
-        raise _nothing(
-            "nothing was warmed up or pinned: no tier holds", len(keys), "see what pins keep (GET /prefixes)"
-        )
-    return chunks, "" if chunks == len(keys) else f"{chunks} of {len(keys)} chunks could be brought up and pinned"
+        raise _nothing("nothing was warmed up or pinned: no tier holds", asked, "see what pins keep (GET /prefixes)")
+    return chunks, "" if chunks == asked else f"{chunks} of {asked} chunks could be brought up and pinned"
 
 
 def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
@@ -213,11 +242,12 @@ def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
     )
 
 
-def _export(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, fingerprint: str) -> Outcome:
-    chunks = export_prefix(cache, keys, path, fingerprint=fingerprint)
+def _export(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, fingerprint: str, shape: ChunkShape) -> Outcome:
+    chunks = export_prefix(cache, keys, path, fingerprint=fingerprint, shape=shape)
+    asked = len(keys) // shape.keys_per_chunk
     if not chunks:
-        raise _nothing("nothing was exported or written: the pool does not hold", len(keys), "warm the prefix up first")
-    return chunks, "" if chunks == len(keys) else f"the pool holds {chunks} of {len(keys)} chunks; warm up the rest"
+        raise _nothing("nothing was exported or written: the pool does not hold", asked, "warm the prefix up first")
+    return chunks, "" if chunks == asked else f"the pool holds {chunks} of {asked} chunks; warm up the rest"
 
 
 def _import(cache: LocalCache, path: Path, fingerprint: str) -> Outcome:
