@@ -158,7 +158,7 @@ class CacheServer:
                 sessions = self._registrations()
                 send(explain_prompt(request, self.caches, sessions, self._history, self.bus.now_s()))
             case wire.Registered(engine):
-                send(wire.Registrations([one for one in self._registrations() if one.engine == engine]))
+                send(wire.Registrations([one for one in self._registrations() if engine in (one.engine, "")]))
             case wire.Register():
                 self._register(client, request)
             case wire.Unregister():

@@ -130,7 +130,7 @@ class Unregister(_Message, tag="unregister"):
 
 
 class Registered(_Message, tag="registered"):
-    """Which sessions an engine has registered."""
+    """Which sessions an engine has registered; those of all engines if it is not named."""
 
     engine: Name
 

@@ -8,9 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kv_core.errors import ConfigError, TierDown
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
+from kv_tiers.attach.engine import EngineFacts
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
+from kv_tiers.server import wire
+from kv_tiers.server.config import default_socket
+from kv_tiers.server.connection import ask_server
 
 _EXTRAS = {"redis": "redis", "s3": "obstore", "http": "starlette", "otel": "opentelemetry-sdk", "top": "rich"}
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
@@ -22,6 +27,27 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     yield from _numa(Path("/sys/devices/system/node"))
     yield from _directory(Path(options.path))
     yield from _libraries()
+    yield from servers(default_socket().parent)
+
+
+def servers(directory: Path) -> Iterator[Finding]:
+    """Of each server that listens there, the engines that use it and what their groups of layers need of a prefix."""
+    for socket in sorted(directory.glob("*.sock")):
+        what = f"server {socket.stem}"
+        try:
+            answer = ask_server(socket, wire.Registered(""))
+        except (TierDown, ConfigError) as error:
+            yield Finding(
+                "note", what, f"{socket} does not answer: {error}", "if its process has ended, remove the file"
+            )
+            continue
+        assert isinstance(answer, wire.Registrations)
+        engines = {session.engine: session.facts for session in answer.sessions if "groups" in session.facts}
+        if not engines:
+            yield Finding("ok", what, f"{socket}, no engine uses it")
+        for engine, facts in engines.items():
+            found = EngineFacts.from_text(facts)
+            yield Finding("ok", what, f"engine {engine}, chunks of {found.chunk_tokens} tokens: {found.described}")
 
 
 def _memory() -> Iterator[Finding]:
