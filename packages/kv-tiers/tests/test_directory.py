@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_core.keys import ChunkKey
@@ -32,8 +33,15 @@ def name() -> Iterator[str]:
     HostPool.unlink(name)
 
 
-def opened(name: str, *, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOTS, fingerprint: str = "f") -> LocalCache:
-    return LocalCache(HostPool.named(name, chunk_bytes, slots, fingerprint=fingerprint))
+def opened(
+    name: str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    group_bytes: tuple[int, ...] = (),
+    slots: int = SLOTS,
+    fingerprint: str = "f",
+) -> LocalCache:
+    return LocalCache(HostPool.named(name, chunk_bytes, slots, group_bytes=group_bytes, fingerprint=fingerprint))
 
 
 def store(cache: LocalCache, keys: list[ChunkKey]) -> None:
@@ -115,10 +123,18 @@ def test_after_a_restart_tails_still_leave_before_their_heads(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "other", [{"fingerprint": "g"}, {"slots": SLOTS + 1}, {"slots": 2}, {"chunk_bytes": 6001}, {"chunk_bytes": 100}]
+    "other",
+    [
+        {"fingerprint": "g"},
+        {"slots": SLOTS + 1},
+        {"slots": 2},
+        {"chunk_bytes": 6001},
+        {"chunk_bytes": 100},
+        {"group_bytes": (CHUNK_BYTES, 100)},
+    ],
 )
 def test_a_pool_made_for_something_else_starts_empty_and_says_so(
-    name: str, other: dict[str, int], caplog: pytest.LogCaptureFixture
+    name: str, other: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = key_chain(6)
     filled(name, keys)

@@ -39,7 +39,7 @@ def play(cache: LocalCache, shape: ChunkShape) -> list[tuple[int, int]]:
     return held
 
 
-@pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "lfu", "fifo", "mru"])
 @pytest.mark.parametrize(("shape", "room"), [(WINDOWS, 60), (STATES, 12)])
 def test_twenty_turns_keep_all_full_attention_and_a_bounded_rest(policy: str, shape: ChunkShape, room: int) -> None:
     """The pool has room for little more than the full attention, and every turn's hit is whole."""
