@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from kv_core import KeySpace, tenant_tag
+from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.shapes import keys_for
 from kv_tiers.testing.tower import Tower
 from kv_tiers.watch import metrics as metrics_module
 from kv_tiers.watch.metrics import BUCKETS_S, Metrics
@@ -21,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 class Scraped:
     """A tower with metrics, and what a scrape of it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_bytes: tuple[int, ...] = (CHUNK_BYTES,)) -> None:
         self.bus = EventBus(interval_s=0.001)
-        self.tower = Tower("through", events=self.bus.source("c", (CHUNK_BYTES,)))
+        self.tower = Tower("through", events=self.bus.source("c", group_bytes), group_bytes=group_bytes)
         self.metrics = Metrics(self.bus, lambda: [self.tower.cache])
 
     def families(self) -> dict[str, Metric]:
@@ -69,6 +71,24 @@ def work(scraped: Scraped) -> None:
     tower.tiers[0].fault = "down"
     tower.store(key_chain(2, branch="more"))
     tower.run()
+
+
+def test_bytes_are_those_of_each_group_and_of_what_a_hit_needs() -> None:
+    made = Scraped((CHUNK_BYTES, 40, 7))
+    shape = ChunkShape(4, (ALL, Coverage("window", 5), STATE))
+    keys = keys_for(shape, 2)
+    made.tower.store(keys)
+    made.tower.run()
+    assert made.tower.cache.lookup(keys, "r", shape=shape).chunks == 2
+    needed = [keys[place] for place in shape.needed_places(2)]
+    made.tower.read(needed)
+    assert made.value("kv_hit_bytes_total", tier="host") == 2 * CHUNK_BYTES + 40 + 7
+    assert made.value("kv_transfer_bytes_total", tier="host", direction="load") == 2 * CHUNK_BYTES + 40 + 7
+    for tier in ("host", "tier0"):
+        stored = made.value("kv_transfer_bytes_total", tier=tier, direction="store")
+        assert stored == 2 * (CHUNK_BYTES + 40 + 7)
+    made.tower.close()
+    made.bus.close()
 
 
 def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> None:
