@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft bench-hybrid bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -67,6 +67,10 @@ bench-engine: ## a real engine with and without us, on workloads that a cache ca
 bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, JSON=1)
 	@scripts/setup.sh $(ENGINE)
 	@$(ENGINE_PYTHON) benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
+
+bench-hybrid: ## real vLLM with models that are not full attention alone (JSON=1)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python benchmarks/hybrid.py $(if $(JSON),--json)
 
 bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
 	@scripts/setup.sh workspace
