@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "engine")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "models")]
 
 import _child
 import _engines
