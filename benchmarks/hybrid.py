@@ -25,6 +25,8 @@ from _report import Row, parser, report
 from models import BY_NAME
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "512MiB"}}
+SMALL: dict[str, Any] = {"host": {"capacity_bytes": "24MiB"}}
+"""Full after a few prompts, as a pool that has served for a while is."""
 KNOWN_TOKENS = 2048
 REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
 SHIFTS = range(0, 256, 25)
@@ -40,13 +42,13 @@ def prompt(number: int, tokens: int) -> list[int]:
     return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(tokens)]
 
 
-def started(name: str, model: str, *, with_us: bool, **arguments: Any) -> Child:
+def started(name: str, model: str, cache: dict[str, Any] | None, **arguments: Any) -> Child:
     environ = _engines.ENVIRON | _engines.threads_environ(1)
-    return Child(__file__, [name, model, json.dumps(CACHE if with_us else None), json.dumps(arguments)], environ)
+    return Child(__file__, [name, model, json.dumps(cache), json.dumps(arguments)], environ)
 
 
 def first_token(name: str, model: str) -> Row:
-    child = started(name, model, with_us=True)
+    child = started(name, model, CACHE)
     computed, found = [], []
     try:
         child.ask(prompt(999, KNOWN_TOKENS))
@@ -69,7 +71,7 @@ def unique(name: str, model: str, label: str, starts: int, **arguments: Any) -> 
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for start in range(starts):
         for with_us in (start % 2 == 0, start % 2 == 1):
-            child = started(name, model, with_us=with_us, **arguments)
+            child = started(name, model, SMALL if with_us else None, **arguments)
             try:
                 for warm_up in range(3):
                     child.ask(prompt(9000 + warm_up, 560))
@@ -86,7 +88,7 @@ def fewest_hits(name: str, model: str) -> Row:
     """With us, vLLM's own cache is emptied before each request, so that what is found is found with us."""
     fewest = {}
     for with_us in (True, False):
-        child, hits = started(name, model, with_us=with_us), []
+        child, hits = started(name, model, CACHE if with_us else None), []
         try:
             for shift in SHIFTS:
                 progress(f"hits of {REQUESTS}, {'with us' if with_us else 'without'}, shift {shift}")
