@@ -38,7 +38,7 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
 def interface_differences() -> Iterator[str]:
     """A text for everything in which this vLLM is another than the one that this was written for."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -54,6 +54,7 @@ def interface_differences() -> Iterator[str]:
         SchedulerOutput,
         ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state"],
     )
+    yield from field_differences(KVConnectorBlockState, ["boundary_state_offloads"])
     yield from call_differences(
         Request,
         {"__init__": ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]},
