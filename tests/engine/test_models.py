@@ -7,6 +7,8 @@ in bfloat16, where a hit and a full prefill differ by themselves, its own prefix
 
 import operator
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from kv_core.service import ReadLease
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
 from models import BY_NAME, MODELS, TinyModel
-from models_page import Row, read_rows, write_row
+from models_page import PAGE, Row, read_rows, write_row
 
 PROMPT = [3 + (7919 * i) % 1900 for i in range(1500)]
 QUICK = ("Gemma 3", "LFM2")
@@ -62,7 +64,7 @@ class Prompts:
         return [0, *self.boundaries[:-1], *self.boundaries]
 
     def are_warm(self, hits: Sequence[int]) -> bool:
-        """Whether these are hits where all was stored: those that part are longer now, for they have been stored too."""
+        """Whether these are hits where all was stored: those that part are longer now, for they were stored too."""
         first, parting = hits[: len(self.boundaries)], hits[len(self.boundaries) :]
         return first == self.boundaries and all(map(operator.ge, parting, self.boundaries))
 
@@ -88,7 +90,7 @@ def engine(model: str, row: TinyModel, cache: dict[str, Any] | None, **arguments
 
 def alone(model: str, row: TinyModel, prompts: Sequence[Sequence[int]], chunk_tokens: int) -> list[Answer]:
     """What the engine answers without us: computed whole, or from its own prefix cache where only that compares."""
-    if row.arguments.get("dtype") == "bfloat16":
+    if row.own_hits:
         with engine(model, row, None, enable_prefix_caching=True) as own:
             answers = own.ask_in_turn(prompts, NEW_TOKENS)
             assert own.hits == Prompts(chunk_tokens).cold_hits, "the yardstick's hits are others than ours"
@@ -131,7 +133,7 @@ def scramble(inner: Attached, group: int) -> None:
     [
         pytest.param(model.name, marks=() if model.name in QUICK else pytest.mark.slow)
         for model in MODELS
-        if not model.cannot and not model.left_alone
+        if not model.cannot
     ],
 )
 def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None:
@@ -186,6 +188,19 @@ def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None
     _hold(Row(name, row.dtype, shown))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [model.name for model in MODELS if model.cannot])
+def test_a_model_that_vllm_cannot_run_here(name: str, written: Any) -> None:
+    """The row says so in vLLM's words. Should this fail one day, the model can have a row like the others."""
+    row = BY_NAME[name]
+    script = Path(__file__).with_name("one_model.py")
+    ran = subprocess.run(
+        [sys.executable, script, name, written(row)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode != 0 and row.cannot in ran.stdout + ran.stderr
+    _hold(Row(name, row.dtype, {"cannot": row.cannot}))
+
+
 def _equal(answers: Sequence[Answer], expected: Sequence[Answer]) -> str:
     same = sum(answer == right for answer, right in zip(answers, expected, strict=True))
     return "equal" if same == len(expected) else f"{same} of {len(expected)} equal"
@@ -204,3 +219,39 @@ def _hold(row: Row) -> None:
     if os.environ.get("KV_WRITE_MODELS"):
         write_row(row)
     assert row == read_rows()[row.name]
+
+
+def test_the_page_has_a_row_for_every_model_and_is_as_its_rows_are_written() -> None:
+    rows = read_rows()
+    assert list(rows) == [model.name for model in MODELS]
+    assert {name: row.dtype for name, row in rows.items()} == {model.name: model.dtype for model in MODELS}
+    assert {name: row.shown.get("cannot", "") for name, row in rows.items()} == {
+        model.name: model.cannot for model in MODELS
+    }
+    assert "".join(rows[model.name].to_text() for model in MODELS) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_two_images_at_one_place_never_meet(written: Any) -> None:
+    """The same words around another picture are another prompt, and around the same one they are found."""
+    from PIL import Image
+
+    row = BY_NAME["BLIP-2"]
+    pictures = [Image.new("RGB", (56, 56), colour) for colour in ((200, 30, 30), (20, 40, 220))]
+    words = " ".join(f"w{token}" for token in PROMPT[:600])
+
+    def ask_about(running: Engine, picture: Any) -> tuple[Answer, int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+        prompt = {"prompt": f"<image> {words}", "multi_modal_data": {"image": picture}}
+        (output,) = running.llm.generate([prompt], sampling, use_tqdm=False)
+        return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+    with engine(written(row), row, None) as plain:
+        expected = [ask_about(plain, picture)[0] for picture in pictures]
+    assert expected[0] != expected[1], "the pictures make no difference, so nothing is shown"
+    with engine(written(row), row, {"host": {"capacity_bytes": "128MiB"}}) as ours:
+        for hit in (0, 512):
+            assert [ask_about(ours, picture) for picture in pictures] == [(answer, hit) for answer in expected]
+        ours.assert_at_rest()

@@ -1,0 +1,11 @@
+"""One model of the table in a process of its own, since what fails there leaves much behind: NAME DIRECTORY."""
+
+import sys
+
+from engines import started
+from models import BY_NAME
+
+if __name__ == "__main__":
+    name, directory = sys.argv[1:]
+    with started(directory, cache={"host": {"capacity_bytes": "64MiB"}}, **BY_NAME[name].arguments) as engine:
+        print(engine.ask([[3 + (7919 * i) % 1900 for i in range(300)]]))
