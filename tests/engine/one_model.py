@@ -1,6 +1,9 @@
 """One model of the table in a process of its own, since what fails there leaves much behind: NAME DIRECTORY."""
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))  # pytest's `pythonpath`, which is not here
 
 from engines import started
 from models import BY_NAME

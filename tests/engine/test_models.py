@@ -229,29 +229,3 @@ def test_the_page_has_a_row_for_every_model_and_is_as_its_rows_are_written() -> 
         model.name: model.cannot for model in MODELS
     }
     assert "".join(rows[model.name].to_text() for model in MODELS) in PAGE.read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_two_images_at_one_place_never_meet(written: Any) -> None:
-    """The same words around another picture are another prompt, and around the same one they are found."""
-    from PIL import Image
-
-    row = BY_NAME["BLIP-2"]
-    pictures = [Image.new("RGB", (56, 56), colour) for colour in ((200, 30, 30), (20, 40, 220))]
-    words = " ".join(f"w{token}" for token in PROMPT[:600])
-
-    def ask_about(running: Engine, picture: Any) -> tuple[Answer, int]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-        prompt = {"prompt": f"<image> {words}", "multi_modal_data": {"image": picture}}
-        (output,) = running.llm.generate([prompt], sampling, use_tqdm=False)
-        return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0
-
-    with engine(written(row), row, None) as plain:
-        expected = [ask_about(plain, picture)[0] for picture in pictures]
-    assert expected[0] != expected[1], "the pictures make no difference, so nothing is shown"
-    with engine(written(row), row, {"host": {"capacity_bytes": "128MiB"}}) as ours:
-        for hit in (0, 512):
-            assert [ask_about(ours, picture) for picture in pictures] == [(answer, hit) for answer in expected]
-        ours.assert_at_rest()
