@@ -146,8 +146,17 @@ class Oracle:
     def engine(self) -> Attached:
         return engines()[str(self.vllm_config.kv_transfer_config.engine_id)]
 
-    def submit(self, request_id: str, prompt: list[int], new_tokens: int = 4, **options: Any) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        new_tokens: int = 4,
+        asked: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """asked: what the request says to us (`kv_vllm.controls`)."""
+        said = None if asked is None else {"kv_transfer_params": {"kv_tiers": asked}}
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, extra_args=said)
         hasher = getattr(self, "_block_hasher", None)
         if hasher is None and self.vllm_config.cache_config.enable_prefix_caching:
             from vllm.utils.hashing import sha256
@@ -298,10 +307,10 @@ class Oracle:
             assert torch.equal(keys[seen], wanted[seen]), f"wrong K: {where}"
             assert torch.equal(values[seen], -wanted[seen]), f"wrong V: {where}"
 
-    def ask(self, request_id: str, prompt: list[int], new_tokens: int = 4) -> int:
+    def ask(self, request_id: str, prompt: list[int], new_tokens: int = 4, asked: dict[str, Any] | None = None) -> int:
         """Run one request to its end and check what it generated; how many tokens it loaded."""
         before = self.loaded
-        self.submit(request_id, prompt, new_tokens)
+        self.submit(request_id, prompt, new_tokens, asked)
         self.run()
         assert self.generated[request_id] == self.expected_tokens(request_id, len(prompt), new_tokens)
         return self.loaded - before

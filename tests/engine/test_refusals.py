@@ -13,6 +13,7 @@ from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.ranks import share_of
+from kv_tiers.settings import Settings
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import replica_of
@@ -230,10 +231,10 @@ def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[
     def identity(lora: LoRARequest) -> str | None:
         return None if lora.lora_name == "not read yet" else f"{lora.lora_name}@content"
 
-    assert request_tokens(request(), save_decode=False) is not None
-    assert request_tokens(request(**unnamed), save_decode=False, adapter_identity=identity) is None
+    assert request_tokens(request(), Settings()) is not None
+    assert request_tokens(request(**unnamed), Settings(), adapter_identity=identity) is None
     served = request(lora_request=LoRARequest("a", 1, "/adapters/a"))
-    named = request_tokens(served, save_decode=False, adapter_identity=identity)
+    named = request_tokens(served, Settings(), adapter_identity=identity)
     assert named is not None and named.lora == "a@content"
 
 

@@ -21,7 +21,7 @@ from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
-from kv_tiers.config import ColdConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings
+from kv_tiers.config import ColdConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings, Tokens
 from kv_tiers.options import counted, nearest
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
@@ -47,6 +47,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
     save_decode: bool = False
     """Keep chunks of generated tokens too, not only of prompts."""
+    min_load_tokens: Tokens = 0
+    """A hit of fewer tokens is not loaded: they are computed. vLLM only, as the two below; SGLang has its own
+    `prefetch_threshold`. A request may say otherwise (docs/requests.md)."""
+    min_store_tokens: Tokens = 0
+    """A prompt of fewer tokens is not stored; with `save_decode`, a request of fewer."""
+    max_store_tokens: Tokens = 0
+    """What is beyond so many tokens of a request is not stored; 0: everything is."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
     """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third

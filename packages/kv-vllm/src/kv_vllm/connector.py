@@ -30,8 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_worker
+from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
+from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.translate import request_tokens, served_model
 from kv_vllm.weights import Weights
 
@@ -70,10 +72,18 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     return KVTiersMetadata(StepPlan(refused=refused).to_plain(), refused)
 
 
+def _last_figures(self: "KVTiersConnector") -> Stats | None:
+    """The scheduler's half says once that the cache is off."""
+    figures, self._figures = self._figures, None
+    return Stats(dict(OFF)) if isinstance(figures, SchedulerFigures) else None
+
+
+def _unknown_sources(self: "KVTiersConnector", request: Any, tokens: int) -> dict[CacheHitSource, int]:
+    return self._sources.of({}, tokens)
+
+
 class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector to the tiers. One object in the scheduler, one in each worker."""
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
@@ -88,10 +98,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._kv_cache_manager: Any = None
+        self._sources = HitSources(self._settings)
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
         self._summary_at_s = 0.0
+        self._figures: SchedulerFigures | WorkerFigures | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
 
@@ -143,6 +155,26 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
 
+    # Either half.
+
+    @guarded(_last_figures)
+    def get_kv_connector_stats(self) -> Stats | None:
+        return None if self._figures is None else self._figures.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # Scheduler half.
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -160,6 +192,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request.shared_prefix_boundary, self._scheduler.junction(request.request_id)
         )
         return matched, bool(matched)  # None: vLLM leaves the request waiting, and asks again in the next step
+
+    @guarded(_unknown_sources)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        by_tier = {} if self._scheduler is None else self._scheduler.sources(request.request_id)
+        return self._sources.of(by_tier, num_external_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -223,6 +260,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
                     lambda space: Weights(space, self._vllm_config),
                 )
+                assert self._engine.cache is not None
+                self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
             self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
@@ -240,6 +279,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             if not self.off:
                 self._worker = self._engine.start_worker()
+                self._figures = WorkerFigures(self._worker)
         except ConfigError:
             self.shutdown()
             raise  # the user can mend it, and should before the engine serves
@@ -257,7 +297,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if known is None:
             weights = self._engine.weights
             adapter = weights.adapter if isinstance(weights, Weights) else None
-            tokens = request_tokens(request, save_decode=self._settings.save_decode, adapter_identity=adapter)
+            tokens = request_tokens(request, self._settings, adapter_identity=adapter)
             if tokens is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)

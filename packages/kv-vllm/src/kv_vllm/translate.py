@@ -7,12 +7,14 @@ from typing import Any
 from kv_core.connect.scheduler import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.identity import ServedModel
+from kv_tiers.settings import Settings
 
+from kv_vllm.controls import chosen
 from kv_vllm.parallel import draft_model
 
 
 def request_tokens(
-    request: Any, *, save_decode: bool, adapter_identity: Callable[[Any], str | None] | None = None
+    request: Any, settings: Settings, *, adapter_identity: Callable[[Any], str | None] | None = None
 ) -> RequestTokens | None:
     """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
 
@@ -21,6 +23,7 @@ def request_tokens(
     requests are left alone too: some poolers fail on a prompt of which only a part is computed, and which ones is not
     to be seen from here.
 
+    settings: what holds where the request says nothing itself.
     adapter_identity: of a `LoRARequest`, the name of its content; None: not known. Without it no adapter has one.
     """
     lora = request.lora_request
@@ -34,13 +37,15 @@ def request_tokens(
         adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
         if adapter is None:
             return None
+    own = chosen(settings, request.kv_transfer_params, request.request_id)
     return RequestTokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
-        keep_tokens=sys.maxsize if save_decode else request.num_prompt_tokens,
+        keep_tokens=sys.maxsize if own.save_decode else request.num_prompt_tokens,
         salt=request.cache_salt or None,
         lora=adapter,
         items=tuple(_items(request.mm_features)),
+        controls=own.controls,
     )
 
 

@@ -5,10 +5,13 @@ is a delta over what the engine holds itself, and it is leased from the moment i
 declines, is preempted, aborted or finished. All of an engine's differences are in the caller.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.admission import StateAdmission, StateKind
+from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_core.connect.counts import SchedulerCounts
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
@@ -29,6 +32,7 @@ class RequestTokens:
     salt: what keeps its chunks apart from other tenants'.
     lora: the name of its adapter's content.
     items: what the model reads besides tokens.
+    controls: what it asked for itself.
     """
 
     request_id: str
@@ -37,6 +41,7 @@ class RequestTokens:
     salt: str | None = None
     lora: str | None = None
     items: tuple[Item, ...] = ()
+    controls: Controls = NO_CONTROLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +75,6 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class SchedulerCounts:
-    """What the half did since it was made.
-
-    requests: that were heard of.
-    loads: for which blocks were given.
-    tokens_to_load: of those, counted once a load, however often the engine asked.
-    loads_failed: that the workers could not complete.
-    loads_failed_in_a_row: the last so many ended so.
-    loads_refused: whose allocation did not add up.
-    stores: steps of requests that had something to store.
-    states_refused: states that the engine handed over and that were not worth their room.
-    """
-
-    requests: int = 0
-    loads: int = 0
-    tokens_to_load: int = 0
-    loads_failed: int = 0
-    loads_failed_in_a_row: int = 0
-    loads_refused: int = 0
-    stores: int = 0
-    states_refused: int = 0
-
-
-@dataclass(slots=True)
 class _Tracked:
     """One request we have heard of.
 
@@ -102,12 +83,14 @@ class _Tracked:
     phase: where it stands.
     chunk_keys: of its chunks, chunk-major.
     promised_chunks: how many are leased for it.
+    tiers: of each of those, where it came from.
     junction: the boundary, in tokens, where other prompts part from it while a window or a state is missing there.
     offered_from: how many tokens the engine had itself when it was offered more.
     offered_tokens: how many more.
     has_loaded: a load was begun, so its blocks may hold what was loaded.
     stored_chunks: how many of its leading chunks need no more thought.
     may_wait: until slower tiers have had their chance.
+    is_counted: its lookup is in the counts.
     mixed: its blocks may hold KV of other weights than the key space's: never stored.
     """
 
@@ -116,12 +99,14 @@ class _Tracked:
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
+    tiers: tuple[str, ...] = ()
     junction: int = 0
     offered_from: int = 0
     offered_tokens: int = 0
     has_loaded: bool = False
     stored_chunks: int = 0
     may_wait: bool = True
+    is_counted: bool = False
     mixed: bool = False
 
 
@@ -148,7 +133,8 @@ class SchedulerHalf:
         """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
 
         None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
-        within a bounded time, and once for a request, unless it is preempted.
+        within a bounded time, and once for a request, unless it is preempted. A request that may not load, or not so
+        little, is not looked up.
 
         At least one token is always left to compute: the engine needs a logit. Cheap to ask again: while the promise
         stands, nothing is hashed or looked up.
@@ -157,30 +143,33 @@ class SchedulerHalf:
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
         if tracked.phase is Phase.RUNNING:
-            tracked.mixed = False  # preempted: what it had in blocks is gone
+            tracked.mixed = tracked.is_counted = False  # preempted: what it had in blocks is gone
         if computed_tokens and self._engine_has_old_blocks:
             tracked.mixed = True
         chunk_tokens = self._shape.chunk_tokens
         usable = len(request.tokens) - 1
+        worthwhile = max(1, request.controls.min_load_tokens)
         offered = 0
         if self._space is None:
             # Nothing is held of it, and nothing promised: there are no names to hold it by.
             self._move(request.request_id, tracked, Event.MISS)
             return 0
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
-        if self._shape.loads and usable > computed_tokens and in_whole_blocks:
+        may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
+        if may_load and in_whole_blocks:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
                 plan = self._look_up(request, tracked, usable)
-                tracked.promised_chunks = plan.chunks
+                tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:
                     self._move(request.request_id, tracked, Event.PEND)
                     return None
                 tracked.may_wait = False
-            offered = max(0, min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens)
-        if offered == 0:
+                self._count_lookup(tracked, usable)
+            offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens
+        if offered < worthwhile:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
         tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
@@ -240,6 +229,21 @@ class SchedulerHalf:
         )
         self.counts.loads += 1
         self.counts.tokens_to_load += external_tokens
+        for tier, tokens in self.sources(request_id).items():
+            self.counts.tokens_by_tier[tier] = self.counts.tokens_by_tier.get(tier, 0) + tokens
+
+    def sources(self, request_id: str) -> dict[str, int]:
+        """How many of the tokens that were offered last come from each tier: of a chunk, the slowest of its parts'."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return {}
+        chunk_tokens = self._shape.chunk_tokens
+        first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
+        tokens: Counter[str] = Counter()
+        for chunk in range(first // chunk_tokens, min(-(-last // chunk_tokens), len(tracked.tiers))):
+            start = chunk * chunk_tokens
+            tokens[tracked.tiers[chunk]] += min(last, start + chunk_tokens) - max(first, start)
+        return dict(tokens)
 
     def junction(self, request_id: str) -> int:
         """The boundary, in tokens, up to which others have computed this prompt as well, while the state that a hit
@@ -278,6 +282,7 @@ class SchedulerHalf:
         for request_id in finished:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.phase in (Phase.LOADING, Phase.DRAINING):
+                self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
 
     def finished(self, request_id: str) -> None:
@@ -354,7 +359,7 @@ class SchedulerHalf:
     def _track(self, request: RequestTokens) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            root = self._shape.scheme.root(salt=request.salt, lora=request.lora)
+            root = self._shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
             keys = KeySequence(self._shape.scheme, root=root, items=request.items)
             tracked = self._tracked[request.request_id] = _Tracked(keys, tenant_tag(request.salt))
             self.counts.requests += 1
@@ -383,14 +388,20 @@ class SchedulerHalf:
             keys,
             self._holder(request.request_id),
             shape=shape,
-            wait_for_promotion=tracked.may_wait,
+            wait_for_promotion=tracked.may_wait and request.controls.promotes,
         )
+
+    def _count_lookup(self, tracked: _Tracked, usable: int) -> None:
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            self.counts.lookups += 1
+            self.counts.tokens_asked += usable
+            self.counts.tokens_hit += min(tracked.promised_chunks * self._shape.chunk_tokens, usable)
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         if not self._shape.stores:
             return 0
-        # Tokens beyond those that are known are guesses (speculation, or a step scheduled ahead), and not kept.
-        return min(computed_tokens, request.keep_tokens, len(request.tokens)) // self._shape.chunk_tokens
+        return min(computed_tokens, _kept_tokens(request)) // self._shape.chunk_tokens
 
     def _store(self, entry: Scheduled) -> StoreStep | None:
         request = entry.request
@@ -430,7 +441,7 @@ class SchedulerHalf:
         chunk_tokens = self._shape.chunk_tokens
         if boundary == tracked.junction:
             kind = StateKind.JUNCTION
-        elif boundary + chunk_tokens >= min(request.keep_tokens, len(request.tokens)):
+        elif boundary + chunk_tokens >= _kept_tokens(request):
             kind = StateKind.TAIL
         else:
             kind = StateKind.STEP
@@ -451,3 +462,9 @@ class SchedulerHalf:
             tracked.stored_chunks = 0
         if tracked.phase is Phase.GONE:
             del self._tracked[request_id]
+
+
+def _kept_tokens(request: RequestTokens) -> int:
+    """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
+    scheduled ahead), and not kept."""
+    return request.controls.kept(min(request.keep_tokens, len(request.tokens)))

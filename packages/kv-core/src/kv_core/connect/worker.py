@@ -27,14 +27,19 @@ class WorkerCounts:
 
     loads_finished, loads_failed: requests.
     tokens_loaded: of those that did not fail.
-    chunks_stored: that were committed.
+    bytes_loaded: the same, as whole payloads.
+    chunks_stored: that were committed; bytes_stored: their payloads.
+    tokens_stored: of those, by one group's chunks of shard 0: a group that needs the whole prefix, if there is one.
     stores_failed: leases that were given up.
     """
 
     loads_finished: int = 0
     loads_failed: int = 0
     tokens_loaded: int = 0
+    bytes_loaded: int = 0
     chunks_stored: int = 0
+    bytes_stored: int = 0
+    tokens_stored: int = 0
     stores_failed: int = 0
 
 
@@ -102,6 +107,8 @@ class WorkerHalf:
         self._storing: list[tuple[WriteLease, CopyEvent]] = []
         self._ended: set[str] = set()
         self._failed: set[str] = set()
+        whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
+        self._counted_group = next(whole, 0)
         self.counts = WorkerCounts()
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -134,7 +141,7 @@ class WorkerHalf:
             try:
                 event.wait()
                 self._service.commit(lease)
-                self.counts.chunks_stored += len(lease.keys)
+                self._count_stored(lease)
             except KVError as error:
                 self._service.release(lease)
                 self._not_stored(error)
@@ -228,6 +235,8 @@ class WorkerHalf:
             self._service.forget(list(load.suspect))
         else:
             self.counts.tokens_loaded += step.last_token - step.first_token
+            if load.lease is not None:
+                self.counts.bytes_loaded += sum(extent.nbytes for extent in load.lease.extents)
         self._end(step.request_id, load.failure)
 
     def _end(self, request_id: str, failure: str) -> None:
@@ -295,6 +304,13 @@ class WorkerHalf:
             self._not_stored(error)
         else:
             self._storing.append((lease, event))
+
+    def _count_stored(self, lease: WriteLease) -> None:
+        counts = self.counts
+        counts.chunks_stored += len(lease.keys)
+        counts.bytes_stored += sum(extent.nbytes for extent in lease.extents)
+        if self._shard == 0 and lease.keys[0].group == self._counted_group:  # a lease is of one group
+            counts.tokens_stored += len(lease.keys) * self._shape.chunk_tokens
 
     def _not_stored(self, error: KVError) -> None:
         self.counts.stores_failed += 1

@@ -1,0 +1,123 @@
+"""What a request says for itself: `kv_transfer_params` of vLLM, under our one key (docs/requests.md).
+
+A request's own words win over the settings. What is not understood is left out with a line in the log and never fails
+a request, with one exception to leaving out: a request whose tags are wrong would share chunks that it was meant not to
+share, so it is served without the cache.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from kv_core.connect.controls import Controls
+from kv_core.errors import InputError
+from kv_core.hashing import ChainScheme
+from kv_core.log import limited_logger
+from kv_tiers.options import nearest
+from kv_tiers.settings import Settings
+
+_log = limited_logger(__name__)
+
+KEY: Final = "kv_tiers"
+"""Under which ours are, so that they do not meet the names of other connectors."""
+
+Tokens = Annotated[int, msgspec.Meta(ge=0)]
+TagName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+TagValue = Annotated[str, msgspec.Meta(max_length=1024)]
+_ROOTS: Final = ChainScheme()
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a request may say. None: as the settings have it."""
+
+    load: bool = True
+    """False: nothing is loaded for it."""
+    promote: bool = True
+    """False: it loads only what is in the pool, and never waits for the tiers below."""
+    store: bool = True
+    """False: nothing of it is stored."""
+    save_decode: bool | None = None
+    """Whether its generated tokens are stored too."""
+    min_load_tokens: Tokens | None = None
+    """A hit of fewer tokens is not loaded."""
+    min_store_tokens: Tokens | None = None
+    """If fewer tokens could be stored, none are."""
+    max_store_tokens: Tokens | None = None
+    """What is beyond so many tokens is not stored. 0: everything is."""
+    tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
+    """What sets its chunks apart: only requests with the same tags find them."""
+
+
+_FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(Asked)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What holds for one request.
+
+    controls: what the scheduler half goes by.
+    save_decode: whether generated tokens are kept too.
+    """
+
+    controls: Controls
+    save_decode: bool
+
+
+def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
+    """The settings with the request's own words over them. What is wrong with these is one line in the log.
+
+    params: the request's `kv_transfer_params`, ours among others'; None where it has none.
+    """
+    asked, wrong = _read(params) if params is not None else (_NOTHING, [])
+    if wrong:
+        _log.warning("request %s: kv_transfer_params: %s", request_id, "; ".join(wrong))
+    limit = settings.max_store_tokens if asked.max_store_tokens is None else asked.max_store_tokens
+    controls = Controls(
+        loads=asked.load,
+        promotes=asked.promote,
+        stores=asked.store,
+        min_load_tokens=settings.min_load_tokens if asked.min_load_tokens is None else asked.min_load_tokens,
+        min_store_tokens=settings.min_store_tokens if asked.min_store_tokens is None else asked.min_store_tokens,
+        max_store_tokens=limit or None,
+        tags=asked.tags,
+    )
+    return Chosen(controls, settings.save_decode if asked.save_decode is None else asked.save_decode)
+
+
+_NOTHING: Final = Asked()
+
+
+def _read(params: object) -> tuple[Asked, list[str]]:
+    """What was asked for and understood, and a text for each thing that was not."""
+    if not isinstance(params, Mapping):
+        return _NOTHING, [f"{_shown(params)} is left out; write {{{KEY!r}: {{…}}}}"]
+    if KEY not in params:
+        near = difflib.get_close_matches(KEY, [name for name in params if isinstance(name, str)], n=1, cutoff=0.8)
+        return _NOTHING, [f"{near[0]!r} is left out; did you mean {KEY!r}?"] if near else []
+    said = params[KEY]
+    if not isinstance(said, Mapping):
+        return _NOTHING, [f"{KEY} is {_shown(said)} and left out; write {{{KEY!r}: {{'store': False}}}}, say"]
+    values: dict[str, Any] = {}
+    wrong = []
+    for name, value in said.items():
+        if name not in _FIELDS:
+            wrong.append(f"{KEY} has no {_shown(name)}, which is left out; {nearest(str(name), _FIELDS)}")
+            continue
+        try:
+            values[name] = msgspec.convert(value, _FIELDS[name])
+            if name == "tags":
+                _ROOTS.root(tags=values[name])  # only to refuse text that is no Unicode
+        except (msgspec.ValidationError, InputError) as error:
+            values.pop(name, None)
+            served = "nothing of this request is loaded or stored" if name == "tags" else "it is left out"
+            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {served}")
+    if "tags" in said and "tags" not in values:
+        values.update(load=False, store=False)
+    return Asked(**values), wrong
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

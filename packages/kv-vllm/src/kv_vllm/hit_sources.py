@@ -1,0 +1,34 @@
+"""Our tiers in vLLM's words for where cached tokens came from (`vllm:prompt_tokens_by_source`)."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from kv_tiers.settings import Settings
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+_SOURCES: Final[Mapping[str, CacheHitSource]] = {
+    "host": CacheHitSource.HOST,
+    "dram": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+}
+"""By type. What is elsewhere has no word of its own there: vLLM means by its fallback "a remote store" too."""
+
+
+class HitSources:
+    """What each tier of these settings is to vLLM."""
+
+    def __init__(self, settings: Settings) -> None:
+        """A server that is joined has tiers of its own: those that are named after their type are known here too."""
+        types = {str(tier.get("name") or tier["type"]): str(tier["type"]) for tier in settings.tiers}
+        elsewhere = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, elsewhere) for name, kind in types.items()}}
+
+    def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
+        """So many tokens by their source. If they are not those that were offered, nothing is known of them."""
+        if tokens != sum(tokens_by_tier.values()):
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
+        found: dict[CacheHitSource, int] = {}
+        for tier, count in tokens_by_tier.items():
+            source = self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            found[source] = found.get(source, 0) + count
+        return found
