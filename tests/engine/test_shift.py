@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import started
+from kv_tiers.attach.engine import engines
 from models import BY_NAME
 
 REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
@@ -19,7 +20,9 @@ def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
     model = BY_NAME["Qwen3-Next"]
     directory = str(model.write(tmp_path))
     with started(directory, cache={"host": {"capacity_bytes": "512MiB"}}, **model.arguments) as engine:
-        found = {}
+        (inner,) = engines().values()
+        assert inner.facts is not None
+        chunk_tokens, found = inner.facts.chunk_tokens, {}
         for shift in SHIFTS:
             shared = [3 + (7919 * i + shift) % 2000 for i in range(SHARED_TOKENS - shift)]
             hits = 0
@@ -27,7 +30,7 @@ def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
                 own = [3 + (104729 * i + 31 * number + shift) % 2000 for i in range(TOKENS - len(shared))]
                 engine.llm.reset_prefix_cache()  # so that what is found is found with us
                 engine.ask([shared + own], new_tokens=1)
-                hits += engine.hits[0] >= len(shared) // 256 * 256
+                hits += engine.hits[0] >= len(shared) // chunk_tokens * chunk_tokens
             found[shift] = hits
         engine.assert_at_rest()
     assert min(found.values()) >= 52, found

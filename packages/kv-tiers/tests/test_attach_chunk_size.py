@@ -20,6 +20,18 @@ def test_the_default_becomes_the_smallest_number_of_whole_blocks_from_256_on(
     assert fitted(settings, in_force, blocks).chunk_tokens == chunk_tokens
 
 
+@pytest.mark.parametrize(
+    ("blocks", "chunk_tokens"), [([16, 16], 64), ([128], 128), ([528, 528], 528), ([400], 400), ([96, 64], 192)]
+)
+def test_with_states_it_is_one_block_so_that_every_state_lies_at_the_end_of_a_chunk(
+    blocks: list[int], chunk_tokens: int
+) -> None:
+    settings, in_force = load({}, {})
+    assert fitted(settings, in_force, blocks, has_states=True).chunk_tokens == chunk_tokens
+    chosen, in_force = load({"chunk_tokens": 4 * chunk_tokens}, {})
+    assert fitted(chosen, in_force, blocks, has_states=True) == chosen
+
+
 @pytest.mark.parametrize("environ", [{}, {"KV_CHUNK_TOKENS": "256"}])
 def test_what_was_set_is_kept_or_refused_with_what_fits(environ: dict[str, str]) -> None:
     given = {} if environ else {"chunk_tokens": 256}

@@ -36,7 +36,8 @@ def bind_worker(
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
     if isinstance(groups, Refusal):
         return engine.refuse(groups.reason)
-    settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups])
+    has_states = any(group.coverage.kind == "state" for group in groups)
+    settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups], has_states=has_states)
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
         return engine.refuse(bound.reason)

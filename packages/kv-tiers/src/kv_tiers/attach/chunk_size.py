@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import lcm
+from typing import Final
 
 import msgspec
 from kv_core.connect.shape import check_blocks
@@ -12,26 +13,36 @@ from kv_tiers.settings import Setting, Settings
 _log = limited_logger(__name__)
 
 
-def fitted(settings: Settings, in_force: Sequence[Setting], block_tokens: Sequence[int]) -> Settings:
+_LEAST_WITH_STATES: Final = 64
+
+
+def fitted(
+    settings: Settings, in_force: Sequence[Setting], block_tokens: Sequence[int], *, has_states: bool = False
+) -> Settings:
     """The settings with a `chunk_tokens` that the engine's blocks fill.
 
     Where nobody has set it, it becomes the smallest whole number of blocks that is no less than the default: the blocks
-    of models with states are as long as a state is large, 528 tokens, say.
+    of models with states are as long as a state is large, 528 tokens, say. An engine keeps a prompt's last state at the
+    end of a block, and in a chunk of several it would mostly lie where no chunk ends and serve nobody. So for such
+    models it is one block of all tables, or as many as make 64 tokens.
 
     in_force: as `load` returns it beside the settings.
     block_tokens: of each block table of the engine's.
+    has_states: whether a group of layers keeps states.
 
     Raises:
         ConfigError: it was set, and is no whole number of blocks; the text says what is.
     """
     together = lcm(*block_tokens)
-    if settings.chunk_tokens % together == 0:
-        return settings
     if any(each.path == "chunk_tokens" and each.origin != "default" for each in in_force):
         check_blocks(settings.chunk_tokens, together)
-    chunk_tokens = -(-settings.chunk_tokens // together) * together
+        return settings
+    least = _LEAST_WITH_STATES if has_states else settings.chunk_tokens
+    chunk_tokens = -(-least // together) * together
+    if chunk_tokens == settings.chunk_tokens:
+        return settings
     _log.info(
-        "chunk_tokens is %d, since the default of %d is no whole number of the engine's blocks of %d tokens",
+        "chunk_tokens is %d and not %d, to fit the engine's blocks of %d tokens",
         chunk_tokens,
         settings.chunk_tokens,
         together,
