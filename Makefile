@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines lint bench bench-engine bench-ttft bench-hybrid bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-trained lint bench bench-engine bench-ttft bench-hybrid bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -47,6 +47,11 @@ test-engines: ## what of both engines `make test` has no time for, and a soak: h
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not gpu"
+
+test-trained: ## two trained models on real vLLM: the same answers about this repository's documents, cold and found
+	@scripts/setup.sh vllm
+	@scripts/setup.sh trained
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q tests/engine/test_trained.py
 
 lint: ## formatting, types, imports
 	@scripts/setup.sh workspace

@@ -4,6 +4,7 @@
 # Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
 #
 #   scripts/setup.sh workspace|vllm|sglang|lmcache
+#   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -93,5 +94,15 @@ sglang)
   fi
   ;;
 lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
-*) say "which one? workspace, vllm, sglang, lmcache or browser"; exit 2 ;;
+trained)
+  install .venvs/trained 'torch==2.13.0' 'transformers==5.19.0' accelerate gguf sentencepiece protobuf pip
+  for name in 'SmolLM2 135M' 'Gemma 3 270M'; do
+    folder=".venvs/trained/models/$name"
+    if [ -f "$folder/.written" ]; then continue; fi
+    say "making $name, which takes a minute"
+    .venvs/trained/bin/python tests/models/trained.py "$name" "$folder" >/dev/null
+    touch "$folder/.written"
+  done
+  ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained or browser"; exit 2 ;;
 esac

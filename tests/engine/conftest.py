@@ -60,29 +60,9 @@ def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of which every other layer has a sliding window."""
-    import torch
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+    from models import BY_NAME
 
-    config = Gemma3TextConfig(
-        architectures=["Gemma3ForCausalLM"],
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        sliding_window=256,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("tiny-gemma")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return str(directory)
+    return str(BY_NAME["Gemma 3"].write(tmp_path_factory.mktemp("tiny-gemma")))
 
 
 @pytest.fixture(scope="session")
