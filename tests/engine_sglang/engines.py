@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kv_sglang.cli import engine_arguments
+from kv_tiers.pool.directory import nbytes_for
 from kv_tiers.pool.host_pool import pool_path
 from kv_tiers.testing.wait import until
 
@@ -151,10 +152,11 @@ def started(
             inner.shutdown()
 
 
-def corrupt(pool: str, capacity_bytes: int) -> None:
-    """Halve every float32 in a named host pool, under the engine that is using it: what wrong bytes would do."""
+def corrupt(pool: str, factor: float = 0.5) -> None:
+    """Multiply every float32 in a named host pool, under the engine that is using it: what wrong bytes would do."""
     with pool_path(pool).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         # What is where lies in front of the chunks.
-        values = np.frombuffer(mapping, dtype=np.float32, offset=len(mapping) - capacity_bytes)
-        values *= np.float32(0.5)
+        slots = int.from_bytes(mapping[32:40], "little")
+        values = np.frombuffer(mapping, dtype=np.float32, offset=nbytes_for(slots))
+        values *= np.float32(factor)
         del values

@@ -9,7 +9,7 @@ from kv_cuda.tiny import TinyLlama
 
 
 class OneEngine:
-    """In this order, as each test leaves pages for the next. pool: the name of `engine`'s host pool, of 32 MiB."""
+    """In this order, as each test leaves pages for the next. pool: the name of `engine`'s host pool."""
 
     pool: ClassVar[str]
 
@@ -30,7 +30,7 @@ class OneEngine:
         self, engine: Engine, reference: list[Answer]
     ) -> None:
         """Without this the comparisons above could not fail."""
-        corrupt(self.pool, 32 << 20)
+        corrupt(self.pool)
         answers = engine.ask_in_turn(PROMPTS)
         assert engine.hits == WARM_HITS
         for number in (0, 1, 2, 3, 5):

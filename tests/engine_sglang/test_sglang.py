@@ -138,7 +138,7 @@ def test_a_model_with_sliding_windows(tiny_mellum: str, tmp_path: Path) -> None:
             assert first.hits == [0] * len(PROMPTS) + [len(PROMPTS[2])]
             assert first.ask_in_turn(PROMPTS) == expected[:-1]
             assert first.hits == WARM_HITS
-            corrupt(pool, 32 << 20)
+            corrupt(pool)
             wrong = first.ask_in_turn(PROMPTS)
             assert first.hits == WARM_HITS
             assert all(wrong[number] != expected[number] for number in (0, 1, 2, 3, 5))

@@ -385,6 +385,44 @@ def _blip2(directory: Path) -> Path:
     return directory
 
 
+def _qwen2_vl(directory: Path) -> Path:
+    from transformers import (
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessorPil,
+        Qwen2VLVideoProcessor,
+    )
+
+    config = Qwen2VLConfig(
+        architectures=["Qwen2VLForConditionalGeneration"],
+        text_config={
+            **_COMMON,
+            "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 256,
+            "num_heads": 4,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "in_chans": 3,  # SGLang's name of it
+        },
+        image_token_id=_VOCABULARY - 1,
+        video_token_id=_VOCABULARY - 2,
+        vision_start_token_id=_VOCABULARY - 3,
+        vision_end_token_id=_VOCABULARY - 4,
+        dtype="float32",
+    )
+    config.text_config.initializer_range = 0.15
+    _save(directory, Qwen2VLForConditionalGeneration, config)
+    _words(directory, "<|vision_end|>", "<|vision_start|>", "<|video_pad|>", "<|image_pad|>")
+    Qwen2VLVideoProcessor().save_pretrained(directory)
+    Qwen2VLImageProcessorPil(min_pixels=112 * 112, max_pixels=112 * 112).save_pretrained(directory)
+    return directory
+
+
 def _whisper(directory: Path) -> Path:
     from transformers import (
         WhisperConfig,
@@ -453,4 +491,6 @@ MODELS: Final = (
         cannot="Encoder-decoder models are not currently supported with KV connectors",
     ),
 )
-BY_NAME: Final = {model.name: model for model in MODELS}
+ALSO_SGLANG: Final = (TinyModel("Qwen2-VL", _qwen2_vl),)
+"""Rows that only SGLang's table has."""
+BY_NAME: Final = {model.name: model for model in (*MODELS, *ALSO_SGLANG)}

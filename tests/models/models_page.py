@@ -30,7 +30,7 @@ class Table:
 
 
 VLLM: Final = Table("rows", ("groups", "chunk", "cold", "warm", "disk", "restart", "half forgotten", "control"))
-SGLANG: Final = Table("SGLang's rows", ("pools", "cold", "warm", "at once", "restart", "half gone", "control"))
+SGLANG: Final = Table("SGLang's rows", ("pools", "page", "cold", "warm", "at once", "restart", "calls fail", "control"))
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def write_row(row: Row, table: Table = VLLM) -> None:
 
 
 def write_rows(rows: Mapping[str, Row], table: Table = VLLM) -> None:
-    """In the order of `models.MODELS`."""
-    from models import MODELS
+    """In the order of `models.BY_NAME`."""
+    from models import BY_NAME
 
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(table.begin)
-    text = "".join(rows[model.name].to_text(table) for model in MODELS if model.name in rows)
+    text = "".join(rows[name].to_text(table) for name in BY_NAME if name in rows)
     PAGE.write_text(
         before + table.begin + table.head + text + table.end + rest.partition(table.end)[2], encoding="utf-8"
     )

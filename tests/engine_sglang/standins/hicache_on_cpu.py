@@ -8,6 +8,7 @@ and host layouts are SGLang's.
 from collections.abc import Callable
 from typing import Any
 
+import short_convolutions
 import torch
 
 
@@ -20,6 +21,7 @@ def register() -> None:
     _attend_to_latents()
     _attend_to_windows()
     _attend_without_denormals()
+    short_convolutions.register()
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_mha
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup_mha
     mla.MLATokenToKVPoolHost.load_to_device_per_layer = _load_mla

@@ -23,11 +23,30 @@ def assign_req_to_token_pool_cpu(
         done += end - start
 
 
+# SGLang looks these up where it imports its layers with states and Qwen's processors of images. They have no kernel, so
+# a call is an error.
+_OPERATORS = torch.library.Library("sgl_kernel", "DEF")
+for _name in (
+    "fused_gdn_gating_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    _OPERATORS.define(f"{_name}() -> ()")
+
+
+def missing(name: str) -> Callable[..., Any]:
+    """What raises when it is called."""
+
+    def call(*_arguments: Any, **_named: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} is a stand-in and was called")
+
+    return call
+
+
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
         raise AttributeError(name)
-
-    def missing(*_arguments: Any, **_named: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} is a stand-in and was called")
-
-    return missing
+    return missing(name)
