@@ -63,14 +63,17 @@ ROWS = {
     "Qwen3": Sgl(),
     # SGLang ties its embeddings; as large as they are, each token would be the one before it, whatever is attended to.
     "Gemma 3": Sgl(scaled={"model.embed_tokens.weight": 0.1}),
-    "gpt-oss": Sgl(cannot="GptOssForCausalLM requires one of ['triton', 'trtllm_mha', 'fa3', 'fa4'"),
+    "gpt-oss": Sgl(
+        cannot="GptOssForCausalLM requires one of ['triton', 'trtllm_mha', 'fa3', 'fa4', 'ascend', 'intel_amx', "
+        "'intel_xpu', 'aiter'] attention backend"
+    ),
     "DeepSeek-V2": Sgl(),
     "DeepSeek-V3.2": Sgl(changed={"num_experts_per_tok": 1}, cannot="Torch not compiled with CUDA enabled"),
     "Qwen3-Next": Sgl(
         1,
         STATES | {"dtype": "bfloat16"},
         changed={"full_attention_interval": 4},
-        cannot="sgl_kernel.mamba.causal_conv1d_fn_cpu",
+        cannot="sgl_kernel.mamba.causal_conv1d_fn_cpu is a stand-in and was called",
     ),
     "Mamba2": Sgl(
         1,
@@ -79,7 +82,7 @@ ROWS = {
         {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 512},
         cannot="name 'causal_conv1d_fn_triton' is not defined",
     ),
-    "Jamba": Sgl(cannot="JambaForCausalLM has no SGLang implementation"),
+    "Jamba": Sgl(cannot="JambaForCausalLM has no SGlang implementation"),
     "Falcon-H1": Sgl(1, STATES, FLOAT32, cannot="name 'causal_conv1d_fn' is not defined"),
     "Nemotron-H": Sgl(
         1,
@@ -88,6 +91,7 @@ ROWS = {
         {
             "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"],
             "mtp_layers_block_type": ["attention", "moe"],
+            "mamba_n_groups": 2,
         },
         cannot="name 'causal_conv1d_fn' is not defined",
     ),
