@@ -93,7 +93,7 @@ ROWS = {
             "mtp_layers_block_type": ["attention", "moe"],
             "mamba_n_groups": 2,
         },
-        cannot="name 'causal_conv1d_fn' is not defined",
+        cannot="name 'causal_conv1d_fn_triton' is not defined",
     ),
     "LFM2": Sgl(1, STATES, FLOAT32, pools=("kv", "mamba")),
     "Llama 4": Sgl(cannot="expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float"),
