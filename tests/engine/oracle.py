@@ -20,7 +20,7 @@ import torch
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
 from kv_vllm.connector import KVTiersConnector
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -78,9 +78,10 @@ class Oracle:
         policy: str = "recompute",
         connector: bool = True,
         kinds: Sequence[str] = ("full",),
+        events: bool = False,
         **extra: Any,
     ) -> None:
-        """kinds: of each group of layers: full, window:TOKENS or state."""
+        """kinds: of each group of layers: full, window:TOKENS or state. events: vLLM is to publish KV events."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -101,6 +102,7 @@ class Oracle:
             enforce_eager=True,
             distributed_executor_backend=ONE_PROCESS,
             kv_transfer_config=transfer if connector else None,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = blocks
         if "state" in kinds:  # vLLM would choose its blocks by the model's real layers

@@ -58,6 +58,7 @@ REQUESTS: list[wire.Request] = [
     wire.End("h"),
     wire.Clear(),
     wire.Counts(),
+    wire.ChangesSince(0),
 ]
 
 

@@ -38,6 +38,7 @@ REQUESTS: list[wire.Request] = [
     wire.End("holder"),
     wire.Clear(),
     wire.Counts(),
+    wire.ChangesSince(9),
 ]
 REPORT = Report(
     pid=1,
@@ -68,6 +69,7 @@ ANSWERS: list[wire.Answer] = [
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
+    wire.Changed(9, True, [wire.Change(True, KEYS), wire.Change(False, wire.Keys())]),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
     wire.Explanations(

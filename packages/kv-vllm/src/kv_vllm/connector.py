@@ -9,6 +9,7 @@ No exception leaves a hook: a bug of ours turns the cache off with a traceback i
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kv_core.log import limited_logger
 from kv_tiers.attach.engine import engine_of, release
 from kv_tiers.attach.guard import always, guarded
 from kv_tiers.settings import load
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -32,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kv_vllm.bind import bind_worker
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
+from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.translate import request_tokens, served_model
@@ -78,6 +81,12 @@ def _last_figures(self: "KVTiersConnector") -> Stats | None:
     return Stats(dict(OFF)) if isinstance(figures, SchedulerFigures) else None
 
 
+def _last_events(self: "KVTiersConnector") -> Iterable[BlockStored | BlockRemoved]:
+    """Nothing is served from the pool any more."""
+    events, self._events = self._events, None
+    return () if events is None else events.end()
+
+
 def _unknown_sources(self: "KVTiersConnector", request: Any, tokens: int) -> dict[CacheHitSource, int]:
     return self._sources.of({}, tokens)
 
@@ -99,6 +108,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._kv_cache_manager: Any = None
         self._sources = HitSources(self._settings)
+        self._events: ChunkEvents | None = None
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = StepPlan()
@@ -179,6 +189,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
+        self._start_events()
 
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -219,6 +230,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
             if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"the last {failed} loads have failed, one after another")
+
+    @guarded(_last_events)
+    def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
+        return () if self._events is None else self._events.take()
 
     @guarded(always((False, None)))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -287,6 +302,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
 
     @guarded(always(None))
+    def _start_events(self) -> None:
+        """If vLLM was told to publish KV events. Else none are made, and the cache keeps no record for them."""
+        config, cache = self._vllm_config.kv_events_config, self._engine.cache
+        if config is not None and config.enable_kv_cache_events and self._scheduler is not None and cache is not None:
+            hash_tokens = hash_tokens_of(self._kv_cache_manager)
+            self._events = ChunkEvents(self._scheduler.shape, cache.changes_since, hash_tokens=hash_tokens)
+
+    @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
@@ -325,7 +348,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if states or self._scheduler.completes_chunk(tokens, computed_tokens):
                 tables = block_state.get_block_ids(request_id)
                 scheduled.append(Scheduled(tokens, computed_tokens, tables, states))
-        return self._scheduler.build_step(scheduled)
+        plan = self._scheduler.build_step(scheduled)
+        if self._events is not None:
+            self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
+        return plan
 
     @guarded(always(None))
     def _start_loads(self) -> None:

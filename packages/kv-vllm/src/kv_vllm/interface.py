@@ -31,13 +31,19 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "request_finished": ["request", "block_ids"],
     "reset_cache": [],
     "shutdown": [],
+    "get_external_cache_hit_sources": ["request", "num_external_tokens"],
+    "take_events": [],
+    "get_kv_connector_stats": [],
+    "build_kv_connector_stats": ["data"],
+    "build_prom_metrics": ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
 }
 """vLLM's calls of a connector as `KVTiersConnector` implements them."""
 
 
 def interface_differences() -> Iterator[str]:
     """A text for everything in which this vLLM is another than the one that this was written for."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import KVConnectorOutput
@@ -50,6 +56,12 @@ def interface_differences() -> Iterator[str]:
     yield from unknown_calls(connector, CALLS)
     yield from field_differences(base.KVConnectorTransferResults, ["finished_recving", "failed_recving"])
     yield from field_differences(KVConnectorOutput, ["finished_recving", "failed_recving"])
+    stored = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+    yield from field_differences(BlockStored, [*stored, "extra_keys", "group_idx", "session_id"])
+    yield from field_differences(BlockRemoved, ["block_hashes", "medium", "group_idx"])
+    yield from call_differences(metrics.KVConnectorPromMetrics, {"observe": ["transfer_stats_data", "engine_idx"]})
+    stats = metrics.KVConnectorStats
+    yield from call_differences(stats, {"reset": [], "aggregate": ["other"], "reduce": [], "is_empty": []})
     yield from field_differences(
         SchedulerOutput,
         ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state"],

@@ -292,6 +292,11 @@ class SchedulerHalf:
             self._move(request_id, tracked, Event.FINISH)
 
     @property
+    def shape(self) -> ConnectShape:
+        """What both halves agree on."""
+        return self._shape
+
+    @property
     def space(self) -> KeySpace | None:
         """The key space in use."""
         return self._space

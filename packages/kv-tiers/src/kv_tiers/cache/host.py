@@ -164,8 +164,9 @@ class HostTier:
         slots: Sequence[int],
         chain: Sequence[ChunkKey],
         checksums: Sequence[bytes],
-    ) -> None:
-        """Their bytes are in place. What was forgotten while it was written is found by nobody, and its slot is free.
+    ) -> list[ChunkKey]:
+        """Their bytes are in place; those that can be found from now. What was forgotten while it was written is found
+        by nobody, and its slot is free.
 
         chain: the prompt up to there. checksums: of each chunk, for a named pool; else none.
         """
@@ -176,6 +177,7 @@ class HostTier:
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
         self.trim(len(slots))
+        return [key for key, slot in zip(keys, slots, strict=True) if self._index.find(key) == slot]
 
     def checksums(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[bytes]:
         """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""

@@ -30,6 +30,7 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig, check_lease
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
+from kv_tiers.events.changes import Changes
 from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
@@ -191,13 +192,13 @@ class LocalCache:
                 )
         checksums = self._host.checksums(write.keys, write.slots)
         with self._lock:
-            self._host.commit(write.keys, write.slots, write.chain, checksums)
+            found = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than what was added just now, and must not leave before it.
             self._host.touch(write.chain)
             self._spills.committed(write.keys, write.slots, write.chain)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
-                self.events.publish(events.Committed(write.holder, write.number, write.keys, seconds))
+                self.events.publish(events.Committed(write.holder, write.number, found, seconds))
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
         now_s = self._clock.now_s()
@@ -239,6 +240,16 @@ class LocalCache:
                 self._abort(write)
             if self.events.on_requests:
                 self.events.publish(events.HolderEnded(holder))
+
+    def changes_since(self, upto: int) -> Changes:
+        """What entered and left the pool, beside the verbs: see `kv_tiers.events.changes`. upto: 0 at first.
+
+        Raises:
+            MisuseError: the cache was made without events.
+        """
+        if self.events is UNWATCHED:
+            raise MisuseError("a cache without events keeps no record of them")
+        return self.events.changes_since(upto)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         if self.events.on:

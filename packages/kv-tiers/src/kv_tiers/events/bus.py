@@ -20,6 +20,7 @@ import msgspec
 from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
+from kv_tiers.events.changes import ChangeLog, Changes
 from kv_tiers.events.events import Event
 from kv_tiers.payload_sizes import PayloadSizes
 
@@ -34,7 +35,9 @@ class Source:
 
     __slots__ = (
         "_append",
+        "_changes",
         "_dropped",
+        "_is_subscribed",
         "_max_queued",
         "_now_s",
         "_queue",
@@ -54,20 +57,36 @@ class Source:
         self.chunk_tokens = chunk_tokens
         """Tokens of one chunk; 0 until an engine has said."""
         self.on = False
-        """There are subscribers."""
+        """Somebody wants events: a subscriber, or a reader of `changes_since`."""
         self.on_requests = False
         """A subscriber wants the events of every request: lookups, loads and ends of holders."""
         self.is_logged = False
         """A subscriber writes what an operator must know to a log, so that the cache does not."""
+        self._is_subscribed = False
+        self._changes: ChangeLog | None = None
         self._queue, self._max_queued = bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
 
     def publish(self, event: Event) -> None:
         """Queue an event for the subscribers. From any thread, under any lock."""
+        if self._changes is not None:
+            self._changes.note(event)
+            if not self._is_subscribed:
+                return
         if len(self._queue) < self._max_queued:
             self._append((self, self._now_s(), event))
         else:
             self._dropped()
+
+    def changes_since(self, upto: int) -> Changes:
+        """What entered and left the pool since then. The first question begins the record.
+
+        upto: as the last answer said; 0 at first.
+        """
+        if self._changes is None:
+            self._changes = ChangeLog()
+            self.on = True
+        return self._changes.since(upto)
 
 
 class Occurred(msgspec.Struct, frozen=True):
@@ -196,9 +215,12 @@ class EventBus:
 
     def _switch(self, source: Source) -> None:
         """Switch it on where there are subscribers, else off."""
-        source.on = bool(self._subscribers) and not self._closed
-        source.on_requests = source.on and any(subscriber.wants_requests for subscriber in self._subscribers)
-        source.is_logged = source.on and any(subscriber.writes_log for subscriber in self._subscribers)
+        source._is_subscribed = bool(self._subscribers) and not self._closed
+        source.on = source._is_subscribed or source._changes is not None
+        source.on_requests = source._is_subscribed and any(
+            subscriber.wants_requests for subscriber in self._subscribers
+        )
+        source.is_logged = source._is_subscribed and any(subscriber.writes_log for subscriber in self._subscribers)
 
     def _drop(self) -> None:
         with self._lock:

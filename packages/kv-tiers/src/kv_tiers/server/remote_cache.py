@@ -27,6 +27,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.events.changes import Change, Changes
 from kv_tiers.server import wire
 from kv_tiers.server.connection import Opening
 from kv_tiers.server.link import Link
@@ -227,6 +228,18 @@ class RemoteCache:
             if self._ask(wire.Clear(), wire.Done) is None:
                 self._forgotten.clear()
                 self._is_cleared = True
+
+    def changes_since(self, upto: int) -> Changes:
+        """As of `LocalCache`. Of a server that was started anew, and while none answers, nothing that was known counts
+        any more."""
+        with self._lock:
+            generation, known = divmod(upto, _GENERATION)
+            said = self._ask(wire.ChangesSince(known if generation == self.generation else 0), wire.Changed)
+            if said is None:
+                return Changes(0, False, ())
+            is_whole = said.is_whole and (generation == self.generation or not upto)
+            changes = tuple(Change(change.entered, change.keys.unpack()) for change in said.changes)
+            return Changes(self.generation * _GENERATION + said.upto, is_whole, changes)
 
     def counts(self) -> CacheCounts:
         """While the server is away: what it said last, or nothing but zeros."""

@@ -18,6 +18,7 @@ from typing import Final
 from kv_core.clock import Clock
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
@@ -116,6 +117,8 @@ class Session:
                 self.cache.clear()
             case wire.Counts():
                 return wire.Counted(self.cache.counts())
+            case wire.ChangesSince(upto):
+                return self._changes_since(upto)
         return wire.Done()
 
     def end_reads(self) -> None:
@@ -130,6 +133,15 @@ class Session:
         """Take over the write leases of this client's session before."""
         self.writes.update(writes)
         self._keys_held += sum(write.keys for write in writes.values())
+
+    def _changes_since(self, upto: int) -> wire.Changed:
+        since = self.cache.changes_since(upto)
+        changes = [
+            wire.Change(change.entered, wire.pack_keys(alike))
+            for change in since.changes
+            for alike in (_by_length(change.keys) or [[]])
+        ]
+        return wire.Changed(since.upto, since.is_whole, changes)
 
     def _lookup(self, verb: wire.Lookup) -> wire.Planned:
         keys, shape = verb.keys.unpack(), verb.shape()
@@ -250,3 +262,11 @@ class Session:
         timed = self._timed.pop(what, None)
         if timed is not None:
             self._keys_held -= timed.keys
+
+
+def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
+    """A message's keys are of one length, and those of one eviction need not be."""
+    lengths: dict[int, list[ChunkKey]] = {}
+    for key in keys:
+        lengths.setdefault(len(key), []).append(key)
+    return list(lengths.values())

@@ -25,7 +25,7 @@ from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 HEADER: Final = struct.Struct("<IB")
@@ -235,7 +235,13 @@ class Counts(_Message, tag="counts"):
     pass
 
 
-Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Allocated | Clear | Counts
+class ChangesSince(_Message, tag="changes_since"):
+    """What entered and left the pool. upto: as the last answer said, 0 at first."""
+
+    upto: Number
+
+
+Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Allocated | Clear | Counts | ChangesSince
 Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.
@@ -380,6 +386,21 @@ class Explanations(_Message, tag="explanations"):
     explained: list[Explained]
 
 
+class Change(_Message):
+    """entered: these keys can be found from now, else no more. No keys: everything has left."""
+
+    entered: bool
+    keys: Keys
+
+
+class Changed(_Message, tag="changed"):
+    """upto, is_whole, changes: as of `kv_tiers.events.changes.Changes`."""
+
+    upto: int
+    is_whole: bool
+    changes: list[Change]
+
+
 class Registrations(_Message, tag="registrations"):
     sessions: list[Registration]
 
@@ -398,6 +419,7 @@ Answer = (
     | ReadLeased
     | WriteLeased
     | Counted
+    | Changed
     | Registrations
     | Stated
     | Explanations

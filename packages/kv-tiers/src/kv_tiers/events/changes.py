@@ -1,0 +1,81 @@
+"""What entered and left a pool, in order, for those who keep a copy of what is in it: a router's tree, by way of vLLM.
+
+Unlike a subscriber, who is told a moment later by another thread, a reader of this asks whenever it likes and gets all
+that happened before. What is kept is bounded in keys; a reader that comes too late learns that it missed something, and
+begins anew. Nothing is kept until somebody has asked.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten
+
+MAX_KEYS: Final = 1 << 16
+"""Some 6 MB."""
+POOL: Final = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """entered: these keys can be found in the pool from now; else no more. No keys: everything has left."""
+
+    entered: bool
+    keys: Sequence[ChunkKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What happened since a reader asked last.
+
+    upto: what it says the next time.
+    is_whole: nothing is missing. False: changes before these are lost, so nothing that was known before counts.
+    changes: in order.
+    """
+
+    upto: int
+    is_whole: bool
+    changes: tuple[Change, ...]
+
+
+class ChangeLog:
+    """Of one pool. Safe to use from any thread."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._lock = threading.Lock()
+        self._kept: deque[Change] = deque()
+        self._keys = 0
+        self._upto = 0
+
+    def note(self, event: Event) -> None:
+        """Keep what this event says of the pool. Called under the cache's lock: nothing here waits."""
+        match event:
+            case Committed(keys=keys) if keys:
+                self._keep(Change(True, keys))
+            case Evicted(tier=tier, keys=keys) | Damaged(tier=tier, keys=keys) if keys and tier == POOL:
+                self._keep(Change(False, keys))
+            case Forgotten(keys=keys, everything=everything) if keys or everything:
+                self._keep(Change(False, keys))
+            case _:
+                pass
+
+    def since(self, upto: int) -> Changes:
+        """upto: as the last answer said; 0 at first."""
+        with self._lock:
+            first = self._upto - len(self._kept)
+            is_whole = first <= upto <= self._upto
+            wanted = self._upto - upto if is_whole else len(self._kept)
+            return Changes(self._upto, is_whole, tuple(self._kept)[len(self._kept) - wanted :])
+
+    def _keep(self, change: Change) -> None:
+        with self._lock:
+            self._kept.append(change)
+            self._upto += 1
+            self._keys += 1 + len(change.keys)
+            while self._keys > self._max_keys:
+                self._keys -= 1 + len(self._kept.popleft().keys)

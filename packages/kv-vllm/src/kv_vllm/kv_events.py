@@ -1,0 +1,209 @@
+"""vLLM's KV events for chunks that enter and leave the pool, for routers that send a prompt where it is held.
+
+vLLM publishes what `take_events` gives beside its own events, if `--kv-events-config` asks for any; without that
+nothing here is made and the cache keeps no record. A chunk is said in vLLM's blocks, with the hashes, parents and
+tokens that vLLM's own events have for them, so a router has one tree in which `medium` tells device and pool apart.
+
+The cache knows keys, and a key cannot be turned back into tokens. They are taken from the requests: of those that store
+a chunk, announced when it has entered the pool, and of those that load one that was there already (from a tier below,
+an earlier process or another engine), announced by its load. So nothing is announced that is not there, and something
+may be there that nobody here has asked for yet.
+
+What a hit needs of groups with windows or states is not said: a chunk is announced when the groups that need the whole
+prefix have it, in all shards, one event for each of vLLM's groups among them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kv_core.connect.shape import ConnectShape
+from kv_core.connect.step import StepPlan
+from kv_core.keys import ChunkKey, keys_in
+from kv_tiers.events.changes import Changes
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+
+_MAX_EXPECTED: Final = 1 << 12
+"""Chunks that requests are about to store. Those that were held or refused never come, and go when others follow."""
+ChunkId = bytes
+"""A key without its share: whose chunk of which prefix it is."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One that a request was seen with.
+
+    stored: the events that announce it.
+    missing: its keys that have not entered the pool.
+    """
+
+    stored: Sequence[BlockStored]
+    missing: set[ChunkKey]
+
+
+class ChunkEvents:
+    """Of one engine. Belongs to the scheduler's thread."""
+
+    def __init__(self, shape: ConnectShape, changes_since: Callable[[int], Changes], *, hash_tokens: int) -> None:
+        """changes_since: what entered and left the pool. hash_tokens: how many tokens one of vLLM's hashes is for."""
+        whole = [number for number, group in enumerate(shape.groups) if group.coverage.kind == "all"]
+        self._groups = whole
+        self._tables = {shape.groups[number].table: shape.groups[number].block_tokens for number in whole}
+        self._shape = shape
+        self._hash_tokens = hash_tokens
+        self._changes_since = changes_since
+        self._upto = changes_since(0).upto
+        self._expected: OrderedDict[ChunkId, _Chunk] = OrderedDict()
+        self._announced: dict[ChunkId, Sequence[BlockStored]] = {}
+        self._holding: dict[tuple[int, bytes | int], int] = {}  # of a table and a block: how many chunks have it
+        self._made: list[BlockStored | BlockRemoved] = []
+
+    def planned(self, plan: StepPlan, request_of: Callable[[str], Any]) -> None:
+        """Look at what a step will load and store. request_of: vLLM's request of this name; None: it has gone."""
+        for store in plan.stores:
+            if (request := request_of(store.request_id)) is not None:
+                for chunk, digest in enumerate(store.digests):
+                    keys = self._keys(plan.space_id, store.tenant, digest)
+                    if keys and (name := _id_of(keys[0])) not in self._announced and name not in self._expected:
+                        self._expect(name, self._events_of(request, chunk), keys)
+        for load in plan.loads:
+            if (request := request_of(load.request_id)) is not None:
+                self._follow()  # what it loads may have left before and come back: in that order
+                for chunk, digest in enumerate(load.digests, load.first_chunk):
+                    keys = self._keys(plan.space_id, load.tenant, digest)
+                    if keys and (name := _id_of(keys[0])) not in self._announced:
+                        self._expected.pop(name, None)
+                        self._announce(name, self._events_of(request, chunk))
+
+    def end(self) -> Iterable[BlockStored | BlockRemoved]:
+        """Nothing is served from the pool any more."""
+        self._all_left()
+        made, self._made = self._made, []
+        return made
+
+    def take(self) -> Iterable[BlockStored | BlockRemoved]:
+        """What has happened since this was asked last."""
+        self._follow()
+        made, self._made = self._made, []
+        return made
+
+    def _follow(self) -> None:
+        since = self._changes_since(self._upto)
+        self._upto = since.upto
+        if not since.is_whole:
+            self._all_left()
+        for change in since.changes:
+            if not change.keys:
+                self._all_left()
+            for key in change.keys:
+                (self._entered if change.entered else self._left)(key)
+
+    def _entered(self, key: ChunkKey) -> None:
+        name = _id_of(key)
+        chunk = self._expected.get(name)
+        if chunk is not None:
+            chunk.missing.discard(key)
+            if not chunk.missing:
+                del self._expected[name]
+                self._announce(name, chunk.stored)
+
+    def _left(self, key: ChunkKey) -> None:
+        if key.group in self._groups:
+            name = _id_of(key)
+            self._retract(name)
+            if (chunk := self._expected.get(name)) is not None:
+                chunk.missing.add(key)
+
+    def _all_left(self) -> None:
+        for name in list(self._announced):
+            self._retract(name)
+        for name, chunk in self._expected.items():
+            chunk.missing.update(self._keys_of(name))
+
+    def _announce(self, name: ChunkId, stored: Sequence[BlockStored]) -> None:
+        """Chunks of different names may be the same blocks to vLLM: those with other tags of ours."""
+        self._announced[name] = stored
+        for event in stored:
+            if self._held(event, 1):
+                self._made.append(event)
+
+    def _retract(self, name: ChunkId) -> None:
+        """It has left, and may be on its way back: a step that was planned ahead stores it again."""
+        stored = self._announced.pop(name, None)
+        if stored is None:
+            return
+        for event in stored:
+            if self._held(event, -1):
+                self._made.append(BlockRemoved(event.block_hashes, event.medium, group_idx=event.group_idx))
+        self._expect(name, stored, self._keys_of(name))
+
+    def _held(self, event: BlockStored, change: int) -> bool:
+        """Whether no chunk but this one has these blocks."""
+        which = (event.group_idx or 0, event.block_hashes[-1])
+        before = self._holding.get(which, 0)
+        now = before + change
+        if now:
+            self._holding[which] = now
+        else:
+            del self._holding[which]
+        return not before or not now
+
+    def _expect(self, name: ChunkId, stored: Sequence[BlockStored], keys: Iterable[ChunkKey]) -> None:
+        self._expected[name] = _Chunk(stored, set(keys))
+        if len(self._expected) > _MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def _keys(self, space_id: bytes, tenant: bytes, digest: bytes) -> list[ChunkKey]:
+        return keys_in(space_id, [digest], groups=self._groups, shards=range(self._shape.shards), tenant=tenant)
+
+    def _keys_of(self, name: ChunkId) -> list[ChunkKey]:
+        space_id, tenant, digest = name[1:17], name[17:24], name[24:]
+        return self._keys(space_id, tenant, digest)
+
+    def _events_of(self, request: Any, chunk: int) -> list[BlockStored]:
+        chunk_tokens = self._shape.chunk_tokens
+        start = chunk * chunk_tokens
+        lora = request.lora_request
+        return [
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(block) for block in blocks],
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                token_ids=list(request.all_token_ids[start : start + chunk_tokens]),
+                block_size=block_tokens,
+                lora_id=None if lora is None else lora.adapter_id,
+                medium=MEDIUM_CPU,
+                lora_name=None if lora is None else lora.name,
+                extra_keys=to_event_extra_keys(
+                    generate_block_hash_extra_keys(request, at, at + block_tokens, 0)[0]
+                    for at in range(start, start + chunk_tokens, block_tokens)
+                ),
+                group_idx=table,
+                session_id=request.session_id,
+            )
+            for table, block_tokens in self._tables.items()
+            for parent, blocks in self._hashes(request, chunk, block_tokens)
+        ]
+
+    def _hashes(self, request: Any, chunk: int, block_tokens: int) -> Iterator[tuple[Any, list[Any]]]:
+        """vLLM's of the chunk's blocks, and that of the block before."""
+        hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, block_tokens)
+        per_chunk = self._shape.chunk_tokens // block_tokens
+        first = chunk * per_chunk
+        if len(hashes) >= first + per_chunk:
+            yield hashes[first - 1] if first else None, [hashes[first + at] for at in range(per_chunk)]
+
+
+def _id_of(key: ChunkKey) -> ChunkId:
+    return key[:24] + key.digest
+
+
+def hash_tokens_of(kv_cache_manager: Any) -> int:
+    """How many tokens one of a request's `block_hashes` is for."""
+    return int(kv_cache_manager.coordinator.block_pool.hash_block_size)
