@@ -1,5 +1,6 @@
 """From an engine's blocks to the disk tier's files and back, by the path that leaves the host pool out."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from kv_cuda.testing import TOKENS, small_caches
 from kv_tiers import HostConfig, LocalCache, build_local_cache, chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 
@@ -218,7 +220,9 @@ def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cac
     cache.end("engine")
 
 
-def test_a_tier_that_is_to_be_left_alone_lends_nothing(cache: LocalCache) -> None:
+def test_a_tier_that_is_down_lends_nothing(cache: LocalCache, tmp_path: Path) -> None:
     assert list(cache.lower.files()) == ["disk"]
-    cache.lower._lanes[0].freeze(True)
-    assert cache.lower.files() == {}
+    shutil.rmtree(tmp_path / "cached")
+    lease = cache.begin_store(key_chain(1), "other")
+    cache.commit(lease)
+    until(lambda: cache.lower.files() == {})

@@ -14,10 +14,10 @@ from kv_tiers.attach.engine import engines
 
 ROOT = Path(__file__).parents[2]
 MADE = ROOT / ".venvs" / "trained" / "models"
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs/glossary.md", "docs/eviction.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs/settings.md")
 QUESTIONS = ("What is a chunk?", "How many tokens has a chunk by default?", "What happens after a failure?")
 TOKENS = 2100
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 pytestmark = pytest.mark.trained
 
@@ -28,6 +28,7 @@ def prompts(engine: Engine) -> list[list[int]]:
     made = []
     for name in DOCUMENTS:
         document = tokenizer.encode((ROOT / name).read_text(encoding="utf-8"))[:TOKENS]
+        assert len(document) == TOKENS
         made += [[*document, *tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:")] for question in QUESTIONS]
     return made
 

@@ -7,6 +7,9 @@ import sys
 CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
+    "kv_tiers.events",
+    "kv_tiers.events.changes",
+    "kv_tiers.events.events",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
     "kv_tiers.pool.places",
