@@ -26,7 +26,7 @@ from models import BY_NAME, MODELS, TinyModel
 from models_page import PAGE, Row, read_rows, write_row
 
 PROMPT = [3 + (7919 * i) % 1900 for i in range(1500)]
-QUICK = ("Gemma 3", "LFM2")
+QUICK = ("LFM2",)
 NEW_TOKENS = 6
 
 

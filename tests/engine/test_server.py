@@ -50,6 +50,7 @@ def test_a_worker_in_a_process_of_its_own(tiny_llama: str, reference: list[Answe
         assert apart.ask_in_turn(PROMPTS)[:4] != reference[:4]
 
 
+@pytest.mark.slow
 def test_two_ranks_each_with_its_share(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with started(tiny_llama, cache=None, **TWO_RANKS) as plain:
