@@ -79,6 +79,14 @@ class ToyHybrid(RuleBasedStateMachine):
                 copier.slots[block] = "garbage"
         return block
 
+    def allocate(self, live: Live, external: int) -> None:
+        """Blocks for what is to be loaded, as far as each group needs it."""
+        if external:
+            live.tables[FULL] = [self.take(FULL) for _ in range(external // BLOCK)]
+            left = max(0, external - self.window + 1) // BLOCK
+            live.tables[WINDOW] = [NO_BLOCK] * left + [self.take(WINDOW) for _ in range(external // BLOCK - left)]
+            live.tables[LINEAR] = [NO_BLOCK] * (external // CHUNK - 1) + [self.take(LINEAR)]
+
     def give_back(self, live: Live) -> None:
         for table, blocks in enumerate(live.tables):
             self.free[table] += [block for block in blocks if block != NO_BLOCK]
@@ -104,11 +112,7 @@ class ToyHybrid(RuleBasedStateMachine):
         if external is None:
             return
         assert external % CHUNK == 0 and external < len(live.tokens)
-        if external:
-            live.tables[FULL] = [self.take(FULL) for _ in range(external // BLOCK)]
-            left = max(0, external - self.window + 1) // BLOCK
-            live.tables[WINDOW] = [NO_BLOCK] * left + [self.take(WINDOW) for _ in range(external // BLOCK - left)]
-            live.tables[LINEAR] = [NO_BLOCK] * (external // CHUNK - 1) + [self.take(LINEAR)]
+        self.allocate(live, external)
         self.scheduler.allocated(name, external, tuple(live.tables))
         live.computed, live.loading, live.waiting = external, external > 0, False
 
@@ -219,11 +223,7 @@ def run(machine: ToyHybrid, name: str, tokens: list[int], *, budget: int = 100) 
     external = machine.scheduler.match(machine.tokens_of(name), 0)
     assert external is not None
     junction = machine.scheduler.junction(name)
-    if external:
-        live.tables[FULL] = [machine.take(FULL) for _ in range(external // BLOCK)]
-        left = max(0, external - machine.window + 1) // BLOCK
-        live.tables[WINDOW] = [NO_BLOCK] * left + [machine.take(WINDOW) for _ in range(external // BLOCK - left)]
-        live.tables[LINEAR] = [NO_BLOCK] * (external // CHUNK - 1) + [machine.take(LINEAR)]
+    machine.allocate(live, external)
     machine.scheduler.allocated(name, external, tuple(live.tables))
     machine.worker.start_loads(machine.scheduler.build_step([]))
     report = machine.worker.poll()
