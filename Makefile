@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-trained lint bench bench-engine bench-ttft bench-hybrid bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hybrid bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -35,18 +35,24 @@ test-packages: ## the packages alone, without an engine
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
 
 test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and back
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
-	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "not gpu and not slow"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "not gpu and not slow and not long"
 
 test-engines: ## what of both engines `make test` has no time for, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not gpu"
+
+test-long: ## what of both engines CI has no time for: SGLang's table of models, shapes of ranks, acceptance of guesses
+	@scripts/setup.sh vllm
+	@scripts/setup.sh sglang
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q tests/engine -m "long and not gpu"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q tests/engine_sglang -m "long and not gpu"
 
 test-trained: ## two trained models on real vLLM: the same answers about this repository's documents, cold and found
 	@scripts/setup.sh vllm

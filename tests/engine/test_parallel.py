@@ -48,7 +48,7 @@ def hits_by_shape(model: str, shapes: Sequence[str], directory: Path, reference:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_shape_finds_its_own_chunks_after_a_restart_and_no_others(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
@@ -57,7 +57,7 @@ def test_every_shape_finds_its_own_chunks_after_a_restart_and_no_others(
     assert hits_by_shape(tiny_llama, shapes, tmp_path, reference) == dict.fromkeys(shapes, WARM_HITS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_in_stages_find_their_own_chunks_after_a_restart(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def test_ranks_in_stages_find_their_own_chunks_after_a_restart(
         assert sum(hit > 0 for hit in hits) >= at_least, hits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_stages_a_wrong_byte_of_either_changes_tokens(tiny_llama: str, reference: list[Answer]) -> None:
     """The control."""
     with shaped(tiny_llama, "PP=2", {"host": {"capacity_bytes": "128MiB"}}) as engine:

@@ -47,7 +47,7 @@ def accepted(engine: Engine) -> float:
     return counted["vllm:spec_decode_num_accepted_tokens"] / counted["vllm:spec_decode_num_draft_tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_as_many_guesses_are_right_from_the_cache_as_without(method: str, tiny_llama: str, tmp_path: Path) -> None:
     """Else the draft's layers would go on from wrong KV: its guesses would be worse, and no token wrong."""
@@ -58,7 +58,8 @@ def test_as_many_guesses_are_right_from_the_cache_as_without(method: str, tiny_l
         guessing["model"] = str(TinyLlama().write(tmp_path / "draft"))
     prompts = [(SHARED[:40] * 16)[:600], PROMPTS[0], PROMPTS[1]]
     rates, answers = [], []
-    for cache in (None, disk(tmp_path), disk(tmp_path)):
+    patient = disk(tmp_path, cold={"wait_s": 20})
+    for cache in (None, patient, patient):
         arguments = {"speculative_config": guessing, "disable_log_stats": False, "own_process": True}
         with started(tiny_llama, cache=cache, **arguments) as engine:
             answers.append(engine.ask_in_turn(prompts, 60))

@@ -170,7 +170,7 @@ def hits(ran: Ran, step: int) -> list[int]:
     return [each["hits"] for each in ran.answers[step]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.cannot and not row.left_alone])
 def test_a_model_that_is_cached(name: str, engines: Nursery, tmp_path: Path) -> None:
     """Cold, warm at every boundary, all at once, from disk in another engine, and where calls fail: the answers of an
@@ -230,7 +230,7 @@ def test_a_model_that_is_cached(name: str, engines: Nursery, tmp_path: Path) -> 
     _hold(Row(name, "float32", shown))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.cannot])
 def test_a_model_that_sglang_does_not_run_here(name: str, engines: Nursery, tmp_path: Path) -> None:
     """Without us. A row that runs one day belongs among those above."""
@@ -243,7 +243,7 @@ def test_a_model_that_sglang_does_not_run_here(name: str, engines: Nursery, tmp_
     _hold(Row(name, "float32", {"cannot": row.cannot}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_sglang_itself_does_not_cache(engines: Nursery, tmp_path: Path) -> None:
     """Whisper: what its decoder keeps hangs on the audio, which is in no page's hash. SGLang turns its own prefix cache
     off for it and then refuses HiCache, so nothing of it ever reaches us."""
