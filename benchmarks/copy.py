@@ -7,6 +7,9 @@ Each row moves the blocks of four chunks of 32 MiB, one chunk at a time and in a
 with a memmove of 32 MiB for each chunk, between buffers as large that were touched before. memmove has one thread,
 torch as many as it wants: run this on a machine with nothing else to do. The memmoves are not one call because past 192
 MiB or so glibc writes around the cache, almost twice as fast, and the reference would hang on the number of chunks.
+
+The last rows store one such chunk into memory of a pool that was never used, which the pool has populated ahead, and
+have beside them the same store into memory that nobody populated.
 """
 
 import sys
@@ -15,8 +18,13 @@ import sys
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
 import ctypes
+import mmap
+import os
 import random
+import statistics
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +33,9 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, Kind
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import PagedLayout, make_copier, split_parts, tiled_keys_and_values, transposed_keys
+from kv_tiers import HostPool
+from kv_tiers.server.mapped import MappedPool
+from kv_tiers.testing.wait import until
 
 from benchmarks._report import Row, paired_medians_s, parser, report
 
@@ -45,6 +56,7 @@ def main() -> int:
 
         return report(list(cuda_rows(torch.device(arguments.device), Path(arguments.path))), arguments.json)
     rows = [row for case in _cases() for row in _measure(*case)]
+    rows += [_fresh(is_shared) for is_shared in (False, True)]
     return report(rows, arguments.json)
 
 
@@ -150,6 +162,62 @@ def _measure(name: str, layout: PagedLayout, kind: Kind, target: float) -> list[
         ours, limit = moved / ours_s / 1e9, moved / memmove_s / 1e9
         rows.append(Row(f"{verb}: {name}", ours, "GB/s", limit, ours / limit, target, at_most=False))
     return rows
+
+
+def _fresh(is_shared: bool) -> Row:
+    """A store of a chunk into the first slots of a pool: what the pool populated, against what is touched by the store.
+
+    is_shared: a server's pool, as its client sees it.
+    """
+    _, layout, kind, _ = _cases()[0]
+    cache = torch.ones(LAYERS, layout.blocks, layout.page_elements, dtype=getattr(torch, layout.dtype))
+    chunk_format = _format(layout, kind)
+    copier = make_copier(layout, list(cache), chunk_format)
+    blocks = random.Random(7).sample(range(layout.blocks), CHUNK_TOKENS // layout.block_tokens)
+    sizes = {"chunk_tokens": CHUNK_TOKENS, "block_tokens": layout.block_tokens}
+    plan = plan_transfer([HostExtent("pool", 0, CHUNK_BYTES)], blocks, first_token=0, last_token=CHUNK_TOKENS, **sizes)
+
+    def store_s(view: memoryview) -> float:
+        copier.attach("pool", view)
+        began = time.perf_counter()
+        copier.store(plan)
+        took_s = time.perf_counter() - began
+        copier.detach("pool")
+        return took_s
+
+    def populated_s() -> float:
+        make = HostPool.shared if is_shared else HostPool.anonymous
+        pool = make("pool", CHUNK_BYTES, POOL_CHUNKS)
+        mapped = MappedPool("pool", (CHUNK_BYTES,), POOL_CHUNKS, os.dup(pool.descriptor)) if is_shared else None
+        until(lambda: all(thread.name != "kv-populate" for thread in threading.enumerate()))
+        took_s = store_s(pool.view if mapped is None else mapped.view)
+        del mapped
+        pool.close()
+        return took_s
+
+    def touched_s() -> float:
+        nbytes = POOL_CHUNKS * CHUNK_BYTES
+        if is_shared:
+            file = os.memfd_create("pool")
+            os.ftruncate(file, nbytes)
+            memory = mmap.mmap(file, nbytes)
+            os.close(file)
+        else:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return store_s(memoryview(memory))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as an engine on a CPU leaves one for it
+    ours, theirs = [], []
+    for _ in range(9):
+        ours.append(populated_s() * 1e3)
+        theirs.append(touched_s() * 1e3)
+    torch.set_num_threads(threads)
+    value, limit = statistics.median(ours), statistics.median(theirs)
+    where = "a server's pool" if is_shared else "a pool"
+    name = f"one thread's store of 32 MiB into fresh memory of {where}"
+    return Row(name, value, "ms", limit, value / limit, 0.9, at_most=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Host memory near a GPU: on which NUMA node that is, and having pages there.
 
 A page that a copy reads across the processors' link moves at the link's speed, not the bus's. Pages get a place when
-they are first touched, which for a pool's is when they are pinned; those that have one stay where they are.
+they are first touched, and a pool's may be before they are pinned; those that this process alone has are moved.
 
 Linux: mbind(2), and Documentation/ABI/testing/sysfs-bus-pci, `numa_node`.
 """
@@ -17,6 +17,7 @@ import torch
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 """The call's number: libc has no name for it."""
 _PREFERRED: Final = 1
+_MOVE: Final = 1 << 1
 _MAX_NODES: Final = 1024
 _BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
@@ -42,7 +43,7 @@ def node_at(place: str, sys: Path) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of this memory that are not there yet on `node`, if it has room. False: the system refuses."""
+    """Have the pages of this memory on `node`, if it has room. False: the system refuses."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MAX_NODES:
         return False
@@ -52,6 +53,6 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
     libc = ctypes.CDLL(None)
     length = ctypes.c_ulong(address + nbytes - start)
     status: int = libc.syscall(
-        number, ctypes.c_void_p(start), length, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES), 0
+        number, ctypes.c_void_p(start), length, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES), _MOVE
     )
     return status == 0

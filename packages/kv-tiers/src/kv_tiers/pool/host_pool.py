@@ -1,8 +1,9 @@
 """The host pool: one mapping cut into equal slots, a chunk a slot.
 
-The mapping is reserved whole and taken from the machine as slots are first written: slots used before are handed out
-again first, and new ones in ascending order. It is plain memory. Whoever owns a device pins it, and whoever shares it
-maps it by name. A pool counts no leases and does not lock: its cache does.
+The mapping is reserved whole and taken from the machine a bounded distance ahead of the slots handed out
+(`kv_tiers.pool.ahead`): slots used before are handed out again first, and new ones in ascending order. It is plain
+memory. Whoever owns a device pins it, and whoever shares it maps it by name. A pool counts no leases and does not lock:
+its cache does.
 
 An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
 what is in it (`kv_tiers.pool.directory`), which the next process to open it finds. A shared one has no name in any file
@@ -25,6 +26,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.ahead import PopulatedAhead
 from kv_tiers.pool.directory import Directory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
@@ -87,6 +89,9 @@ class HostPool:
         self._untouched_from = 0
         self._backed = bytearray(slots)
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
+        self._ahead = PopulatedAhead(mapping, self._slots_from, slots * self.slot_bytes)
+        if not keeps_directory:
+            self._ahead.reached(0)
 
     @classmethod
     def anonymous(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
@@ -145,6 +150,7 @@ class HostPool:
             os.close(file)
             raise
         pool._start_directory(path, nbytes)
+        pool._ahead.reached(0)  # not before: a file of another geometry has been cut short and made longer again
         return pool
 
     @classmethod
@@ -209,6 +215,7 @@ class HostPool:
         elif self._untouched_from < self.slots:
             slot = self._untouched_from
             self._untouched_from += 1
+            self._ahead.reached(self._untouched_from * self.slot_bytes)
         else:
             return None
         self._taken[slot] = 1
@@ -228,6 +235,7 @@ class HostPool:
             self._taken[slot] = 1
             self._untouched_from = max(self._untouched_from, slot + 1)
         self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
+        self._ahead.reached(self._untouched_from * self.slot_bytes)
 
     def back(self, slots: Iterable[int]) -> set[int]:
         """Have the file system set memory aside for these slots; those for which it has none left.
@@ -275,6 +283,7 @@ class HostPool:
         """
         if self._closed:
             return
+        self._ahead.stop()
         try:
             # Both refuse while the memory is lent: the view if an array was made of it, the mapping if a slice was.
             self._view.release()

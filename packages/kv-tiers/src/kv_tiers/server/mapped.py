@@ -9,6 +9,7 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.ahead import PopulatedAhead
 from kv_tiers.pool.places import Places, slot_bytes_for
 
 
@@ -32,11 +33,15 @@ class MappedPool:
             nbytes = slots * self.slot_bytes
             if os.fstat(descriptor).st_size != nbytes:  # touching what is beyond a file's end kills a process
                 raise TierDown(f"the server's pool {name} has not the {nbytes} bytes it should")
-            self._view = memoryview(mmap.mmap(descriptor, nbytes))
+            mapping = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise TierDown(f"the server's pool {name} cannot be mapped: {error}") from None
         finally:
             os.close(descriptor)
+        self._view = memoryview(mapping)
+        # The server has its pages ready, and this process's table of pages is another.
+        self._ahead = PopulatedAhead(mapping, 0, nbytes)
+        self._ahead.reached(0)
 
     @property
     def view(self) -> memoryview:
@@ -46,3 +51,12 @@ class MappedPool:
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """Where these chunks are, in these slots, each of its own size."""
         return self._places.extents(keys, slots)
+
+    def will_write(self, slots: Sequence[int]) -> None:
+        """These have been handed out to be written. Servers give what was never used in ascending order."""
+        if slots:
+            self._ahead.reached((max(slots) + 1) * self.slot_bytes)
+
+    def close(self) -> None:
+        """Touch no page any more. The mapping lasts, as `view` says."""
+        self._ahead.stop()

@@ -172,6 +172,7 @@ class RemoteCache:
             if not refused and len(keys) > wire.MAX_KEYS:
                 refused = f"one store has at most {wire.MAX_KEYS} chunks"
             reserved = tuple([keys[place] for place in leased.places])
+            self.pool.will_write(leased.slots)
             return WriteLease(lease, reserved, self.pool.extents(reserved, leased.slots), refused)
 
     def commit(self, lease: WriteLease) -> None:
@@ -261,6 +262,7 @@ class RemoteCache:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
             self._link.close()
+            self.pool.close()
 
     # What follows is called under the lock.
 
@@ -336,6 +338,8 @@ class RemoteCache:
                 except Exception as error:  # somebody else's code, and no exception of ours leaves a hook of the engine
                     _log.exception("a new pool of the cache server at %s is of no use here", self._path)
                     raise TierDown(f"the new pool is of no use here: {error}") from error
+            if self.generation >= 0:
+                self.pool.close()
             self.pool = pool
             self.generation += 1
         ours = {lease % _GENERATION for lease in self._writes if lease not in self._void}

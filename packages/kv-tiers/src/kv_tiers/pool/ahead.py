@@ -1,0 +1,106 @@
+"""Pages of a pool that are there before a store needs them.
+
+A write to memory that was never touched waits for the system to find and clear each page: half a GB/s where a virtual
+machine's host has to find it too, against ten afterwards, and a store is in the engine's step. So a thread touches what
+will be handed out next (`MADV_POPULATE_WRITE`), by slices, at most half of the time, and with less priority than the
+engine. It stays a bounded distance ahead of what has been handed out: a pool that is hardly used takes hardly any
+memory.
+
+There is a thread only while there is something to touch. Where the system lacks the call (Linux before 5.14), or has no
+memory left, nothing is populated, and a store waits as it always did.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Final
+
+from kv_core.log import limited_logger
+
+from kv_tiers.pool.places import PAGE_BYTES
+
+_log = limited_logger(__name__)
+
+LEAST_AHEAD: Final = 64 << 20
+"""The distance at the start, in bytes: a prompt of 1,500 tokens of a model of 135 million parameters takes 35 MB."""
+MOST_AHEAD: Final = 1 << 30
+SLICE_BYTES: Final = 512 << 10
+"""One call's: a millisecond or so, for which `stop` waits, and whoever maps or unmaps memory in this process."""
+WORTH_BYTES: Final = 2 << 20
+_NICENESS: Final = 5
+"""No more: a thread that hardly ever runs would hold the lock of the process's mappings for long."""
+_MADV_POPULATE_WRITE: Final = 23  # Python has no name for it
+
+
+def distance(reached: int) -> int:
+    """How many bytes are kept populated beyond the first `reached`."""
+    return min(MOST_AHEAD, max(LEAST_AHEAD, reached // 4))
+
+
+class PopulatedAhead:
+    """Keeps the pages of one mapping populated ahead of `reached`. It writes nothing into them.
+
+    `reached` and `stop` are called by one thread at a time; `stop` before the mapping is closed.
+    """
+
+    def __init__(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
+        """The mapping's `nbytes` from `start`, a multiple of the page size. Nothing happens before `reached` is called.
+
+        A mapping of 2 MiB or less is left alone: a thread costs more.
+        """
+        self._mapping: mmap.mmap | None = mapping
+        self._start, self._bytes = start, nbytes
+        self._populated = 0  # written by the thread alone, the next two by the caller alone
+        self._used = 0
+        self._target = 0
+        self._thread: threading.Thread | None = None
+        self._is_over = nbytes <= WORTH_BYTES or sys.platform != "linux"
+
+    def reached(self, used: int) -> None:
+        """The first `used` bytes have been handed out. Returns at once."""
+        if self._is_over:
+            return
+        ahead = distance(used)
+        if self._populated >= min(self._bytes, used + ahead // 2):
+            return  # enough for now: a thread is worth half a distance
+        self._used = used
+        self._target = min(self._bytes, used + ahead)
+        # A thread that is about to end may miss the new target: the next slot's call starts another.
+        if self._thread is None or not self._thread.is_alive():
+            assert self._mapping is not None
+            self._thread = threading.Thread(
+                target=self._populate, args=(self._mapping,), name="kv-populate", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """No page is touched any more. It waits for a slice at most; calling it again does nothing."""
+        self._is_over = True
+        self._mapping = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _populate(self, mapping: mmap.mmap) -> None:
+        """mapping: alive as long as this thread is, whatever becomes of the pool."""
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux a thread's own
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + self._start
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own would hold the GIL meanwhile
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # What is used already is there already, or will be before we are.
+        while not self._is_over and (at := max(self._populated, self._used // PAGE_BYTES * PAGE_BYTES)) < self._target:
+            began_s = time.monotonic()
+            # Up to a multiple of the slice's size in memory, so that none crosses a huge page's end.
+            nbytes = min(SLICE_BYTES - (address + at) % SLICE_BYTES, self._bytes - at)
+            if madvise(address + at, nbytes, _MADV_POPULATE_WRITE) == 0:
+                self._populated = at + nbytes
+            elif ctypes.get_errno() != errno.EINTR:
+                _log.debug("the host pool is not populated ahead: %s", os.strerror(ctypes.get_errno()))
+                self._is_over = True
+            time.sleep(time.monotonic() - began_s)
