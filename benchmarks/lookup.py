@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_core import ChunkKey
+from kv_core.connect.costs import EngineCosts
 from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import LookedUp
 from kv_tiers.eviction import make_policy
@@ -49,6 +51,9 @@ def main() -> int:
         Row("lru: lookup, watched by a subscriber", watched * 1e3, "ms", LIMIT_S * 1e3, watched / LIMIT_S, 1.0, True)
     )
     rows.append(Row("bus: make and publish an event", publish * 1e6, "us", 1.0, publish / 1e-6, 1.0, True))
+    costed, plain = costed_lookup_s()
+    extra = max(0.0, costed - plain)
+    rows.append(Row("prefix: what an engine's costs add to a lookup", extra * 1e6, "us", 5.0, extra / 5e-6, 1.0, True))
     rows += hybrid_rows()
     pair = pair_s()
     rows.append(Row("pool: allocate and free a slot", pair * 1e6, "us", 2.0, pair / 2e-6, 1.0, True))
@@ -192,6 +197,29 @@ def watched_lookup_s() -> float:
     cache.close()
     bus.close()
     return median
+
+
+def costed_lookup_s() -> tuple[float, float]:
+    """Medians of a lookup of 512 that comes with an engine's costs, and of one that does not, in turn."""
+    cache = new_cache("costed", FEW, "prefix")
+    prompt = new_prompt()
+    cache.commit(cache.begin_store(keys_of(prompt), "writer"))
+    engine = EngineCosts(MonotonicClock())
+    for tokens in (100, 2000, 700, 5000, 300):  # so that there is something to decide by
+        engine.step_scheduled(tokens, tokens * tokens / 2, counts=True)
+        engine.step_ended()
+        engine.load_began("r", tokens)
+        engine.load_ended("r", failed=False)
+    assert engine.of(0) is not None
+    shape = ChunkShape(CHUNK_TOKENS)
+    costed, plain = [], []
+    for _ in range(10 * ROUNDS):
+        keys = keys_of(prompt)
+        costed.append(timed(lambda keys=keys: cache.lookup(keys, "request", shape=shape, costs=engine.of(0))))
+        keys = keys_of(prompt)
+        plain.append(timed(lambda keys=keys: cache.lookup(keys, "request", shape=shape)))
+    cache.close()
+    return statistics.median(costed), statistics.median(plain)
 
 
 HYBRIDS = {

@@ -2,12 +2,14 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
 from kv_sglang.pages import PageStore
@@ -17,6 +19,7 @@ from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.testing.throttled import ThrottledTier
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4
@@ -395,6 +398,44 @@ def test_a_hash_that_is_none_is_an_error(cache: Cache, make_pool: MakePool) -> N
     store = cache.attach(make_pool("mha", "page_first"))
     with pytest.raises(InputError, match="hex digits"):
         store.held(["__placeholder__"])
+
+
+def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(make_pool: MakePool) -> None:
+    made = Cache(pages=4, tiers=[{"type": "dram", "capacity_bytes": 1 << 20}])
+    try:
+        pool = make_pool("mha", "page_first")
+        fill(pool)
+        store = made.attach(pool)
+        names = hashes(2)
+        assert store.write(names, slots(0, 1)) == [True, True]
+        (opened,) = made.opened.values()
+        (lane,) = opened.lower._lanes
+        assert lane.drain(5)
+        lane.tier = ThrottledTier(lane.tier, 10_000.0)
+
+        def held(compute_s: float | None, use: Use = "auto") -> tuple[int, float]:
+            others = hashes(8)[2:]
+            assert lane.drain(5)  # a probe may be on its way
+            assert store.write(others[:4], slots(2, 3, 4, 5)) == [True] * 4  # they put the first ones out
+            assert lane.drain(5)
+            described = store.pages
+            asker = PageStore(opened, store._space, described, shard=0, wait_s=5.0, use=use, compute_s=compute_s)
+            began = time.monotonic()
+            found = asker.held(names)
+            took_s = time.monotonic() - began
+            asker.close()
+            return found, took_s
+
+        page_s = store.pages.format.nbytes / 10_000.0
+        for _ in range(3):
+            assert held(None)[0] == 2  # it is not known what computing takes: it is waited for
+        found, took_s = held(page_s / 100)
+        assert found == 0 and took_s < page_s
+        assert held(page_s * 100)[0] == 2
+        assert held(None, "never")[0] == 0
+    finally:
+        assert lane.drain(5)
+        made.close()
 
 
 def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from kv_core.cost import Choice
 from kv_core.errors import MisuseError
 
 
@@ -28,6 +29,7 @@ class LookupPlan:
     prefix_chunks: how many leading chunks the groups have that need the whole prefix. Beyond `chunks`, it is where
         other prompts part from this one while a window or a state is missing there. Without such groups: `chunks`.
     lacking: the group that ended the hit before `prefix_chunks`, and -1 where none did.
+    choice: whether loading them pays, where the lookup came with costs.
     """
 
     holder: str
@@ -36,6 +38,7 @@ class LookupPlan:
     tiers: tuple[str, ...]
     prefix_chunks: int = 0
     lacking: int = -1
+    choice: Choice | None = None
 
 
 def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:

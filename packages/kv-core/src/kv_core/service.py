@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from kv_core.cost import Costs, Measured
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
@@ -109,7 +110,13 @@ class CacheService(Protocol):
     """Everything an engine may ask of a cache. Every call returns at once."""
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
     ) -> LookupPlan:
         """Lease the longest hit among these chunks to `holder` and say how long it is (`kv_core.coverage`).
 
@@ -120,6 +127,8 @@ class CacheService(Protocol):
         wait_for_promotion: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is
             `PENDING`, with what can be promised already: ask again soon, with the same keys. The cache bounds that
             time, from the holder's first question to its end. False: what can be promised now; nothing is brought up.
+        costs: of the engine. With them only that is waited for which is estimated to be quicker than computing, and the
+            answer says whether loading pays. None: whatever is held is to be used.
         """
 
     def renew(self, holder: Holder) -> bool:
@@ -166,6 +175,9 @@ class CacheService(Protocol):
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         """Tell whoever watches the cache how many of its blocks the engine gave to which holders. Changes nothing."""
+
+    def measured(self, samples: Sequence[Measured]) -> None:
+        """Tell whoever watches the cache what became of the engine's estimates. Changes nothing."""
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does."""

@@ -243,6 +243,8 @@ def attach(
                 shard=0 if whole else rank.number,
                 wait_s=settings.cold.wait_s,
                 holds_old_pages=watch.holds_old_pages,
+                use=settings.use,
+                compute_s=settings.chunk_tokens / speed if (speed := settings.cost.prefill_tokens_per_second) else None,
             )
     except BaseException:
         made.close()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from kv_core.cost import Costs, Use
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
@@ -87,11 +88,17 @@ class PageStore:
         shard: int,
         wait_s: float,
         holds_old_pages: Callable[[], bool] = lambda: False,
+        use: Use = "auto",
+        compute_s: float | None = None,
     ) -> None:
         """space: while it is not known, nothing is found or written.
         wait_s: how long a question may wait for what slower tiers hold.
         holds_old_pages: whether what the engine has may be of other weights than the key space's: it is not written.
+        use: when what is held is used. auto: slower tiers are waited for where that is quicker than computing.
+        compute_s: what the engine takes to compute a page, if that is known; SGLang does not say.
         """
+        self._finds = use != "never"
+        self._costs = Costs(0, (compute_s, 0.0)) if use == "auto" and compute_s is not None else None
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -123,7 +130,7 @@ class PageStore:
 
         until: when `time.monotonic` says so, the answer must be there; None: the configured time from now.
         """
-        keys = self.keys(hashes)
+        keys = self.keys(hashes) if self._finds else []
         if not keys:
             return 0
         holder = self._holder("ask")
@@ -139,11 +146,11 @@ class PageStore:
 
         Never waits: what slower tiers hold is brought up meanwhile, and found by a later question.
         """
-        keys = self.keys(hashes)
+        keys = self.keys(hashes) if self._finds else []
         if not keys:
             self.forget_asker(asker)
             return 0
-        plan = self.cache.lookup(keys, asker, wait_for_promotion=True)
+        plan = self.cache.lookup(keys, asker, wait_for_promotion=True, costs=self._costs)
         if plan.chunks or plan.ended is Ended.PENDING:
             self._promise(asker, keys[: plan.chunks])
         else:
@@ -248,7 +255,7 @@ class PageStore:
     def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
         while True:
             may_wait = time.monotonic() < until
-            plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait)
+            plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait, costs=self._costs)
             if plan.ended is not Ended.PENDING or not may_wait:
                 return plan.chunks
             time.sleep(_ASK_AGAIN_S)

@@ -90,6 +90,14 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How long closing waits for what is still to be stored below."""
 
 
+class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `use: auto` goes by, beside what it measures."""
+
+    prefill_tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How many tokens of a prompt the engine computes in a second. 0: measured in vLLM; SGLang does not say, so there
+    whatever is held is used."""
+
+
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who subscribes to a cache's events. Metrics are not here: they begin with whoever asks for them."""
 

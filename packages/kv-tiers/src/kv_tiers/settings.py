@@ -21,7 +21,7 @@ from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
-from kv_tiers.config import ColdConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings, Tokens
+from kv_tiers.config import ColdConfig, CostConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings, Tokens
 from kv_tiers.options import counted, nearest
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
@@ -47,6 +47,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
     save_decode: bool = False
     """Keep chunks of generated tokens too, not only of prompts."""
+    use: Literal["auto", "always", "never"] = "auto"
+    """When what is held is used. auto: where loading it, with the wait for slower tiers, is estimated to be quicker
+    than computing it (docs/cost.md). always: whatever is held is loaded, and waited for up to `cold.wait_s`. never:
+    nothing is loaded. A request may say otherwise (docs/requests.md)."""
     min_load_tokens: Tokens = 0
     """A hit of fewer tokens is not loaded: they are computed. vLLM only, as the two below; SGLang has its own
     `prefetch_threshold`. A request may say otherwise (docs/requests.md)."""
@@ -59,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
     party's), name, write (through, back or never) and threads, and the options of the type."""
     cold: ColdConfig = ColdConfig()
+    cost: CostConfig = CostConfig()
     tenants: list[dict[str, Any]] = []
     """Who has a part of the pool alone: of each a name, one of salt_file (0600), salt and tag, and quota_bytes. The
     salt is the cache_salt that the tenant's requests carry."""

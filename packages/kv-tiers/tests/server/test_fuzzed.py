@@ -48,7 +48,7 @@ REQUESTS: list[wire.Request] = [
     wire.Registered("e"),
     wire.Ping(),
     wire.Status(),
-    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, True),
+    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, True, None),
     wire.Renew("h"),
     wire.Load(wire.pack_keys(key_chain(2)), "h"),
     wire.BeginStore(wire.pack_keys(key_chain(2)), "h"),

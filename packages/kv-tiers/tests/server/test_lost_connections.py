@@ -31,7 +31,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
     with raw_session(served) as ask:
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
-            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False))
+            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False, None))
         ask(wire.Load(keys, "l"))
         ask(wire.Load(keys, "never released"))
         assert stays.counts().read_leases == 7

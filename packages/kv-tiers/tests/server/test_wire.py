@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_core.cost import Choice, Costs, Left, Measured
 from kv_core.coverage import ChunkShape
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
@@ -27,7 +28,9 @@ REQUESTS: list[wire.Request] = [
     wire.Ping(),
     wire.Status(),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
-    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True),
+    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True, None),
+    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False)),
+    wire.EngineMeasured([Measured("load", 0.5, 0.25)]),
     wire.Renew("holder"),
     wire.Load(KEYS, "holder"),
     wire.BeginStore(KEYS, "holder"),
@@ -65,7 +68,8 @@ ANSWERS: list[wire.Answer] = [
     wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True),
     wire.Done(),
     wire.Truth(True),
-    wire.Planned(1, "INCOMPLETE", ("host",), 3, 1),
+    wire.Planned(1, "INCOMPLETE", ("host",), 3, 1, None),
+    wire.Planned(1, "ABSENT", ("host",), 1, -1, Choice(0, 0.5, None, Left(3, "disk", 4.0, 0.25))),
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
@@ -95,6 +99,7 @@ ANSWERS: list[wire.Answer] = [
                     ChunkState(1, 2, "", "evicted", "host", "store", "lru", 3.0, 9.0, ("disk",)),
                 ],
                 False,
+                Choice(2, 0.25, 0.5),
             )
         ],
     ),
@@ -230,7 +235,7 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
 
 @pytest.mark.parametrize("coverage", ["", "window", "window:0", "window:-1", "window:1e3", "ALL", "state:1", "all:1"])
 def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> None:
-    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False)))
+    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False, None)))
     assert isinstance(said, wire.Lookup)
     with pytest.raises(InputError, match="there is no coverage"):
         said.shape()
@@ -239,11 +244,11 @@ def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> No
 @pytest.mark.parametrize(
     "lookup",
     [
-        wire.Lookup(KEYS, "h", 0, ("all",), 1, False),
-        wire.Lookup(KEYS, "h", 16, (), 1, False),
-        wire.Lookup(KEYS, "h", 16, ("all",), 0, False),
-        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False),
-        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False),
+        wire.Lookup(KEYS, "h", 0, ("all",), 1, False, None),
+        wire.Lookup(KEYS, "h", 16, (), 1, False, None),
+        wire.Lookup(KEYS, "h", 16, ("all",), 0, False, None),
+        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False, None),
+        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False, None),
         wire.Register("e", (), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (4096, 0), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (1,) * 1025, "f", 1, {}, b"", [], wire.Keys(), False),
@@ -265,7 +270,7 @@ def test_the_examples_on_the_formats_page_are_true() -> None:
     assert (len(said.keys.unpack()), said.holder, said.wait_for_promotion) == (1, "request-1", False)
     assert said.shape() == ChunkShape(256)
     assert wire.frame(said) == lookup
-    assert planned == wire.frame(wire.Planned(0, "ABSENT", (), 0, -1))
+    assert planned == wire.frame(wire.Planned(0, "ABSENT", (), 0, -1, None))
     for message in [*REQUESTS, *ANSWERS]:
         assert f"`{type(message).__struct_config__.tag}`" in page
 

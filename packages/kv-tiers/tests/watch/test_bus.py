@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import pytest
 from kv_core.clock import HandClock
+from kv_core.cost import Costs, Measured
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain, keys_of
@@ -428,6 +429,16 @@ def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> 
     tower.run()
     tower.ask(keys)
     tower.read(keys)
+    tower.cache.end("r")
+    tower.crowd_out()
+    tower.tiers[0].fault = "delay"
+    for _ in range(4):  # until it is known how long they take
+        tower.fetch(keys)
+        tower.cache.end("r")
+        tower.crowd_out()
+    tower.fetch(keys)
+    tower.cache.lookup(keys, "r", costs=Costs(0, (1e-3, 0.0), (9.0, 0.0)))
+    tower.cache.measured([Measured("compute", 1.0, 1.1)])
     tower.cache.end("r")
     tower.crowd_out()
     tower.tiers[0].fault = "flip"

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
+from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
@@ -325,6 +326,51 @@ def test_the_space_may_be_named_and_is_then_found_without_the_history(asked: Ask
     named = ["--model", "model", "--revision", "r", "--dtype", "float16", "--format-fingerprint", "f"]
     status, out = asked.run(tokens, *named)
     assert status == 0 and "chunks 0–1: in host" in out
+
+
+def test_whether_loading_pays_is_told_with_both_estimates(asked: Asked) -> None:
+    tokens = list(range(12))
+    keys = keys_of(tokens)
+    asked.store(keys)
+    asked.until(tokens, lambda out: "in host" in out)
+
+    def says(costs: Costs) -> str:
+        asked.remote.lookup(keys, "r", shape=ChunkShape(CHUNK_TOKENS), costs=costs)
+        return asked.run(tokens)[1].splitlines()[-1]
+
+    assert says(Costs(0, (0.01, 0.0), (0.002, 0.001))) == (
+        "if it were asked now: 3 chunks loaded, estimated at 14 ms: computing them takes 120 ms"
+    )
+    assert says(Costs(0, (0.01, 0.0), (2.0, 0.0))) == (
+        "if it were asked now: computed, estimated at 120 ms: loading takes 2.00 s"
+    )
+    assert "takes a time not known yet" in says(Costs(0, None, (2.0, 0.0)))
+
+
+def test_what_a_tier_has_that_does_not_pay_is_told_with_its_name() -> None:
+    tower = Tower("through")
+    keys = key_chain(4)
+    tower.store_below(keys)
+    tower.tiers[0].fault = "delay"
+    for _ in range(4):
+        tower.fetch(keys)
+        tower.cache.end("r")
+        tower.crowd_out()
+    tower.fetch(keys[:1])  # one of them is in the pool
+    tower.cache.end("r")
+    shape, costs = ChunkShape(CHUNK_TOKENS), Costs(0, (1e-4, 0.0), (0.0, 0.0))
+    tower.cache.lookup(keys, "r", shape=shape, costs=costs)
+    choice = explain(tower.cache, None, [keys], 0.0).choice
+    assert choice is not None and choice.chunks == 1 and choice.compute_s == pytest.approx(4e-4)
+    assert choice.left is not None and (choice.left.chunks, choice.left.tier) == (3, "tier0")
+    assert choice.left.load_s > choice.left.compute_s == pytest.approx(12e-4)
+    dear = Costs(0, (1.0, 0.0), (0.0, 0.0))
+    tower.cache.lookup(keys, "r", shape=shape, costs=dear)
+    choice = explain(tower.cache, None, [keys], 0.0).choice
+    assert choice is not None and choice.chunks == 4 and choice.left is None
+    assert choice.load_s is not None and choice.load_s > 0.01  # that of the tier is in it
+    tower.tiers[0].fault = ""
+    tower.close()
 
 
 def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from kv_core import KeySpace, tenant_tag
+from kv_core.cost import Costs, Measured
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
@@ -108,7 +109,35 @@ def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> N
                 assert not sample.name.endswith("_total")
             assert set(sample.labels) <= {
                 "cache", "tier", "direction", "cause", "state", "kind", "ended", "le", "version", "python", "tenant",
+                "of",
             }  # fmt: skip
+
+
+def test_what_was_estimated_is_compared_with_what_it_took_and_what_was_declined_is_counted(scraped: Scraped) -> None:
+    tower = scraped.tower
+    keys = key_chain(4)
+    tower.store_below(keys)
+    tower.tiers[0].fault = "delay"
+    for _ in range(6):
+        tower.fetch(keys)
+        tower.cache.end("r")
+        tower.crowd_out()
+    known = scraped.value("kv_estimate_ratio_count", of="tier0")
+    assert known >= 2
+    assert scraped.value("kv_estimate_ratio_sum", of="tier0") / known == pytest.approx(1.0, rel=0.6)
+    assert scraped.value("kv_tier_load_bytes_per_second", tier="tier0") > 0
+    tower.cache.measured([Measured("load", 1.0, 2.0), Measured("compute", 0.5, 0.4)])
+    assert scraped.value("kv_estimate_ratio_sum", of="host") == 2.0
+    assert scraped.value("kv_estimate_ratio_bucket", of="compute", le="0.8") == 1.0
+    shape = ChunkShape(256)
+    dear = Costs(0, (1e-9, 0.0), (9.0, 0.0))
+    tower.cache.lookup(keys, "r", shape=shape, wait_for_promotion=True, costs=dear)  # quicker than the tier
+    tower.fetch(keys, "s")
+    plan = tower.cache.lookup(keys, "s", shape=shape, costs=dear)  # and than the pool
+    assert plan.chunks == 4 and plan.choice is not None and plan.choice.chunks == 0
+    assert scraped.value("kv_chunks_declined_total", tier="tier0") == 4
+    assert scraped.value("kv_chunks_declined_total", tier="host") == 4
+    tower.tiers[0].fault = ""
 
 
 def test_hits_are_counted_by_where_they_came_from_and_questions_asked_again_are_not(scraped: Scraped) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kv_core.connect.costs import MIN_PREFILL_TOKENS
 from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
@@ -169,6 +170,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(_last_figures)
     def get_kv_connector_stats(self) -> Stats | None:
+        if self._scheduler is not None and self._scheduler.costs is not None:
+            self._scheduler.costs.step_ended()  # vLLM's scheduler asks once for each step's output, in their order
         return None if self._figures is None else self._figures.take()
 
     @classmethod
@@ -337,18 +340,24 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         block_state = scheduler_output.kv_connector_block_state
         handed_over = {} if block_state is None else block_state.boundary_state_offloads
         scheduled = []
+        pairs, most = 0.0, 0
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
             if known is None:
                 continue
             request, tokens = known
             computed_tokens = request.num_computed_tokens + new_tokens
+            pairs += new_tokens * (computed_tokens - new_tokens / 2)
+            most = max(most, new_tokens)
             states = tuple(EngineState(*state) for state in handed_over.get(request_id, ()))
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
             if states or self._scheduler.completes_chunk(tokens, computed_tokens):
                 tables = block_state.get_block_ids(request_id)
                 scheduled.append(Scheduled(tokens, computed_tokens, tables, states))
         plan = self._scheduler.build_step(scheduled)
+        if (costs := self._scheduler.costs) is not None:
+            tokens = scheduler_output.total_num_scheduled_tokens
+            costs.step_scheduled(tokens, pairs, counts=most >= MIN_PREFILL_TOKENS and not plan.loads)
         if self._events is not None:
             self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
         return plan

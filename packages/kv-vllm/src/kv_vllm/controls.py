@@ -8,7 +8,7 @@ share, so it is served without the cache.
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from kv_core.connect.controls import Controls
@@ -34,6 +34,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     load: bool = True
     """False: nothing is loaded for it."""
+    use: Literal["auto", "always", "never"] | None = None
+    """When what is held is used: where it pays, always, or never, as `load: false`."""
     promote: bool = True
     """False: it loads only what is in the pool, and never waits for the tiers below."""
     store: bool = True
@@ -73,15 +75,17 @@ def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
     asked, wrong = _read(params) if params is not None else (_NOTHING, [])
     if wrong:
         _log.warning("request %s: kv_transfer_params: %s", request_id, "; ".join(wrong))
+    use = asked.use or settings.use
     limit = settings.max_store_tokens if asked.max_store_tokens is None else asked.max_store_tokens
     controls = Controls(
-        loads=asked.load,
+        loads=asked.load and use != "never",
         promotes=asked.promote,
         stores=asked.store,
         min_load_tokens=settings.min_load_tokens if asked.min_load_tokens is None else asked.min_load_tokens,
         min_store_tokens=settings.min_store_tokens if asked.min_store_tokens is None else asked.min_store_tokens,
         max_store_tokens=limit or None,
         tags=asked.tags,
+        use=use,
     )
     return Chosen(controls, settings.save_decode if asked.save_decode is None else asked.save_decode)
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kv_core.cost import Use
+
 
 @dataclass(frozen=True, slots=True)
 class Controls:
@@ -16,6 +18,7 @@ class Controls:
     min_store_tokens: a request of fewer tokens that could be kept is not kept at all.
     max_store_tokens: its tokens beyond these are not kept; None: all may be. A hit is a prefix, so an end is the only
         part that can be left out without making what follows it useless.
+    use: when what is held is used; None: as the engine's settings say.
     tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same ones share chunks.
     """
 
@@ -25,6 +28,7 @@ class Controls:
     min_load_tokens: int = 0
     min_store_tokens: int = 0
     max_store_tokens: int | None = None
+    use: Use | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
 
     def kept(self, tokens: int) -> int:

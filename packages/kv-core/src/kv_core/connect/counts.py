@@ -10,6 +10,7 @@ class SchedulerCounts:
     requests: that were heard of.
     lookups: that were answered, counted once a request, and again after a preemption, however often the engine asked.
     tokens_asked, tokens_hit: in those.
+    tokens_declined: of those hit, that were computed all the same as that was estimated to be quicker.
     loads: for which blocks were given.
     tokens_to_load: of those, counted once a load, however often the engine asked.
     tokens_by_tier: the same by the slowest tier that they came from.
@@ -25,6 +26,7 @@ class SchedulerCounts:
     lookups: int = 0
     tokens_asked: int = 0
     tokens_hit: int = 0
+    tokens_declined: int = 0
     loads: int = 0
     tokens_to_load: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)

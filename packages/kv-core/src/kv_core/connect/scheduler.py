@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_core.connect.costs import EngineCosts
 from kv_core.connect.counts import SchedulerCounts
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
@@ -83,6 +84,7 @@ class _Tracked:
     phase: where it stands.
     chunk_keys: of its chunks, chunk-major.
     promised_chunks: how many are leased for it.
+    pays: loading them is worth its while.
     tiers: of each of those, where it came from.
     junction: the boundary, in tokens, where other prompts part from it while a window or a state is missing there.
     offered_from: how many tokens the engine had itself when it was offered more.
@@ -99,6 +101,7 @@ class _Tracked:
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
+    pays: bool = True
     tiers: tuple[str, ...] = ()
     junction: int = 0
     offered_from: int = 0
@@ -113,8 +116,11 @@ class _Tracked:
 class SchedulerHalf:
     """One engine's. Not thread-safe: it belongs to the scheduler's thread."""
 
-    def __init__(self, service: CacheService, shape: ConnectShape, *, name: str) -> None:
-        """name: tells this engine's holders apart from other engines' on the same cache."""
+    def __init__(
+        self, service: CacheService, shape: ConnectShape, *, name: str, costs: EngineCosts | None = None
+    ) -> None:
+        """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
+        takes; without them whatever is held is loaded."""
         self._service = service
         self._shape = shape
         self._space = shape.space
@@ -127,6 +133,7 @@ class SchedulerHalf:
         self._pending = 0
         self._admission = StateAdmission()
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
+        self.costs = costs
         self.counts = SchedulerCounts()
 
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
@@ -134,7 +141,7 @@ class SchedulerHalf:
 
         None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
         within a bounded time, and once for a request, unless it is preempted. A request that may not load, or not so
-        little, is not looked up.
+        little, is not looked up. What computing is estimated to be quicker than (`kv_core.cost`) is not offered.
 
         At least one token is always left to compute: the engine needs a logit. Cheap to ask again: while the promise
         stands, nothing is hashed or looked up.
@@ -160,15 +167,18 @@ class SchedulerHalf:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
-                plan = self._look_up(request, tracked, usable)
+                plan = self._look_up(request, tracked, usable, computed_tokens)
                 tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:
                     self._move(request.request_id, tracked, Event.PEND)
                     return None
                 tracked.may_wait = False
+                tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
                 self._count_lookup(tracked, usable)
-            offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens
+                if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
+                    self.costs.chose(to_load=tracked.pays)
+            offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens if tracked.pays else 0
         if offered < worthwhile:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
@@ -263,6 +273,11 @@ class SchedulerHalf:
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
         plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
+        if self.costs is not None:
+            for load in self._loads:
+                self.costs.load_began(load.request_id, load.last_token - load.first_token)
+            if measured := self.costs.take_measured():
+                self._service.measured(measured)
         self._loads, self._refused = [], []
         if self._blocks:
             given, self._blocks = self._blocks, {}
@@ -280,6 +295,8 @@ class SchedulerHalf:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.stored_chunks = 0  # what could not be loaded will be computed, and is worth storing again
         for request_id in finished:
+            if self.costs is not None:
+                self.costs.load_ended(request_id, failed=request_id in failed)
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.phase in (Phase.LOADING, Phase.DRAINING):
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
@@ -384,16 +401,21 @@ class SchedulerHalf:
     def _rename(self, tracked: _Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
-    def _look_up(self, request: RequestTokens, tracked: _Tracked, usable: int) -> LookupPlan:
+    def _look_up(self, request: RequestTokens, tracked: _Tracked, usable: int, computed_tokens: int) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
         keys, shape = tracked.chunk_keys, self._shape.chunk
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
+        costs = None
+        if self.costs is not None:
+            stores = self._shape.stores and request.controls.stores
+            costs = self.costs.of(computed_tokens, request.controls.use, stores=stores)
         return self._service.lookup(
             keys,
             self._holder(request.request_id),
             shape=shape,
             wait_for_promotion=tracked.may_wait and request.controls.promotes,
+            costs=costs,
         )
 
     def _count_lookup(self, tracked: _Tracked, usable: int) -> None:
@@ -401,7 +423,9 @@ class SchedulerHalf:
             tracked.is_counted = True
             self.counts.lookups += 1
             self.counts.tokens_asked += usable
-            self.counts.tokens_hit += min(tracked.promised_chunks * self._shape.chunk_tokens, usable)
+            hit = min(tracked.promised_chunks * self._shape.chunk_tokens, usable)
+            self.counts.tokens_hit += hit
+            self.counts.tokens_declined += 0 if tracked.pays else hit
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         if not self._shape.stores:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
+from kv_core.cost import Costs, Measured, choose
 from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
 from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
@@ -33,6 +34,7 @@ class DictService:
     open_leases: those that are neither committed nor released.
     ended: the holders that ended, in order.
     allocations: what `allocated` was called with, in order.
+    samples: what `measured` was, one after another.
     """
 
     fail_loads: int = 0
@@ -44,10 +46,17 @@ class DictService:
     open_leases: dict[LeaseId, ReadLease | WriteLease] = field(default_factory=dict)
     ended: list[Holder] = field(default_factory=list)
     allocations: list[dict[Holder, int]] = field(default_factory=list)
+    samples: list[Measured] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
     ) -> LookupPlan:
         held = [key in self.held for key in keys]
         chunks, asked = longest_hit(held, shape), len(keys) // shape.keys_per_chunk
@@ -61,7 +70,8 @@ class DictService:
         if wait_for_promotion and self.pending and ended is not Ended.ALL_HELD:
             self.pending -= 1
             ended = Ended.PENDING
-        return LookupPlan(holder, chunks, ended, ("dict",) * chunks, prefix)
+        choice = None if costs is None else choose(costs, shape.chunk_tokens, chunks)
+        return LookupPlan(holder, chunks, ended, ("dict",) * chunks, prefix, choice=choice)
 
     def renew(self, holder: Holder) -> bool:
         return holder in self.promised
@@ -108,6 +118,9 @@ class DictService:
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         self.allocations.append(dict(blocks))
+
+    def measured(self, samples: Sequence[Measured]) -> None:
+        self.samples += samples
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

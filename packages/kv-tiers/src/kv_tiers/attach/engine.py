@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from kv_core.connect.costs import EngineCosts
 from kv_core.connect.device import DeviceCopier
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
@@ -27,6 +28,7 @@ from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
 from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.pool.machine import spelled
@@ -136,6 +138,7 @@ class Engine(OffSwitch):
         self.weights: EngineWeights | None = None
         self._bus: EventBus | None = None
         self._shape: ConnectShape | None = None
+        self._costs: EngineCosts | None = None
         self.facts: EngineFacts | None = None
         self._fingerprint = ""
         self._described = ""
@@ -264,7 +267,7 @@ class Engine(OffSwitch):
             chain=self._shape.scheme.name,
         )
         self.weights = watch(space)
-        self.scheduler = SchedulerHalf(self.cache, self._shape, name=self.id)
+        self.scheduler = SchedulerHalf(self.cache, self._shape, name=self.id, costs=self._costs)
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)
         return self.scheduler
@@ -306,6 +309,9 @@ class Engine(OffSwitch):
     def _describe(self, settings: Settings, facts: EngineFacts, chunks: Format, *, loads: bool, stores: bool) -> None:
         assert self.cache is not None
         self.facts, self._fingerprint = facts, chunks.fingerprint
+        self._costs = EngineCosts(
+            MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
+        )
         self._shape = ConnectShape(
             # The workers may have resolved a length that nobody set (`chunk_size.fitted`).
             scheme=msgspec.structs.replace(settings, chunk_tokens=facts.chunk_tokens).scheme(),

@@ -12,8 +12,10 @@ and what is committed here goes down by itself (`kv_tiers.cache.spill`). Who hol
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.cost import Costs, Left, Measured, choose
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
@@ -38,6 +40,9 @@ from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
+
+_MAX_KEY_SPACES: Final = 64
+"""Of which is known what an engine said of itself."""
 
 
 class LocalCache:
@@ -72,6 +77,7 @@ class LocalCache:
         default = partial(make_policy, DEFAULT_POLICY)
         own = default if share_policy is None else share_policy
         self._bounded = BoundedGroups()
+        self._costs: dict[bytes, tuple[Costs, ChunkShape]] = {}
         shares = Shares(
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
@@ -93,7 +99,13 @@ class LocalCache:
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
     ) -> LookupPlan:
         keys = list(keys)
         asked, rest = divmod(len(keys), shape.keys_per_chunk)
@@ -108,27 +120,38 @@ class LocalCache:
                 self._bounded.note(keys, shape)
                 hit = find_hit(self._index, keys, shape)
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
-                    plan = self._promise(hit, shape, holder, now_s)
+                    plan = self._promise(hit, shape, holder, now_s, costs)
                     may_wait = wait_for_promotion and hit.chunks < asked and bool(self.lower)
                     self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
                         self._count_lookup(asked, plan.chunks)
                     break
             self._host.verify(doubtful)
+        left: Left | None = None
         if may_wait:
             # What is promised already stays put meanwhile, so what comes up joins it.
-            if self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s):
-                plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
-            else:
-                with self._lock:
+            is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs)
+            with self._lock:
+                left = self._promotions.left(holder)
+                if is_pending:
+                    plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
+                else:
                     self._count_lookup(asked, plan.chunks)
+        if plan.choice is not None and left is not None:
+            plan = replace(plan, choice=replace(plan.choice, left=left))
         if self.events.on_requests:
-            self.events.publish(events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name))
+            self.events.publish(
+                events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name, plan.choice)
+            )
         return plan
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
         """What a hit needs in this key space, as lookups have said. None: nobody asked, or the whole prefix."""
         return self._bounded.shape_of(space_id)
+
+    def costs_of(self, space_id: bytes) -> tuple[Costs, ChunkShape] | None:
+        """What an engine that asked for chunks of this key space said last, of itself and of them. None: nobody did."""
+        return self._costs.get(space_id)
 
     def renew(self, holder: Holder) -> bool:
         now_s = self._clock.now_s()
@@ -256,6 +279,10 @@ class LocalCache:
             for holder, count in blocks.items():
                 self.events.publish(events.BlocksAllocated(holder, count))
 
+    def measured(self, samples: Sequence[Measured]) -> None:
+        if self.events.on:
+            self.events.publish(events.EngineMeasured(samples))
+
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. What is being written now will not be found either."""
         with self._lock:
@@ -316,8 +343,15 @@ class LocalCache:
         self._totals.chunks_asked += chunks_asked
         self._totals.chunks_hit += chunks_hit
 
-    def _promise(self, hit: Hit, shape: ChunkShape, holder: Holder, now_s: float) -> LookupPlan:
+    def _promise(self, hit: Hit, shape: ChunkShape, holder: Holder, now_s: float, costs: Costs | None) -> LookupPlan:
         slots = hit.slots
+        choice = None
+        if costs is not None:
+            choice = choose(costs, shape.chunk_tokens, hit.chunks)
+            if hit.keys:
+                self._costs[hit.keys[0].space_id] = costs, shape
+                if len(self._costs) > _MAX_KEY_SPACES:
+                    del self._costs[next(iter(self._costs))]
         if slots:
             # The new lease before the old one ends, so that what is in both is never without.
             self._index.lease(slots)
@@ -326,7 +360,7 @@ class LocalCache:
         if before is not None:
             self._host.unlease(before.slots)
         tiers = slowest_tiers(hit, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
-        return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking)
+        return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking, choice)
 
     def _open_read(
         self, keys: list[ChunkKey], slots: list[int], holder: Holder, now_s: float

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_core.clock import Clock
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
+from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.health import Health
@@ -28,6 +31,7 @@ class TierState:
     usage: what the tier says of itself.
     lane: what its lane counted.
     spill: what was counted of the way down to it.
+    load_cost: seconds a load, and seconds a byte, as measured; None: not known yet.
     """
 
     name: str
@@ -36,6 +40,7 @@ class TierState:
     usage: TierUsage
     lane: LaneCounts
     spill: SpillCounts
+    load_cost: tuple[float, float] | None = None
 
 
 class LowerTiers:
@@ -54,6 +59,7 @@ class LowerTiers:
         """lanes: hottest first, each with how chunks get there. keep_s: as of `Promotions`."""
         self._host = host
         self._lanes = [lane for lane, _ in lanes]
+        self._wait_s = config.wait_s
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
@@ -93,6 +99,17 @@ class LowerTiers:
         """The tiers of which `holding` says nothing."""
         return [lane.name for lane in self._lanes if not lane.holds_is_local]
 
+    def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:
+        """What a lookup that finds `have` chunks in the pool and these below would wait for now.
+
+        parts: of each the tier's name, the first chunk, the one after the last, and how many bytes.
+        """
+        places = {lane.name: place for place, lane in enumerate(self._lanes)}
+        known = [Part(places[name], first, end, nbytes) for name, first, end, nbytes in parts if name in places]
+        best = max((part.end for part in known), default=have)
+        wait_s = self._wait_s
+        return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
+
     def files(self) -> dict[str, SupportsFileExtents]:
         """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
 
@@ -111,7 +128,7 @@ class LowerTiers:
         states = []
         for lane, spill in zip(self._lanes, spills, strict=True):
             health, why = lane.health()
-            states.append(TierState(lane.name, health, why, lane.usage(), lane.counts(), spill))
+            states.append(TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost()))
         return states
 
     def drain(self, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ question, but its answer is not waited for until it has something again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from threading import Lock
 from typing import Final
 
@@ -51,11 +52,13 @@ class Asked:
     began_s: since when it waits.
     answers: of each remote tier, by its place, whether it holds a key; None while it has not answered.
     lost: (tier, key) for what a tier said it has and did not bring.
+    worth_s: how long an answer is waited for at most, as computing is quicker then.
     """
 
     began_s: float
     answers: dict[int, dict[ChunkKey, bool | None]] = field(default_factory=dict)
     lost: set[tuple[int, ChunkKey]] = field(default_factory=set)
+    worth_s: float = inf
 
     def unanswered(self) -> set[int]:
         """The tiers that owe an answer."""
@@ -104,10 +107,11 @@ class Presence:
             answers.update(dict.fromkeys(new, None))
             self._ask(tier, new, answers)
         if any(answers[key] is None for key in keys):
-            if now_s >= asked.began_s + self.patience_s[tier]:  # it answers too late, if it does
+            lately = self._lately[tier]
+            if now_s >= asked.began_s + min(self.patience_s[tier], asked.worth_s):  # it answers too late, if it does
                 answers.update((key, False) for key in keys if answers[key] is None)
                 self.disappointed(tier)
-            elif self._lately[tier].is_worth_waiting_for():
+            elif lately.is_worth_waiting_for() and lately.seconds < asked.worth_s:
                 return None
         return [bool(answers[key]) for key in keys]
 

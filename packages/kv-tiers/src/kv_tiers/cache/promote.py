@@ -6,6 +6,11 @@ else: of a window the last chunks, of states the one at the boundary. It is load
 one lock for as much of it as there is room, so two prefetches never wait for each other, and the lookup's answer is
 "pending" for at most `wait_s`: then the engine gets what has arrived. What arrives later is there for the next request.
 
+Waiting has to pay: with an engine's costs (`kv_core.cost`), only a boundary is waited for that comes up sooner than it
+is computed, by what its tier's lane has measured, and no longer than computing takes. What does not pay is not brought
+up either, as the engine stores what it computes; but for a few chunks now and then, for nobody, that tell whether the
+tier is still as slow. Of an engine that stores nothing it is brought up for the next request, if the tier is idle.
+
 A chunk that does not come is asked of the tiers below that one, and ends the boundaries that need it where they have it
 not: then the next shorter one that can be served is waited for, as long as there is time. What a chunk of the whole
 prefix that does not come has made worthless is given up.
@@ -16,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_core.clock import Clock
+from kv_core.cost import Costs, Left
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
@@ -32,7 +38,10 @@ from kv_tiers.cache.hits import (
 )
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Asked, Presence
+from kv_tiers.cache.probes import Probes
+from kv_tiers.cache.promotion import Job, Promotion
 from kv_tiers.cache.spill import Spills
+from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
@@ -66,6 +75,8 @@ class _Wait:
     slots: of chunks that came up for it, leased until it is promised them or its wait is over.
     needed: what the boundary needs that it waits for now.
     tiers: the places of those that bring something up for it.
+    left: what it does not wait for.
+    hoped: what it waits for, to be `left` when the time is over.
     """
 
     asked: Asked
@@ -74,42 +85,8 @@ class _Wait:
     slots: list[int] = field(default_factory=list)
     needed: set[ChunkKey] = field(default_factory=set)
     tiers: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Promotion:
-    """What one boundary needs, on its way up.
-
-    holder: for whom.
-    broken_at: the first chunk that a group of the whole prefix did not get: from there on all is worthless.
-    """
-
-    holder: Holder
-    broken_at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What one call of a tier brings up: neighbours of one group and shard.
-
-    tier: its place among the lanes.
-    start: the first key's chunk.
-    is_whole: of a group that needs the whole prefix.
-    chain: all keys of this group and shard up to the last of these.
-    touched_from: the first chunk of the chain that the boundary needs.
-    keys: what is brought.
-    slots: where they are going to be.
-    began_s: when it was submitted.
-    """
-
-    tier: int
-    start: int
-    is_whole: bool
-    chain: list[ChunkKey]
-    touched_from: int
-    keys: list[ChunkKey]
-    slots: list[int]
-    began_s: float
+    left: Left | None = None
+    hoped: Left | None = None
 
 
 @dataclass(slots=True)
@@ -160,12 +137,22 @@ class Promotions:
         self._batch_chunks = batch_chunks
         self._clock = clock
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
-        self._arriving: set[ChunkKey] = set()
+        self._arriving: dict[ChunkKey, int] = {}  # and the tier that brings it
+        self._probes = [Probes() for _ in self._lanes]
         self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
         self.counts = PromoteCounts()
 
-    def is_pending(self, keys: Sequence[ChunkKey], shape: ChunkShape, have: int, holder: Holder, now_s: float) -> bool:
-        """Whether waiting will make the hit longer than `have` chunks. Starts what is to be waited for.
+    def is_pending(
+        self,
+        keys: Sequence[ChunkKey],
+        shape: ChunkShape,
+        have: int,
+        holder: Holder,
+        now_s: float,
+        *,
+        costs: Costs | None = None,
+    ) -> bool:
+        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts what is to be waited for.
 
         keys: whole chunks, chunk-major. Without the lock. Asking again is how a holder learns that its wait is over.
         """
@@ -173,6 +160,7 @@ class Promotions:
             wait = self._wait_of(holder, now_s)
             if not wait.over and now_s >= wait.until_s:
                 self.counts.waits_over += 1
+                wait.left = wait.left or wait.hoped
                 for tier in wait.tiers | wait.asked.unanswered():
                     self._presence.disappointed(tier)
                 self._end_wait(wait)
@@ -181,6 +169,10 @@ class Promotions:
             if not wait.needed.isdisjoint(self._arriving):
                 return True
             view = self._look(keys)
+        asked = len(keys) // shape.keys_per_chunk
+        if costs is not None and costs.compute is not None:
+            tokens = shape.chunk_tokens
+            wait.asked.worth_s = costs.compute_s(have * tokens, asked * tokens) or 0.0
         best = self._best_boundary(view, shape, wait, now_s)
         if best <= have:
             if view.is_whole:
@@ -191,14 +183,32 @@ class Promotions:
         if not view.is_whole:
             # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
             jobs = [job for job in jobs if job.is_whole]
+        limit_s = self._wait_s
+        if costs is not None and costs.compute is not None:
+            worth = self._worth(view, shape, jobs, costs, have=have, best=best)
+            wait.left, wait.hoped = worth.left, worth.hoped
+            if worth.chunks <= have:
+                if not view.is_whole:
+                    return True
+                with self._host.lock:
+                    self._end_wait(wait)
+                self._leave(holder, asked, jobs, costs, now_s)
+                return False
+            best, limit_s = worth.chunks, worth.limit_s
+            jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
         if not jobs:
             return True  # all is here since the lookup, or on its way for somebody else
         wait.tiers.update(job.tier for job in jobs)
         patience_s = max(self._presence.patience_s[tier] for tier in wait.tiers)
-        wait.until_s = wait.asked.began_s + min(self._wait_s, patience_s)
-        return self._start(_Promotion(holder, len(keys) // shape.keys_per_chunk), jobs)
+        wait.until_s = wait.asked.began_s + min(self._wait_s, patience_s, limit_s)
+        return self._start(Promotion(holder, asked), jobs)
+
+    def left(self, holder: Holder) -> Left | None:
+        """What the holder does not wait for, though slower tiers have it. Under the lock."""
+        wait = self._waits.get(holder)
+        return None if wait is None else wait.left
 
     def promised(self, holder: Holder, slots: Sequence[int], *, may_wait: bool) -> None:
         """The holder has a lease on these now. Under the lock.
@@ -298,15 +308,15 @@ class Promotions:
             view.below.update(found)
             view.is_whole = view.is_whole and is_whole
 
-    def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[_Job]:
+    def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[Job]:
         """What a boundary of so many chunks needs from below: groups of the whole prefix first, in the prompt's order,
         so that what arrives until the time is over is of use."""
         began_s = self._clock.now_s()
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for group, needed in enumerate(shape.needed(chunks)):
             for column in columns_of(group, shape):
                 keys = list(view.keys[column : chunks * shape.keys_per_chunk : shape.keys_per_chunk])
-                job: _Job | None = None
+                job: Job | None = None
                 for chunk in needed:
                     tier = None if view.here[chunk * shape.keys_per_chunk + column] else view.below.get(keys[chunk])
                     if tier is None:
@@ -314,10 +324,43 @@ class Promotions:
                         continue
                     if job is None or job.tier != tier or len(job.keys) == self._batch_chunks:
                         is_whole = shape.groups[group].kind == "all"
-                        job = _Job(tier, chunk, is_whole, keys, needed.start, [], [], began_s)
+                        job = Job(tier, chunk, is_whole, keys, needed.start, [], [], began_s)
                         jobs.append(job)
                     job.keys.append(keys[chunk])
         return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
+
+    def _worth(
+        self, view: _View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int
+    ) -> Worth:
+        """jobs: for `best`."""
+        with self._host.lock:
+            tiers = {self._arriving.get(key, -1) for key in self._arriving_of(view, shape, best)} - {-1}
+        total = self._host.pool.sizes.total
+        return worth_waiting(
+            self._lanes,
+            [Part(job.tier, job.start, job.end, total(job.keys)) for job in jobs],
+            {tier: self._lanes[tier].load_s(0) or 0.0 for tier in tiers},
+            shape=shape,
+            have=have,
+            best=best,
+            costs=costs,
+            max_wait_s=self._wait_s,
+        )
+
+    def _leave(self, holder: Holder, chunks: int, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
+        """Nobody waits for these. See above."""
+        wanted = []
+        for job in jobs:
+            lane = self._lanes[job.tier]
+            if not costs.stores:
+                wanted += [job] if lane.is_idle() else []
+            elif lane.is_idle() and self._probes[job.tier].is_due(now_s):
+                del job.keys[probe_chunks(lane, self._host.pool.sizes.of(job.keys[0])) :]
+                job.is_probe = True
+                wanted.append(job)
+                break
+        if wanted:
+            self._start(Promotion(holder, chunks), wanted)
 
     def _arriving_of(self, view: _View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
         """What a boundary needs that is on its way for somebody else."""
@@ -326,9 +369,9 @@ class Promotions:
         keys = (view.keys[place] for place in shape.needed_places(chunks))
         return [key for key in keys if key in self._arriving]
 
-    def _start(self, promotion: _Promotion, wanted: Sequence[_Job]) -> bool:
+    def _start(self, promotion: Promotion, wanted: Sequence[Job]) -> bool:
         """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         with self._host.lock:
             skipped: set[int] = set()
             room = self._max_slots - len(self._arriving)
@@ -347,7 +390,7 @@ class Promotions:
                     room -= 1
                 if job.keys:
                     jobs.append(job)
-                    self._arriving.update(job.keys)
+                    self._arriving.update(dict.fromkeys(job.keys, job.tier))
             self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
@@ -361,18 +404,21 @@ class Promotions:
             submitted = submitted or not refused
         return submitted
 
-    def _submit(self, promotion: _Promotion, job: _Job) -> bool:
+    def _submit(self, promotion: Promotion, job: Job) -> bool:
         pool = self._host.pool
         reads = [
             Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), pool.chunk_bytes, pool.sizes.of(key))
             for key, slot in zip(job.keys, job.slots, strict=True)
         ]
-        return self._lanes[job.tier].load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
+        lane = self._lanes[job.tier]
+        job.estimated_s = lane.load_s(pool.sizes.total(job.keys))
+        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
 
-    def _arrived(self, promotion: _Promotion, job: _Job, arrivals: Sequence[Arrival]) -> None:
+    def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: none if the job was refused."""
         with self._host.lock:
-            self._arriving.difference_update(job.keys)
+            for key in job.keys:
+                self._arriving.pop(key, None)
             wait = self._waits.get(promotion.holder)
             came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
             if wait is not None:
@@ -383,11 +429,14 @@ class Promotions:
                 promotion.broken_at = min(promotion.broken_at, job.start + came.index(False))
             came = [is_here and job.start + at < promotion.broken_at for at, is_here in enumerate(came)]
             self._commit(promotion, job, arrivals, came, wait)
+            if job.is_probe:
+                took_s, now_s = self._clock.now_s() - job.began_s, self._clock.now_s()
+                self._probes[job.tier].ended(now_s, was_right=not job.estimated_s or took_s > 0.67 * job.estimated_s)
 
     def _commit(
         self,
-        promotion: _Promotion,
-        job: _Job,
+        promotion: Promotion,
+        job: Job,
         arrivals: Sequence[Arrival],
         came: Sequence[bool],
         wait: _Wait | None,
@@ -421,5 +470,6 @@ class Promotions:
                     len(given_up),
                     self._host.pool.sizes.total(keys),
                     self._clock.now_s() - job.began_s,
+                    job.estimated_s,
                 )
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from kv_core.cost import Choice, Measured
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
@@ -29,6 +30,7 @@ class LookedUp(msgspec.Struct, frozen=True):
     chunks_hit: how many leading chunks are a hit.
     tiers: the tier that each of those came from, as in `LookupPlan`.
     ended: the name of an `Ended`; after `PENDING` the same holder asks again.
+    choice: whether loading pays, with both estimates; None: the lookup came without costs.
     """
 
     holder: Holder
@@ -37,6 +39,7 @@ class LookedUp(msgspec.Struct, frozen=True):
     chunks_hit: int
     tiers: tuple[str, ...]
     ended: str
+    choice: Choice | None = None
 
     @property
     def chunks_asked(self) -> int:
@@ -172,6 +175,7 @@ class Promoted(msgspec.Struct, frozen=True):
     missing: how many of those asked for did not.
     nbytes: how many bytes arrived.
     seconds: from the request to the arrival.
+    estimated_s: what that was estimated to be; None: nothing was known.
     """
 
     holder: Holder
@@ -180,6 +184,7 @@ class Promoted(msgspec.Struct, frozen=True):
     missing: int
     nbytes: int
     seconds: float
+    estimated_s: float | None = None
 
 
 class Spilled(msgspec.Struct, frozen=True):
@@ -220,6 +225,12 @@ class BlocksAllocated(msgspec.Struct, frozen=True):
     blocks: int
 
 
+class EngineMeasured(msgspec.Struct, frozen=True):
+    """What became of an engine's own estimates. The engine reports this."""
+
+    samples: Sequence[Measured]
+
+
 Event = (
     LookedUp
     | LoadBegun
@@ -236,4 +247,5 @@ Event = (
     | Spilled
     | TierHealth
     | BlocksAllocated
+    | EngineMeasured
 )

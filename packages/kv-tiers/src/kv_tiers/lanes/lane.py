@@ -32,7 +32,8 @@ from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.lanes.payloads import FindCodec, Payloads, no_codec
+from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
+from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
 
 _log = limited_logger(__name__)
@@ -105,6 +106,7 @@ class Lane:
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}  # job → when it began
         self._counts = LaneCounts()
+        self._speed = LoadSpeed()
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
             for number in range(threads)
@@ -131,6 +133,21 @@ class Lane:
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
         """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
+
+    def load_s(self, nbytes: int) -> float | None:
+        """What so many bytes are expected to take, were they asked for now; None: nothing is known yet."""
+        with self._changed:
+            return self._speed.seconds(nbytes, self._clock.now_s())
+
+    def load_cost(self) -> tuple[float, float] | None:
+        """Seconds a load, and seconds a byte, with nothing before it; None: nothing is known yet."""
+        with self._changed:
+            return self._speed.coefficients()
+
+    def is_idle(self) -> bool:
+        """Nothing is queued or running."""
+        with self._changed:
+            return not self._jobs.queued and not self._running
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
         """Nobody finds these here from now, whatever the tier is doing; it is told when it can be. Never refused."""
@@ -229,6 +246,8 @@ class Lane:
         with self._changed:
             if not self._health().serves or not self._jobs.submit(job):
                 return False
+            if isinstance(job, Load):
+                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s())
             self._changed.notify()
             return True
 
@@ -288,7 +307,10 @@ class Lane:
             case Load():
                 arrivals, failures = self._load(job.reads)
                 with self._changed:
-                    self._counts.seconds_loading += self._clock.now_s() - began
+                    now_s = self._clock.now_s()
+                    self._counts.seconds_loading += now_s - began
+                    came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+                    self._speed.ended(id(job), now_s, brought=came)
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
                 refuse = self._rest("; ".join(failures)) if failures else _nothing
@@ -409,6 +431,8 @@ class Lane:
     def _refuse(self, job: Job, why: str) -> None:
         match job:
             case Load():
+                with self._changed:
+                    self._speed.ended(id(job), self._clock.now_s(), brought=False)
                 job.done([Arrival(read.key, Absent()) for read in job.reads])
             case Ask():
                 job.done([False] * len(job.keys))

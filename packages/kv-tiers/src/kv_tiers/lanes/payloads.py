@@ -56,7 +56,7 @@ class Payloads:
         """
         payload = read.pages[: loaded.nbytes]
         header = chunk_header.verify(
-            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=_chunk_bytes(read)
+            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=chunk_bytes(read)
         )
         if isinstance(header, Damaged):
             return Arrival(read.key, header)
@@ -125,5 +125,6 @@ class Payloads:
         return buffers[at]
 
 
-def _chunk_bytes(read: Read) -> int:
+def chunk_bytes(read: Read) -> int:
+    """The chunk's size, whatever a codec made of it."""
     return read.chunk_bytes or read.wanted_bytes

@@ -60,6 +60,7 @@ def explain_prompt(
                     remote_tiers_skipped,
                     explained.runs[:MAX_RUNS],
                     len(explained.runs) > MAX_RUNS,
+                    explained.choice,
                 )
             )
     remembered_s = 0.0 if history is None else max(0.0, now_s - history.began_s)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
+from kv_core.cost import Costs, Measured
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
@@ -112,7 +113,13 @@ class RemoteCache:
         self._link.open(connect_timeout_s)
 
     def lookup(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, shape: ChunkShape = PLAIN, wait_for_promotion: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
     ) -> LookupPlan:
         keys_per_chunk = shape.keys_per_chunk
         if len(keys) % keys_per_chunk:
@@ -127,6 +134,7 @@ class RemoteCache:
             tuple(map(str, shape.groups)),
             shape.shards,
             wait_for_promotion,
+            costs,
         )
         with self._lock:
             plan = self._ask(request, wire.Planned)
@@ -135,7 +143,7 @@ class RemoteCache:
         ended = Ended[plan.ended]
         if ended is Ended.ALL_HELD and len(keys) > most:
             ended = Ended.REFUSED
-        return LookupPlan(holder, plan.chunks, ended, plan.tiers, plan.prefix_chunks, plan.lacking)
+        return LookupPlan(holder, plan.chunks, ended, plan.tiers, plan.prefix_chunks, plan.lacking, plan.choice)
 
     def renew(self, holder: Holder) -> bool:
         with self._lock:
@@ -223,6 +231,12 @@ class RemoteCache:
         with self._lock:
             if self._is_watched and not self._closed:
                 self._link.tell(wire.Allocated(dict(islice(blocks.items(), wire.MAX_ALLOCATED))))
+
+    def measured(self, samples: Sequence[Measured]) -> None:
+        """As `allocated`."""
+        with self._lock:
+            if self._is_watched and not self._closed:
+                self._link.tell(wire.EngineMeasured(list(samples[: wire.MAX_ALLOCATED])))
 
     def clear(self) -> None:
         with self._lock:

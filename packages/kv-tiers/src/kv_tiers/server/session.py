@@ -113,6 +113,9 @@ class Session:
             case wire.Allocated(blocks):
                 self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
                 return None
+            case wire.EngineMeasured(samples):
+                self.cache.measured(samples)
+                return None
             case wire.Clear():
                 self.cache.clear()
             case wire.Counts():
@@ -147,19 +150,20 @@ class Session:
         keys, shape = verb.keys.unpack(), verb.shape()
         if not self._has_room(len(keys)):
             self._end_promise(verb.holder)
-            return wire.Planned(0, Ended.REFUSED.name, (), 0, -1)
+            return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
         plan = self.cache.lookup(
             keys,
             self._prefix + verb.holder,
             shape=shape,
             wait_for_promotion=verb.wait_for_promotion,
+            costs=verb.costs,
         )
         self._forget_timed(verb.holder)
         if plan.chunks:
             self._remember_timed(verb.holder, needed_count(shape, plan.chunks))
         if plan.chunks or verb.wait_for_promotion:
             self._note_holder(verb.holder)
-        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking)
+        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking, plan.choice)
 
     def _renew(self, holder: Holder) -> wire.Truth:
         is_renewed = self.cache.renew(self._prefix + holder)

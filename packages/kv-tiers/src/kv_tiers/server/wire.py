@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
+from kv_core.cost import Choice, Costs, Measured
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
@@ -25,7 +26,7 @@ from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 HEADER: Final = struct.Struct("<IB")
@@ -34,7 +35,7 @@ MAX_KEYS: Final = 1 << 16
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
-"""Requests that one message says the blocks of."""
+"""Requests (estimates) of which one message says the blocks (the outcome)."""
 MAX_REQUEST_BYTES: Final = 4 << 20
 MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -173,7 +174,7 @@ class Explain(_Message, tag="explain"):
 
 
 class Lookup(_Message, tag="lookup"):
-    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text."""
+    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine."""
 
     keys: Keys
     holder: Name
@@ -181,6 +182,7 @@ class Lookup(_Message, tag="lookup"):
     coverages: Annotated[tuple[CoverageText, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     wait_for_promotion: bool
+    costs: Costs | None
 
     def shape(self) -> ChunkShape:
         """
@@ -222,9 +224,13 @@ class End(_Message, tag="end"):
 
 
 class Allocated(_Message, tag="allocated"):
-    """Blocks that the engine gave, by holder. Of all requests the only one that is not answered."""
+    """Blocks that the engine gave, by holder. Not answered, as the next."""
 
     blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
+
+
+class EngineMeasured(_Message, tag="measured"):
+    samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
 class Clear(_Message, tag="clear"):
@@ -241,7 +247,8 @@ class ChangesSince(_Message, tag="changes_since"):
     upto: Number
 
 
-Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Allocated | Clear | Counts | ChangesSince
+Watched = Allocated | EngineMeasured
+Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Watched | Clear | Counts | ChangesSince
 Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.
@@ -289,19 +296,14 @@ class Truth(_Message, tag="truth"):
 
 
 class Planned(_Message, tag="planned"):
-    """A `LookupPlan`.
-
-    chunks: how many leading ones are promised.
-    ended: the name of an `Ended`.
-    tiers: the slowest that each of those chunks comes from.
-    prefix_chunks, lacking: as there.
-    """
+    """A `LookupPlan`: with the name of its `Ended`."""
 
     chunks: int
     ended: str
     tiers: tuple[str, ...]
     prefix_chunks: int
     lacking: int
+    choice: Choice | None
 
 
 class ReadLeased(_Message, tag="read_leased"):
@@ -352,6 +354,7 @@ class Explained:
     lacking: the groups that have not what they need for a hit of so many.
     remote_tiers_skipped: names of tiers that would have to be asked over a network, and were not.
     states: runs of chunks, of the groups that need the whole prefix; is_cut: the last ones are left out.
+    choice: whether loading pays now, by what the engine that asked last has measured.
     """
 
     group_bytes: tuple[int, ...]
@@ -367,6 +370,7 @@ class Explained:
     remote_tiers_skipped: list[str]
     states: list[ChunkState]
     is_cut: bool
+    choice: Choice | None
 
 
 class Explanations(_Message, tag="explanations"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kv_core.cost import Choice
 from kv_core.errors import InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
@@ -210,8 +211,30 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
         name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
         for state in lacking.states:
             print(f"{_chunks(state.first, state.chunks)} of {name}: {_missed(state, answer)}")
+    if own.choice is not None and own.held:
+        print(_chosen(own.choice))
     if (missed or own.lacking) and own.remote_tiers_skipped:
         print(f"skipped, as asking them takes a network: {', '.join(own.remote_tiers_skipped)}")
+
+
+def _chosen(choice: Choice) -> str:
+    """What a request would get now, with both estimates."""
+    load, compute = _estimated(choice.load_s), _estimated(choice.compute_s)
+    said = []
+    if choice.chunks:
+        said.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
+    elif choice.load_s != 0.0:
+        said.append(f"computed, estimated at {compute}: loading takes {load}")
+    if (left := choice.left) is not None:
+        load, compute = _estimated(left.load_s), _estimated(left.compute_s)
+        said.append(f"{left.chunks} chunks in {left.tier} computed, estimated at {compute}: loading them takes {load}")
+    return f"if it were asked now: {'; '.join(said)}"
+
+
+def _estimated(seconds: float | None) -> str:
+    if seconds is None:
+        return "a time not known yet"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _chunks(first: int, chunks: int) -> str:

@@ -6,12 +6,14 @@ reason yet.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kv_core.cost import Choice, choose
 from kv_core.coverage import ALL, ChunkShape
 from kv_core.keys import ChunkKey
 
 from kv_tiers.cache.hits import last_boundary, other_groups
+from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
@@ -27,12 +29,14 @@ class Explanation:
     held: how many leading chunks would be a hit, if all tiers were asked.
     prefix: how many those groups have that need the whole prefix.
     lacking: the groups that have not what they need for a hit of so many.
+    choice: what a lookup would advise now, by the engine that asked last; None: none has said what it takes.
     """
 
     runs: list[ChunkState]
     held: int
     prefix: int
     lacking: list[GroupState]
+    choice: Choice | None = None
 
 
 _Looked = tuple[str, Fate | None, bool]
@@ -61,7 +65,8 @@ def explain(
     worst = [_worst(of_groups) for of_groups in zip(*whole, strict=True)]
     prefix = next((at for at, (where, _, _) in enumerate(worst) if not _holds(where)), chunks)
     if shape is None:
-        return Explanation(_runs(worst, 0, now_s), prefix, prefix, [])
+        choice = _choice(cache, columns, prefix) if chunks else None
+        return Explanation(_runs(worst, 0, now_s), prefix, prefix, [], choice)
     known = [looked.get(group, [("", None, False)] * chunks) for group in coverages]
     one_shard = ChunkShape(shape.chunk_tokens, shape.groups)
     held, _ = last_boundary(one_shard, prefix, lambda place: _holds(known[place % len(known)][place // len(known)][0]))
@@ -72,7 +77,32 @@ def explain(
         missing = tuple(state for state in _runs(needed, first, now_s) if not is_held(state))
         if missing:
             lacking.append(GroupState(group, str(shape.groups[group]), missing))
-    return Explanation(_runs(worst, 0, now_s), held, prefix, lacking)
+    return Explanation(_runs(worst, 0, now_s), held, prefix, lacking, _choice(cache, columns, held))
+
+
+def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int) -> Choice | None:
+    """Of a hit of so many chunks."""
+    known = cache.costs_of(columns[0][0].space_id)
+    if known is None:
+        return None
+    costs, shape = replace(known[0], computed_tokens=0), known[1]
+    nbytes: dict[tuple[int, str], int] = {}  # by chunk and tier
+    for keys in columns:
+        first = shape.first_chunk(keys[0].group, held) if keys[0].group < len(shape.groups) else held
+        needed = keys[first:held]
+        for chunk, (key, where) in enumerate(zip(needed, cache.admin.where(needed), strict=True), first):
+            if where != TIER:
+                nbytes[chunk, where] = nbytes.get((chunk, where), 0) + cache.pool.sizes.of(key)
+    parts = [(tier, chunk, chunk + 1, size) for (chunk, tier), size in sorted(nbytes.items())]
+    # Of groups that need less than the whole prefix a shorter boundary needs other chunks: it is all or nothing.
+    have = (min((chunk for chunk, _ in nbytes), default=held)) if shape.is_plain or not parts else 0
+    if costs.compute is None or not parts:
+        return choose(costs, shape.chunk_tokens, held)
+    worth = cache.lower.worth(parts, shape, have, costs)
+    choice = choose(costs, shape.chunk_tokens, worth.chunks, worth.left)
+    if choice.load_s is None or worth.hoped is None:
+        return choice
+    return replace(choice, load_s=(costs.load_s(0, have * shape.chunk_tokens) or 0.0) + worth.hoped.load_s)
 
 
 def is_held(state: ChunkState) -> bool:

@@ -23,7 +23,16 @@ from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.lower_tiers import TierState
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
-from kv_tiers.events.events import Committed, Damaged, Evicted, LoadEnded, LookedUp, Promoted, Spilled
+from kv_tiers.events.events import (
+    Committed,
+    Damaged,
+    EngineMeasured,
+    Evicted,
+    LoadEnded,
+    LookedUp,
+    Promoted,
+    Spilled,
+)
 from kv_tiers.lanes.health import Health
 
 try:
@@ -43,6 +52,8 @@ BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
+BUCKETS_RATIO: Final = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
 MAX_TENANTS: Final = 64
 """Tenants with a label of their own in each cache: those with a quota, then the largest. The rest are `others`."""
 
@@ -50,19 +61,20 @@ _Labels = tuple[str, ...]
 
 
 class _Histogram:
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
+    def __init__(self, bounds: Sequence[float] = BUCKETS_S) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        self.counts[bisect_left(BUCKETS_S, value)] += 1
+        self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, by upper bound."""
         total = 0
         cumulative = []
-        for bound, count in zip((*map(repr, BUCKETS_S), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self.counts, strict=True):
             total += count
             cumulative.append((bound, float(total)))
         return cumulative
@@ -84,6 +96,8 @@ class Metrics(Subscriber):
         self._damaged: Counter[_Labels] = Counter()
         self._transfer_bytes: Counter[_Labels] = Counter()
         self._transfer_seconds: dict[_Labels, _Histogram] = {}
+        self._declined: Counter[_Labels] = Counter()
+        self._ratios: dict[_Labels, _Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(self._families))
         bus.subscribe(self)
@@ -101,6 +115,10 @@ class Metrics(Subscriber):
                 case LookedUp() as lookup:
                     self._lookups[cache, lookup.ended.lower()] += 1
                     self._chunks_asked[cache,] += lookup.chunks_asked
+                    if lookup.choice is not None:
+                        self._declined[cache, TIER] += lookup.chunks_hit - lookup.choice.chunks
+                        if (left := lookup.choice.left) is not None:
+                            self._declined[cache, left.tier] += left.chunks
                     for tier, chunks in Counter(lookup.tiers).items():
                         self._chunks_hit[cache, tier] += chunks
                     for group, needed in enumerate(lookup.shape.needed(lookup.chunks_hit)):
@@ -114,6 +132,12 @@ class Metrics(Subscriber):
                         self._transferred((cache, TIER, "store"), sizes.total(stored.keys), stored.seconds)
                 case Promoted() as promoted:
                     self._transferred((cache, promoted.tier, "load"), promoted.nbytes, promoted.seconds)
+                    if not promoted.missing:
+                        self._was_estimated((cache, promoted.tier), promoted.estimated_s, promoted.seconds)
+                case EngineMeasured(samples):
+                    for sample in samples:
+                        what = TIER if sample.what == "load" else sample.what
+                        self._was_estimated((cache, what), sample.estimated_s, sample.took_s)
                 case Spilled() as spilled:
                     self._transferred((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
                 case Evicted() as evicted:
@@ -126,6 +150,10 @@ class Metrics(Subscriber):
     def _transferred(self, labels: _Labels, nbytes: int, seconds: float) -> None:
         self._transfer_bytes[labels] += nbytes
         self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
+
+    def _was_estimated(self, labels: _Labels, estimated_s: float | None, took_s: float) -> None:
+        if estimated_s:
+            self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
 
     def _families(self) -> Iterator[Metric]:
         yield from self._from_events()
@@ -156,6 +184,14 @@ class Metrics(Subscriber):
             )
             for labels, histogram in self._transfer_seconds.items():
                 seconds.add_metric(labels, histogram.buckets(), histogram.sum)
+            ratios = HistogramMetricFamily(
+                "kv_estimate_ratio",
+                "What loads from a tier, loads into the engine (host) and prefill steps (compute) took, by what was "
+                "estimated.",
+                labels=("cache", "of"),
+            )
+            for labels, histogram in self._ratios.items():
+                ratios.add_metric(labels, histogram.buckets(), histogram.sum)
             families = [
                 _counter("lookups", "Lookups answered for good, by why they ended", self._lookups, "ended"),
                 _counter("chunks_asked", "Chunks that these lookups asked for", self._chunks_asked),
@@ -165,7 +201,10 @@ class Metrics(Subscriber):
                 _counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
                 _counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
                          "direction"),
+                _counter("chunks_declined", "Chunks held that were computed, as that was estimated to be quicker",
+                         self._declined, "tier"),
                 seconds,
+                ratios,
             ]  # fmt: skip
         yield from families
 
@@ -226,6 +265,9 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
     capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
     queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue before the tier.", labels=labels)
+    speed = GaugeMetricFamily(
+        "kv_tier_load_bytes_per_second", "How quick loads from the tier are taken to be, once known.", labels=labels
+    )
     waiting = GaugeMetricFamily("kv_tier_waiting_chunks", "Chunks that are still to be stored there.", labels=labels)
     busy: dict[_Labels, float] = {}
     downs: dict[_Labels, float] = {}
@@ -243,11 +285,13 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
             if value is not None:
                 family.add_metric(place, value)
         queued.add_metric(place, state.lane.queued)
+        if state.load_cost is not None and state.load_cost[1] > 0.0:
+            speed.add_metric(place, 1.0 / state.load_cost[1])
         waiting.add_metric(place, state.spill.waiting)
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
         downs[place], lost[place] = state.lane.downs, state.spill.lost
         unread[place] = state.lane.read_failed
-    yield from (healthy, full, chunks, used, capacity, queued, waiting)
+    yield from (healthy, full, chunks, used, capacity, queued, speed, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
     yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")

@@ -1,0 +1,137 @@
+"""What an engine's own work takes, learnt while it works: its prefill steps, and its loads from the pool.
+
+The caller says when something begins and ends, and an injected clock says what time it is. Nothing here waits.
+
+Steps end in the order in which they were scheduled. A step's time is counted from when it was scheduled or from the
+end of the step before it, whichever is later: an engine that schedules ahead of its device has several under way, and
+its device does one after the other. Only steps that compute prompts count, and only those in which nothing was loaded.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from kv_core.clock import Clock
+from kv_core.cost import Costs, Measured, Use
+from kv_core.estimate import Estimator
+
+MIN_PREFILL_TOKENS = 16
+"""A step in which no request computes so many tokens says nothing of prompts."""
+_MAX_UNDER_WAY = 64
+_RETRY_S = 10.0
+_RETRY_SOON_S = 0.5
+_MAX_RETRY_S = 600.0
+_MAX_MEASURED = 256
+_SURPRISE = 0.67
+"""A load that takes a smaller part of what was estimated asks for another test soon."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """began_s: when it was scheduled. tokens, pairs: what it computes; no tokens: it does not count."""
+
+    began_s: float
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+
+class EngineCosts:
+    """One engine's. It belongs to the scheduler's thread."""
+
+    def __init__(self, clock: Clock, *, use: Use = "auto", prefill_tokens_per_second: float = 0.0) -> None:
+        """prefill_tokens_per_second: what is known of the engine beforehand; 0: it is learnt."""
+        self.use = use
+        self._clock = clock
+        self._given = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
+        self._compute = Estimator(3)
+        self._load = Estimator(2)
+        self._steps: deque[_Step] = deque()
+        self._ended_s = 0.0
+        self._loads: dict[str, tuple[float, int]] = {}
+        self._retry_at_s = 0.0
+        self._retry_after_s = _RETRY_S
+        self._measured: list[Measured] = []
+
+    def of(self, computed_tokens: int, use: Use | None = None, *, stores: bool = True) -> Costs | None:
+        """For a lookup of a request that has so many tokens already; None: whatever is held is to be used.
+
+        use: what the request says itself.
+        """
+        if (use or self.use) != "auto":
+            return None
+        return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores)
+
+    def chose(self, *, to_load: bool) -> None:
+        """What the pool held is loaded, or not, as computing is estimated to be quicker. That estimate is put to the
+        test now and then, ever more seldom while it turns out right."""
+        if to_load and not self._retry_at_s:
+            self._retry_after_s = _RETRY_S
+        elif not self._retry_at_s:
+            self._retry_at_s = self._clock.now_s() + self._retry_after_s
+
+    def load_began(self, request_id: str, tokens: int) -> None:
+        """Its plan is made."""
+        if len(self._loads) < _MAX_UNDER_WAY:
+            self._loads[request_id] = self._clock.now_s(), tokens
+
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        """The engine knows of it."""
+        began = self._loads.pop(request_id, None)
+        if began is None or failed:
+            return
+        began_s, tokens = began
+        took_s = self._clock.now_s() - began_s
+        estimated_s = self._load.seconds((1.0, tokens))
+        self._note("load", estimated_s, took_s)
+        self._load.add((1.0, tokens), took_s)
+        if self._retry_at_s:
+            self._retry_at_s = 0.0
+            was_right = estimated_s is None or took_s > _SURPRISE * estimated_s
+            self._retry_after_s = min(2 * self._retry_after_s, _MAX_RETRY_S) if was_right else _RETRY_SOON_S
+
+    def step_scheduled(self, tokens: int, pairs: float, *, counts: bool) -> None:
+        """A step was handed to the device.
+
+        tokens: that it computes, of all requests.
+        pairs: of tokens and what they attend to: for each request its new tokens times the middle of their places.
+        counts: it computes a prompt, and loads nothing.
+        """
+        if len(self._steps) == _MAX_UNDER_WAY:  # nobody says when they end
+            self._steps.clear()
+        step = _Step(self._clock.now_s())
+        if counts:
+            step.tokens, step.pairs = tokens, pairs
+        self._steps.append(step)
+
+    def step_ended(self) -> None:
+        """The oldest of those under way has ended."""
+        if not self._steps:
+            return
+        step = self._steps.popleft()
+        before_s, self._ended_s = self._ended_s, self._clock.now_s()
+        if step.tokens:
+            features = (1.0, step.tokens, step.pairs)
+            took_s = self._ended_s - max(step.began_s, before_s)
+            self._note("compute", self._compute.seconds(features), took_s)
+            self._compute.add(features, took_s)
+
+    def take_measured(self) -> list[Measured]:
+        """Estimates that were put to the test since this was asked last."""
+        measured, self._measured = self._measured, []
+        return measured
+
+    def _note(self, what: str, estimated_s: float | None, took_s: float) -> None:
+        if estimated_s and len(self._measured) < _MAX_MEASURED:
+            self._measured.append(Measured("load" if what == "load" else "compute", estimated_s, took_s))
+
+    def _compute_cost(self) -> tuple[float, float] | None:
+        # The fixed part of a step is paid for the rest of the prompt too, whatever is loaded.
+        if self._given is not None:
+            return self._given
+        learnt = self._compute.coefficients
+        return None if learnt is None else (learnt[1], learnt[2])
+
+    def _load_cost(self) -> tuple[float, float] | None:
+        if self._retry_at_s and self._clock.now_s() >= self._retry_at_s:
+            return None  # try it again
+        learnt = self._load.coefficients
+        return None if learnt is None else (learnt[0], learnt[1])

@@ -1,0 +1,131 @@
+"""Which pays for a request: to load what is held of it, or to compute it.
+
+Both are estimates in seconds, and both are straight arithmetic: `compute_s` of tokens `a … b` is
+`token_s · (b - a) + pair_s · (b² - a²) / 2`, as attention reads for each token all before it; `load_s` is
+`fixed_s + token_s · tokens` for the copy from the pool, after a wait for what is not there yet. The coefficients are
+learnt elsewhere (`kv_core.estimate`), the engine's by its scheduler half and the tiers' by their lanes, and meet in a
+lookup. What is not known yet decides nothing: then everything that is held is used, and waited for as configured.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Use = Literal["auto", "always", "never"]
+"""When what is held is used: where it pays, always, or never."""
+
+MeasuredWhat = Literal["compute", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What an engine says of itself with a lookup.
+
+    computed_tokens: how many of the prompt's tokens it has itself.
+    compute: seconds a token, and seconds a pair of tokens, to compute them; None: not known yet.
+    load: seconds a load, and seconds a token of it, from the pool to its blocks; None: not known yet.
+    stores: what it computes of this request it stores.
+    """
+
+    computed_tokens: int = 0
+    compute: tuple[float, float] | None = None
+    load: tuple[float, float] | None = None
+    stores: bool = True
+
+    def compute_s(self, first_token: int, last_token: int) -> float | None:
+        """To compute these tokens, the last excluded; None: not known."""
+        if self.compute is None:
+            return None
+        first_token = max(first_token, self.computed_tokens)
+        if last_token <= first_token:
+            return 0.0
+        token_s, pair_s = self.compute
+        return (last_token - first_token) * (token_s + pair_s * 0.5 * (last_token + first_token))
+
+    def load_s(self, first_token: int, last_token: int) -> float | None:
+        """To load them from the pool; None: not known."""
+        if self.load is None:
+            return None
+        tokens = last_token - max(first_token, self.computed_tokens)
+        return self.load[0] + tokens * self.load[1] if tokens > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Chunks that slower tiers have behind those in the pool, and that are computed all the same.
+
+    chunks: how many.
+    tier: the slowest of those that have them.
+    load_s, compute_s: what was estimated of them.
+    """
+
+    chunks: int
+    tier: str
+    load_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a lookup advises, and why.
+
+    chunks: of the leading chunks that are promised, how many to load: all or none of them.
+    load_s, compute_s: for all that are promised, beyond what the engine has itself; None: not known.
+    left: what could be had besides and is not waited for.
+    """
+
+    chunks: int
+    load_s: float | None
+    compute_s: float | None
+    left: Left | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An estimate, and what became of it.
+
+    what: a prefill step, or a load from the pool to the engine's blocks.
+    estimated_s, took_s: seconds.
+    """
+
+    what: MeasuredWhat
+    estimated_s: float
+    took_s: float
+
+
+def choose(costs: Costs, chunk_tokens: int, chunks: int, left: Left | None = None) -> Choice:
+    """Of so many promised chunks. Constant time.
+
+    All or none: what a chunk saves grows along the prompt, as attention does, and what it takes does not.
+    """
+    last_token = chunks * chunk_tokens
+    load_s, compute_s = costs.load_s(0, last_token), costs.compute_s(0, last_token)
+    pays = load_s is None or compute_s is None or load_s <= compute_s
+    return Choice(chunks if pays else 0, load_s, compute_s, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """chunks: a boundary that slower tiers can bring the hit to. seconds: when all that it needs is there."""
+
+    chunks: int
+    seconds: float
+
+
+def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait], max_wait_s: float) -> Wait | None:
+    """The boundary that is worth waiting for; None: none is, so compute. Call it where `compute` is known.
+
+    have: the chunks that are there already: what is won is counted from those on. A boundary that takes longer than
+    `max_wait_s` is none.
+    """
+    best: Wait | None = None
+    won_s = 0.0
+    known = costs.load_s(0, have * chunk_tokens) or 0.0
+    for wait in waits:
+        last_token = wait.chunks * chunk_tokens
+        compute_s = costs.compute_s(have * chunk_tokens, last_token) or 0.0
+        load_s = (costs.load_s(0, last_token) or 0.0) - known
+        gain_s = compute_s - load_s - wait.seconds
+        if wait.seconds <= max_wait_s and gain_s > 0.0 and gain_s >= won_s:
+            best, won_s = wait, gain_s
+    return best

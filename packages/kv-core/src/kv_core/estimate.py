@@ -1,0 +1,169 @@
+"""How long something takes, learnt from how long it took.
+
+An `Estimator` fits seconds to a few features (a fixed part, bytes, tokens) by least squares of the relative error, so
+that a short sample counts as much as a long one, with coefficients that are never negative. Old samples fade. One
+sample that is far off moves it little; a few in a row that are off in the same direction, and everything before them is
+forgotten: what is measured has changed.
+
+What it says (`coefficients`) has settled after some samples, and then stays until the fit is `_DEADBAND` away from it.
+So whoever decides by it decides the same again and again while the samples are noisy, and another way once when they
+are others.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import combinations
+from math import inf
+from typing import Final
+
+_DEADBAND: Final = 0.15
+_CLIP: Final = 4.0
+"""A sample counts as at most so many times what was expected, and at least so small a part of it."""
+_SHORTEST_S: Final = 1e-7
+_CHANGED: Final = 1.6
+_CHANGED_IN_A_ROW: Final = 4
+_AMOUNT: Final = 1
+"""The feature that says how much there is to do. Where samples leave it open, seconds are taken to follow it: they are
+fitted as if one sample more had said so, and a hundredth of all."""
+
+
+class Estimator:
+    """Of one thing. Features are numbers of at least 0; the first is 1. Not thread-safe."""
+
+    def __init__(self, features: int, *, memory: int = 64, min_samples: int = 4) -> None:
+        """memory: about how many samples it goes by. min_samples: before so many, nothing is known."""
+        self._features = features
+        self._memory = memory
+        self._keep = 1.0 - 1.0 / memory
+        self._min_samples = min_samples
+        self._said: tuple[float, ...] | None = None
+        self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_CHANGED_IN_A_ROW)
+        self._forget()
+
+    def _forget(self) -> None:
+        count = range(self._features)
+        self._products = [[0.0 for _ in count] for _ in count]
+        self._seconds = [0.0 for _ in count]
+        self._mean = [0.0 for _ in count]
+        self._weight = 0.0
+        self._is_new = False
+        self._settled_at: float = 2 * self._min_samples
+        self.samples = 0
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        """It took so long. Constant time."""
+        if not seconds > 0.0:
+            return
+        sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
+        self._last.append((sample, seconds))
+        if self._said is not None and self._has_changed():
+            self._forget()
+            for one, its_seconds in self._last:
+                self._count(one, its_seconds, its_seconds)
+            self._last.clear()
+            self._said = self._fit()
+            return
+        expected = self._expected(sample)
+        if expected is None:
+            self._count(sample, seconds, seconds)
+        else:
+            self._count(sample, min(max(seconds, expected / _CLIP), expected * _CLIP), expected)
+
+    @property
+    def coefficients(self) -> tuple[float, ...] | None:
+        """Seconds for one of each feature; None: nothing is known yet."""
+        if self._is_new and (self.samples >= self._min_samples or self._said is not None):
+            self._is_new = False
+            fit = self._fit()
+            mean = [of_feature / self._weight for of_feature in self._mean]
+            small = [1.0, *(part / 4 for part in mean[1:])]  # what is fixed shows there
+            is_settling = self.samples >= self._settled_at
+            if is_settling:  # the first fits are rough, whatever they agree with
+                self._settled_at = 2 * self.samples if self.samples < self._memory else inf
+            if (
+                self._said is None
+                or is_settling
+                or _difference(self._said, fit, mean) > _DEADBAND
+                or _difference(self._said, fit, small) > 2.5 * _DEADBAND
+            ):
+                self._said = fit
+        return self._said
+
+    def seconds(self, features: Sequence[float]) -> float | None:
+        """What something of these features is expected to take; None: it is not known yet."""
+        said = self.coefficients
+        return None if said is None else _dot(said, features)
+
+    def _expected(self, sample: Sequence[float]) -> float | None:
+        return None if self._said is None else max(_dot(self._said, sample), _SHORTEST_S)
+
+    def _has_changed(self) -> bool:
+        if len(self._last) < _CHANGED_IN_A_ROW:
+            return False
+        ratios = [seconds / (self._expected(sample) or _SHORTEST_S) for sample, seconds in self._last]
+        return min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED
+
+    def _count(self, sample: Sequence[float], seconds: float, scale: float) -> None:
+        """scale: what an error is relative to."""
+        keep, weight = self._keep, 1.0 / (scale * scale)
+        for row, mine in enumerate(sample):
+            products = self._products[row]
+            for column, other in enumerate(sample):
+                products[column] = keep * products[column] + weight * mine * other
+            self._seconds[row] = keep * self._seconds[row] + weight * mine * seconds
+            self._mean[row] = keep * self._mean[row] + mine
+        self._weight = keep * self._weight + 1.0
+        self.samples += 1
+        self._is_new = True
+
+    def _fit(self) -> tuple[float, ...]:
+        """The least squares with no coefficient below 0: of all choices of features, the best that has none."""
+        everything = [number for number in range(self._features) if self._products[number][number] > 0.0]
+        ridge = [1e-6 if number == _AMOUNT else 0.01 + 1.0 / self._weight for number in range(self._features)]
+        best, least = (0.0,) * self._features, 0.0  # the error, less what it is with no feature at all
+        for count in range(len(everything), 0, -1):
+            for chosen in combinations(everything, count):
+                solved = _solve(
+                    [
+                        [self._products[row][column] * (1.0 + ridge[row] * (row == column)) for column in chosen]
+                        for row in chosen
+                    ],
+                    [self._seconds[row] for row in chosen],
+                )
+                if solved is None or min(solved) < 0.0:
+                    continue
+                gained = sum(part * self._seconds[row] for part, row in zip(solved, chosen, strict=True))
+                if -gained < least:
+                    least = -gained
+                    given = dict(zip(chosen, solved, strict=True))
+                    best = tuple(given.get(number, 0.0) for number in range(self._features))
+        return best
+
+
+def _dot(coefficients: Sequence[float], features: Sequence[float]) -> float:
+    return sum(part * feature for part, feature in zip(coefficients, features, strict=True))
+
+
+def _difference(one: Sequence[float], other: Sequence[float], point: Sequence[float]) -> float:
+    """At this point, relative to the first."""
+    before, after = _dot(one, point), _dot(other, point)
+    return abs(after - before) / max(before, 1e-12)
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """By Gaussian elimination; None: the matrix has no inverse worth the name."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for at in range(size):
+        pivot = rows[at][at]  # of a positive definite matrix the diagonal will do
+        if pivot <= 1e-12 * matrix[at][at]:
+            return None
+        for below in rows[at + 1 :]:
+            part = below[at] / pivot
+            for column in range(at, size + 1):
+                below[column] -= part * rows[at][column]
+    solved = [0.0] * size
+    for at in reversed(range(size)):
+        known = sum(rows[at][column] * solved[column] for column in range(at + 1, size))
+        solved[at] = (rows[at][size] - known) / rows[at][at]
+    return solved

@@ -1,0 +1,172 @@
+"""Loading or computing: what is estimated slower is never chosen, and a quicker link never makes it compute."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_core.clock import HandClock
+from kv_core.connect.costs import EngineCosts
+from kv_core.cost import Choice, Costs, Left, Wait, choose, choose_wait
+
+SECONDS = st.floats(0.0, 100.0)
+SMALL = st.floats(0.0, 1e-2)
+COSTS = st.builds(
+    Costs,
+    st.integers(0, 100_000),
+    st.one_of(st.none(), st.tuples(SMALL, st.floats(0.0, 1e-6))),
+    st.one_of(st.none(), st.tuples(SECONDS, SMALL)),
+)
+TOKENS = st.integers(1, 1024)
+CHUNKS = st.integers(0, 1000)
+
+
+@given(COSTS, TOKENS, CHUNKS)
+def test_what_is_estimated_slower_is_not_loaded(costs: Costs, tokens: int, chunks: int) -> None:
+    choice = choose(costs, tokens, chunks)
+    if choice.load_s is None or choice.compute_s is None:
+        assert choice.chunks == chunks  # as if there were no estimates
+    else:
+        assert choice.chunks == (chunks if choice.load_s <= choice.compute_s else 0)
+
+
+@given(COSTS, TOKENS, CHUNKS, st.floats(0.0, 1.0))
+def test_a_quicker_link_never_makes_it_compute(costs: Costs, tokens: int, chunks: int, part: float) -> None:
+    if costs.load is not None and choose(costs, tokens, chunks).chunks:
+        quicker = Costs(costs.computed_tokens, costs.compute, (costs.load[0] * part, costs.load[1] * part))
+        assert choose(quicker, tokens, chunks).chunks == chunks
+
+
+@given(COSTS, TOKENS, st.integers(0, 100), st.lists(st.tuples(st.integers(1, 1000), SECONDS), max_size=8), SECONDS)
+def test_what_is_waited_for_pays_and_nothing_pays_more(
+    costs: Costs, tokens: int, have: int, waits: list[tuple[int, float]], most_s: float
+) -> None:
+    given_waits = [Wait(have + more, seconds) for more, seconds in waits]
+    chosen = choose_wait(costs, tokens, have, given_waits, most_s)
+
+    def gain(wait: Wait) -> float:
+        last = wait.chunks * tokens
+        load_s = (costs.load_s(0, last) or 0.0) - (costs.load_s(0, have * tokens) or 0.0)
+        return (costs.compute_s(have * tokens, last) or 0.0) - load_s - wait.seconds
+
+    allowed = [wait for wait in given_waits if wait.seconds <= most_s]
+    if chosen is None:
+        assert all(gain(wait) <= 1e-9 for wait in allowed)
+    else:
+        assert chosen.seconds <= most_s and gain(chosen) > 0.0
+        assert gain(chosen) >= max(map(gain, allowed)) - 1e-9
+
+
+def test_a_leading_part_is_waited_for_where_the_rest_does_not_pay() -> None:
+    costs = Costs(0, (1e-3, 0.0), (0.0, 0.0))
+    waits = [Wait(10, 0.1), Wait(20, 5.0)]
+    assert choose_wait(costs, 100, 0, waits, 10.0) == Wait(10, 0.1)
+    assert choose_wait(costs, 100, 0, [Wait(10, 0.1), Wait(20, 0.2)], 10.0) == Wait(20, 0.2)
+    assert choose_wait(costs, 100, 0, [Wait(10, 2.0)], 10.0) is None
+
+
+def test_what_the_engine_has_itself_is_not_counted() -> None:
+    costs = Costs(1000, (1e-3, 1e-6), (0.5, 1e-4))
+    assert costs.compute_s(0, 1000) == 0.0 and costs.load_s(0, 900) == 0.0
+    assert costs.compute_s(0, 1100) == pytest.approx(100 * 1e-3 + 1e-6 * (1100**2 - 1000**2) / 2)
+    assert costs.load_s(0, 1100) == pytest.approx(0.51)
+    left = Left(3, "disk", 1.0, 0.5)
+    assert choose(costs, 100, 11, left) == Choice(0, costs.load_s(0, 1100), costs.compute_s(0, 1100), left)
+
+
+class Engine:
+    """Computes and loads at given speeds, by a clock that is moved by hand."""
+
+    def __init__(self, token_s: float, load_token_s: float) -> None:
+        self.clock = HandClock(100.0)
+        self.costs = EngineCosts(self.clock)
+        self.token_s, self.load_token_s = token_s, load_token_s
+        self._requests = 0
+
+    def compute(self, tokens: int) -> None:
+        self.costs.step_scheduled(tokens, tokens * tokens / 2, counts=True)
+        self.clock.advance(0.001 + tokens * self.token_s)
+        self.costs.step_ended()
+
+    def serve(self, tokens: int) -> bool:
+        """Whether a hit of so many tokens was loaded."""
+        costs = self.costs.of(0)
+        assert costs is not None
+        loads = choose(costs, tokens, 1).chunks == 1
+        self.costs.chose(to_load=loads)
+        if loads:
+            self._requests += 1
+            self.costs.load_began(str(self._requests), tokens)
+            self.clock.advance(0.002 + tokens * self.load_token_s)
+            self.costs.load_ended(str(self._requests), failed=False)
+        else:
+            self.compute(tokens)
+        return loads
+
+    def warm_up(self) -> None:
+        for tokens in (100, 1000, 300, 2000, 600):
+            self.compute(tokens)
+
+
+def test_an_engine_that_computes_quicker_than_it_loads_computes() -> None:
+    engine = Engine(token_s=1e-5, load_token_s=1e-4)
+    engine.warm_up()
+    served = [engine.serve(1000 + number) for number in range(200)]
+    assert served[:4].count(True) == 4  # that is how it learns
+    assert served[4:].count(True) <= 2
+    assert not any(served[-50:])
+
+
+def test_a_link_that_became_quick_again_is_found_out() -> None:
+    engine = Engine(token_s=1e-5, load_token_s=1e-4)
+    engine.warm_up()
+    for number in range(50):
+        engine.serve(1000 + number)
+    engine.load_token_s = 1e-7
+    asked = 0
+    while not all(engine.serve(1000 + number) for number in range(10)):
+        asked += 1
+        engine.clock.advance(1.0)
+        assert asked < 60
+    assert all(engine.serve(2000) for _ in range(20))
+
+
+def test_a_link_that_stays_slow_is_tried_ever_more_seldom() -> None:
+    engine = Engine(token_s=1e-5, load_token_s=1e-4)
+    engine.warm_up()
+    tried = [engine.serve(1000) or engine.clock.advance(1.0) or False for _ in range(3000)]
+    assert 2 <= tried[100:].count(True) <= 12
+    assert tried[-600:].count(True) <= 2
+
+
+def test_steps_that_overlap_are_counted_from_the_one_before() -> None:
+    """Two under way: each begins on the device when the one before has ended."""
+    clock = HandClock(5.0)
+    costs = EngineCosts(clock)
+    costs.step_scheduled(1000, 5e5, counts=True)
+    for _ in range(20):
+        clock.advance(0.001)
+        costs.step_scheduled(1000, 5e5, counts=True)
+        clock.advance(0.999)
+        costs.step_ended()
+    now = costs.of(0)
+    assert now is not None
+    assert now.compute_s(0, 1000) == pytest.approx(1.0, rel=0.2)
+
+
+def test_steps_that_compute_no_prompt_say_nothing() -> None:
+    clock = HandClock()
+    costs = EngineCosts(clock)
+    for _ in range(50):
+        costs.step_scheduled(8, 100.0, counts=False)
+        clock.advance(1.0)
+        costs.step_ended()
+    now = costs.of(0)
+    assert now is not None and now.compute is None
+
+
+def test_settings_and_requests_say_when_there_are_no_costs() -> None:
+    clock = HandClock()
+    assert EngineCosts(clock, use="always").of(0) is None
+    assert EngineCosts(clock).of(0, "always") is None
+    assert EngineCosts(clock, use="always").of(7, "auto") == Costs(7)
+    told = EngineCosts(clock, prefill_tokens_per_second=1000.0).of(0)
+    assert told is not None and told.compute_s(0, 500) == pytest.approx(0.5)

@@ -1,0 +1,31 @@
+"""When a tier that nobody waits for is tried again: soon at first, and ever more seldom while it stays as slow."""
+
+from typing import Final
+
+_FIRST_S: Final = 10.0
+_MAX_S: Final = 300.0
+_SOON_S: Final = 0.5
+
+
+class Probes:
+    """Of one tier. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._after_s = _FIRST_S
+        self._due_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to try it now. If so, the next time is not before this one has ended."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + _MAX_S
+        return True
+
+    def ended(self, now_s: float, *, was_right: bool) -> None:
+        """was_right: it was about as slow as it was taken to be; else it is worth another look at once."""
+        if was_right:
+            self._due_s = now_s + self._after_s
+            self._after_s = min(2 * self._after_s, _MAX_S)
+        else:
+            self._due_s = now_s + _SOON_S
+            self._after_s = _FIRST_S

@@ -1,0 +1,255 @@
+"""A slower tier is waited for where that is quicker than computing, on real tiers that are throttled."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kv_core.cost import Choice, Costs
+from kv_core.coverage import ChunkShape
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.testing import key_chain
+from kv_tiers import HostPool, LocalCache, chunk_header
+from kv_tiers.cache.probes import Probes
+from kv_tiers.config import ColdConfig
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.events import LookedUp
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.lanes.speed import LoadSpeed
+from kv_tiers.server import RemoteCache, launch
+from kv_tiers.testing.throttled import ThrottledTier, offer
+from kv_tiers.tiers.dram import DramTier
+
+CHUNK_BYTES = 256 << 10
+SHAPE = ChunkShape(256)
+PROMPT = 8
+CHUNK_S = 0.005
+"""Seconds to compute a chunk: at 10 MB/s one takes 26 ms to bring up, and at 100 MB/s 2.6."""
+COSTS = Costs(0, (CHUNK_S / 256, 0.0), (1e-4, 1e-9))
+FAST = 0.0
+
+
+class Lookups(Subscriber):
+    """The events of final lookups with costs."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+
+    def take(self, occurred: Occurred) -> None:
+        match occurred.event:
+            case LookedUp(ended=ended, choice=Choice() as choice) if ended != "PENDING":
+                self.choices.append(choice)
+
+
+class Slow:
+    """A cache above one throttled tier, with prompts that only the tier has."""
+
+    def __init__(self, bytes_per_s: float, prompts: int, wait_s: float = 1.0) -> None:
+        self.tier = ThrottledTier(
+            DramTier(HostPool.anonymous("b", CHUNK_BYTES, PROMPT * prompts), LruPolicy(), name="slow"), bytes_per_s
+        )
+        self.lane = Lane(self.tier, chunk_header.format_id("slow"), threads=2)
+        self.bus = EventBus(interval_s=0.001)
+        self.lookups = Lookups()
+        self.bus.subscribe(self.lookups)
+        self.cache = LocalCache(
+            HostPool.anonymous("host", CHUNK_BYTES, 2 * PROMPT),
+            policy=LruPolicy(),
+            lanes=[(self.lane, "through")],
+            cold=ColdConfig(wait_s=wait_s, batch_bytes=2 * CHUNK_BYTES, prefetch_share=1.0),
+            events=self.bus.source("c", (CHUNK_BYTES,)),
+        )
+        self.prompts = [key_chain(PROMPT, branch=str(number)) for number in range(prompts)]
+        for keys in self.prompts:
+            store(self.cache, keys)
+            assert self.lane.drain(5)
+        for number in range(2):
+            store(self.cache, key_chain(PROMPT, branch=f"crowd {number}"))
+        assert self.lane.drain(5)
+
+    def serve(self, number: int, costs: Costs | None = COSTS) -> tuple[LookupPlan, float]:
+        """The final answer for a prompt, and how long it was waited for. What came up is put out again."""
+        plan, seconds = ask(self.cache, self.prompts[number], costs)
+        self.cache.end("r")
+        assert self.lane.drain(5)
+        for crowd in range(2):
+            store(self.cache, key_chain(PROMPT, branch=f"crowd {crowd}"))
+        return plan, seconds
+
+    def close(self) -> None:
+        self.cache.close()
+        self.bus.close()
+
+
+def store(cache: LocalCache | RemoteCache, keys: Sequence[ChunkKey]) -> None:
+    lease = cache.begin_store(list(keys), "w")
+    cache.commit(lease)
+
+
+def ask(cache: LocalCache | RemoteCache, keys: Sequence[ChunkKey], costs: Costs | None) -> tuple[LookupPlan, float]:
+    began = time.monotonic()
+    while True:
+        plan = cache.lookup(keys, "r", shape=SHAPE, wait_for_promotion=True, costs=costs)
+        if plan.ended is not Ended.PENDING:
+            return plan, time.monotonic() - began
+        time.sleep(0.0005)
+
+
+@contextmanager
+def slow(bytes_per_s: float, prompts: int = 24, wait_s: float = 1.0) -> Iterator[Slow]:
+    made = Slow(bytes_per_s, prompts, wait_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "pays"), [(FAST, True), (1e9, True), (100e6, True), (10e6, False)])
+def test_a_tier_is_used_where_it_is_quicker_than_computing(bytes_per_s: float, pays: bool) -> None:
+    with slow(bytes_per_s) as made:
+        served = [made.serve(number) for number in range(12)]
+        learnt = served[6:]
+        if pays:
+            assert sum(plan.chunks == PROMPT for plan, _ in learnt) >= len(learnt) - 1  # a noisy machine may spoil one
+        else:
+            assert all(plan.chunks < PROMPT for plan, _ in learnt)
+            assert max(seconds for _, seconds in learnt) < PROMPT * CHUNK_S
+            assert made.bus.flush()
+            left = made.lookups.choices[-1].left
+            assert left is not None and left.tier == "slow" and left.load_s > left.compute_s
+
+
+def test_not_even_the_first_wait_is_longer_than_computing() -> None:
+    with slow(10e6) as made:
+        _, seconds = made.serve(0)
+        assert seconds < PROMPT * CHUNK_S + 0.05
+
+
+def test_without_costs_it_is_waited_for_as_configured() -> None:
+    with slow(10e6, wait_s=2.0) as made:
+        for number in range(6):
+            made.serve(number)
+        plan, _ = made.serve(6, costs=None)
+        assert plan.chunks == PROMPT and plan.choice is None
+
+
+def test_what_does_not_pay_is_not_brought_up_but_for_a_probe() -> None:
+    with slow(10e6) as made:
+        for number in range(6):
+            made.serve(number)
+        before = made.tier.loaded_bytes
+        for number in range(6, 18):
+            made.serve(number)
+        assert made.tier.loaded_bytes - before <= 3 * 10 * CHUNK_BYTES  # a probe is a quarter of a second at most
+
+
+def test_an_engine_that_stores_nothing_finds_it_the_next_time() -> None:
+    with slow(10e6) as made:
+        for number in range(6):
+            made.serve(number)
+        costs = Costs(0, COSTS.compute, COSTS.load, stores=False)
+        plan, seconds = ask(made.cache, made.prompts[6], costs)
+        assert plan.chunks == 0 and seconds < PROMPT * CHUNK_S
+        made.cache.end("r")
+        assert made.lane.drain(5)
+        plan, _ = ask(made.cache, made.prompts[6], costs)
+        assert plan.chunks == PROMPT
+        made.cache.end("r")
+
+
+def test_a_tier_that_becomes_slow_and_quick_again_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_tiers.cache.probes._FIRST_S", 0.1)
+    monkeypatch.setattr("kv_tiers.cache.probes._SOON_S", 0.01)
+    with slow(FAST) as made:
+        assert [made.serve(number)[0].chunks for number in range(8)][-3:] == [PROMPT] * 3
+        made.tier.load_bytes_per_s = 10e6
+        served = [made.serve(number) for number in range(8, 16)]
+        assert max(seconds for _, seconds in served) < 2 * PROMPT * CHUNK_S  # however it finds out
+        assert served[-1][0].chunks < PROMPT
+        made.tier.load_bytes_per_s = FAST
+        until = time.monotonic() + 20
+        while made.serve(16)[0].chunks < PROMPT:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert made.serve(17)[0].chunks == PROMPT
+
+
+@pytest.mark.parametrize(("bytes_per_s", "pays"), [(FAST, True), (10e6, False)])
+def test_the_same_at_a_server(bytes_per_s: float, pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = {
+        "host": {"capacity_bytes": 2 * PROMPT * CHUNK_BYTES, "policy": "lru"},
+        "cold": {"batch_bytes": 2 * CHUNK_BYTES, "prefetch_share": 1.0},
+        "tiers": [
+            {
+                "type": "throttled",
+                "load_bytes_per_s": bytes_per_s,
+                "tier": {"type": "dram", "capacity_bytes": 40 * PROMPT * CHUNK_BYTES},
+            }
+        ],
+    }
+    server = launch(config, socket=tmp_path / "s")
+    try:
+        cache = RemoteCache(tmp_path / "s", group_bytes=(CHUNK_BYTES,), fingerprint="f", engine="e")
+        prompts = [key_chain(PROMPT, branch=str(number)) for number in range(14)]
+        for keys in prompts:
+            store(cache, keys)
+            time.sleep(0.05)
+        plans = []
+        for keys in prompts[:12]:
+            plans.append(ask(cache, keys, COSTS))
+            cache.end("r")
+        choices = [plan.choice for plan, _ in plans[-5:]]
+        if pays:
+            assert sum(plan.chunks == PROMPT for plan, _ in plans[-5:]) >= 4
+            assert choices[-1] is not None and choices[-1].compute_s == pytest.approx(PROMPT * CHUNK_S)
+        else:
+            assert max(seconds for _, seconds in plans) < 2 * PROMPT * CHUNK_S
+            lefts = [choice.left for choice in choices if choice is not None and choice.left is not None]
+            assert lefts and lefts[-1].tier == "throttled" and lefts[-1].load_s > lefts[-1].compute_s
+        cache.close()
+    finally:
+        server.stop()
+
+
+def test_a_queue_is_part_of_what_is_expected() -> None:
+    speed = LoadSpeed()
+    for number in range(6):
+        speed.began(number, 1 << 20, float(number))
+        speed.ended(number, number + 0.1, brought=True)
+    alone = speed.seconds(1 << 20, 10.0)
+    assert alone == pytest.approx(0.1, rel=0.3)
+    for number in range(10, 14):
+        speed.began(number, 1 << 20, 10.0)
+    behind = speed.seconds(1 << 20, 10.0)
+    assert behind is not None and alone is not None and behind > 2.5 * alone
+    overdue = speed.seconds(1 << 20, 11.0)
+    assert overdue is not None and overdue > 3 * behind
+
+
+def test_of_an_unknown_tier_a_load_that_does_not_come_says_something() -> None:
+    speed = LoadSpeed()
+    assert speed.seconds(1000, 0.0) is None
+    speed.began(1, 1000, 0.0)
+    assert speed.seconds(1000, 0.01) is None
+    assert speed.seconds(1000, 1.0) == pytest.approx(2.0)
+    speed.ended(1, 2.0, brought=False)
+    assert speed.seconds(1000, 2.0) is None
+
+
+def test_probes_become_rare_and_come_back() -> None:
+    probes = Probes()
+    times = []
+    for now in range(3000):
+        if probes.is_due(float(now)):
+            times.append(now)
+            probes.ended(float(now), was_right=True)
+    assert 8 <= len(times) <= 20 and times[-1] - times[-2] >= 300
+    assert probes.is_due(4000.0)
+    probes.ended(4000.0, was_right=False)
+    assert probes.is_due(4001.0)

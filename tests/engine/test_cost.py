@@ -1,0 +1,86 @@
+"""Real vLLM over a throttled tier: what would be slower to load than to compute is computed, and the event says why."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Engine, started
+from kv_core.cost import Choice
+from kv_tiers.attach.engine import engines
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import Occurred, Subscriber
+from kv_tiers.events.events import EngineMeasured, LookedUp
+from kv_tiers.testing.throttled import ThrottledTier, offer
+
+PROMPTS = [[3 + (7919 * i + 101 * number * (i + 7)) % 2000 for i in range(1024 + 40)] for number in range(10)]
+WHOLE = 1024
+POOL = {"capacity_bytes": "2MiB"}
+"""Room for one of them."""
+
+
+class Lookups(Subscriber):
+    """Of each final lookup its choice, and what was measured."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+        self.measured = 0
+
+    def take(self, occurred: Occurred) -> None:
+        match occurred.event:
+            case LookedUp(ended=ended, choice=Choice() as choice) if ended != "PENDING":
+                self.choices.append(choice)
+            case EngineMeasured(samples):
+                self.measured += len(samples)
+
+
+def throttled(directory: Path, bytes_per_s: float) -> dict[str, Any]:
+    below = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    tier = {"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": below}
+    return {"use": "auto", "host": POOL, "tiers": [tier]}
+
+
+def ask_all(engine: Engine) -> tuple[list[int], float]:
+    """Each prompt in its turn: what was found, and the seconds of the last five together."""
+    hits: list[int] = []
+    seconds = 0.0
+    for number, prompt in enumerate(PROMPTS):
+        began = time.perf_counter()
+        engine.ask([prompt], new_tokens=2)
+        seconds += time.perf_counter() - began if number >= 5 else 0.0
+        hits += engine.hits
+        engine.inside("kv_settle")
+    return hits, seconds
+
+
+def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with started(tiny_llama, cache=throttled(tmp_path, 0.0)) as engine:
+        (running,) = engines().values()
+        assert running._bus is not None and isinstance(running.cache, LocalCache)
+        lookups = Lookups()
+        running._bus.subscribe(lookups)
+        cold, computing_s = ask_all(engine)
+        assert cold == [0] * len(PROMPTS)
+        ask_all(engine)  # by now it is known how quick the tier is
+        hits, _ = ask_all(engine)
+        assert running._bus.flush()
+        last = lookups.choices[-1]
+        assert sum(hits[5:]) >= 4 * WHOLE, lookups.choices  # a busy machine may be late once
+        assert last.load_s is not None and last.compute_s is not None and last.load_s < last.compute_s
+        assert lookups.measured > 0
+
+        (tier,) = (lane.tier for lane in running.cache.lower._lanes)
+        assert isinstance(tier, ThrottledTier)
+        tier.load_bytes_per_s = 10e6  # from now a prompt takes 0.2 s to come up, and less to compute
+        ask_all(engine)
+        hits, again_s = ask_all(engine)
+        assert running._bus.flush()
+        left = lookups.choices[-1].left
+        assert sum(hits[5:]) <= WHOLE, lookups.choices
+        assert left is not None and left.tier == "throttled" and left.load_s > left.compute_s > 0.0
+        assert again_s < 1.5 * computing_s + 0.3
+        engine.assert_at_rest()
