@@ -5,6 +5,9 @@ times the host tier, so that least-recently-used never hits. `1.8 × on disk`: t
 eagerly. `linker`: SGLang's external linker in place of HiCache's storage. Value and limit are seconds a request, with
 us and without.
 
+`--throttled`: the same prompts over a disk that brings only so many bytes in a second, with `use: auto`. The limit is
+the better of the engine without us and of `use: always`, which loads and waits for whatever is held.
+
 One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
 the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
 and how many threads it had and used, is printed on standard error: where the two differ, the times compare something
@@ -40,6 +43,8 @@ PROMPT_TOKENS = 560  # two chunks and a tail, or eight pages and a tail
 NEW_TOKENS = 8
 ROUNDS = 4
 ALLOWED = 1.05
+THROTTLES = {"as quick as it is": 0.0, "1 GB/s": 1e9, "100 MB/s": 1e8, "10 MB/s": 1e7}
+"""Bytes a second that the tier brings; 0: as many as it can."""
 
 
 def serve(engine: str, model: str, way: str, cache: dict[str, Any] | None) -> None:
@@ -63,6 +68,7 @@ def one_start(
 ) -> tuple[list[float], int]:
     """Seconds of each request to an engine that is started for them, and tokens that were found."""
     environ = _engines.ENVIRON | _engines.threads_environ(threads)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(model).parent), os.environ.get("PYTHONPATH"))))
     child = Child(__file__, [engine, model, way, json.dumps(cache)], environ)
     try:
         for warm_up in (9001, 9002, 9003):
@@ -107,10 +113,39 @@ def rows(
             )
             (mine if with_us else theirs).extend(seconds)
             shutil.rmtree(disk, ignore_errors=True)
+    return compared(name, mine, [theirs])
+
+
+def compared(name: str, mine: list[float], others: list[list[float]]) -> list[Row]:
+    """Seconds a request with us, and the best of what else there is."""
     made = []
     for which, of in (("mean", statistics.fmean), ("95 %", lambda values: statistics.quantiles(values, n=20)[-1])):
-        value, limit = of(mine), of(theirs)
+        value, limit = of(mine), min(map(of, others))
         made.append(Row(f"{name}, {which}", value, "s", limit, value / limit, ALLOWED, at_most=True))
+    return made
+
+
+def throttled_rows(
+    engine: str, host: dict[str, str], numbers: list[int], model: str, disk: Path, chosen: argparse.Namespace
+) -> list[Row]:
+    """Every way in turn, in this order and back."""
+    made = []
+    for name, bytes_per_s in THROTTLES.items():
+        below = {"type": "disk", "directory": str(disk), "capacity_bytes": "512MiB"}
+        cache = {"host": host, "tiers": [{"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": below}]}
+        known = {"cost": {"prefill_tokens_per_second": chosen.prefill}} if chosen.prefill else {}
+        ways: dict[str, dict[str, Any] | None] = {
+            "without": None,
+            "auto": cache | known | {"use": "auto"},
+            "always": cache | {"use": "always"},
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for start in range(chosen.starts):
+            for way in list(ways)[:: 1 if start % 2 == 0 else -1]:
+                label = f"a tier of {name}, start {start + 1}, {way}"
+                seconds[way] += one_start(label, engine, "", ways[way], numbers, model, chosen.threads)[0]
+                shutil.rmtree(disk, ignore_errors=True)
+        made += compared(f"a tier of {name}", seconds["auto"], [seconds["without"], seconds["always"]])
     return made
 
 
@@ -123,6 +158,10 @@ def main() -> int:
     asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     asked.add_argument("--rounds", type=int, default=ROUNDS, help="how often the working set is asked for (default: 4)")
     asked.add_argument("--starts", type=int, default=2, help="how often each engine is started (default: 2)")
+    asked.add_argument("--throttled", action="store_true", help="over tiers of given bandwidths, instead")
+    asked.add_argument(
+        "--prefill", type=float, default=0.0, help="tokens a second that the engine computes, where it must be told"
+    )
     asked.add_argument(
         "--threads",
         type=int,
@@ -131,6 +170,7 @@ def main() -> int:
     )
     chosen = asked.parse_args()
     from kv_cuda.tiny import TinyLlama
+    from kv_tiers.testing.throttled import offer
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
     chunk_tokens = 256 if chosen.engine == "vllm" else PAGE_TOKENS
@@ -151,6 +191,9 @@ def main() -> int:
         ]
         if chosen.engine == "sglang":
             runs.append(("linker, unique", "linker", {"host": host}, unique))
+        if chosen.throttled:
+            offer(Path(scratch))
+            return report(throttled_rows(chosen.engine, host, turns, model, directory, chosen), chosen.json)
         made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model, directory, chosen)]
     return report(made, chosen.json)
 

@@ -50,6 +50,7 @@ def test_every_control_under_the_schedulers(oracle: Oracle) -> None:
     assert resident(oracle) == 2
     assert oracle.ask("not loaded", PROMPT, asked={"load": False}) == 0
     assert resident(oracle) == 3
+    assert oracle.ask("never used", PROMPT, asked={"use": "never"}) == 0
     assert oracle.ask("too little", PROMPT, asked={"min_load_tokens": 193}) == 0
     assert oracle.ask("just enough", PROMPT, asked={"min_load_tokens": 192}) == 192
     assert oracle.ask("from the pool", PROMPT, asked={"promote": False}) == 192

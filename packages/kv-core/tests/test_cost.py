@@ -3,8 +3,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
+from kv_core.connect.controls import Controls
 from kv_core.connect.costs import EngineCosts
+from kv_core.connect.scheduler import RequestTokens, SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
+from kv_core.connect.testing import DictService
 from kv_core.cost import Choice, Costs, Left, Wait, choose, choose_wait
 
 SECONDS = st.floats(0.0, 100.0)
@@ -17,6 +22,7 @@ COSTS = st.builds(
 )
 TOKENS = st.integers(1, 1024)
 CHUNKS = st.integers(0, 1000)
+SPACE = KeySpace("model", "r1", "float32", "f", 1, "sha256:4")
 
 
 @given(COSTS, TOKENS, CHUNKS)
@@ -170,3 +176,45 @@ def test_settings_and_requests_say_when_there_are_no_costs() -> None:
     assert EngineCosts(clock, use="always").of(7, "auto") == Costs(7)
     told = EngineCosts(clock, prefill_tokens_per_second=1000.0).of(0)
     assert told is not None and told.compute_s(0, 500) == pytest.approx(0.5)
+
+
+def test_the_half_offers_nothing_that_is_slower_to_load_and_says_what_became_of_its_estimates() -> None:
+    """Both halves over a dictionary, on an engine whose loads are slow: what is held is declined, and given back."""
+    engine = Engine(token_s=1e-4, load_token_s=1e-2)
+    service = DictService()
+    shape = ConnectShape(ChainScheme("sha256", 4), SPACE, (GroupShape(4),))
+    half = SchedulerHalf(service, shape, name="e", costs=engine.costs)
+    tokens = list(range(40))
+    keys = SPACE.keys(KeySequence(shape.scheme, root=shape.scheme.root()).append(tokens), tenant=tenant_tag(None))
+    service.held.update(zip(keys, range(len(keys)), strict=True))
+    engine.warm_up()
+    offers = []
+    for number in range(8):
+        request = RequestTokens(f"r{number}", tokens, len(tokens))
+        offered = half.match(request, 0)
+        assert offered is not None
+        offers.append(offered)
+        half.allocated(request.request_id, offered, (list(range(10)),))
+        half.build_step([])
+        if offered:
+            engine.clock.advance(0.4)
+            half.loads_ended([request.request_id], [])
+            half.allocated(request.request_id, 0, (list(range(10)),))
+        half.finished(request.request_id)
+    assert offers == [39] * 4 + [0] * 4
+    assert service.promised == {} and half.tracked_phases() == {}
+    assert half.counts.tokens_declined == 4 * 39
+    assert {sample.what for sample in service.samples} == {"compute"}  # the loads were not known before
+    engine.clock.advance(20.0)  # time for another look
+    always = RequestTokens("r8", tokens, len(tokens), controls=Controls(use="always"))
+    assert half.match(always, 0) == 39
+    half.finished("r8")
+    assert half.match(RequestTokens("r9", tokens, len(tokens)), 0) == 39
+    half.allocated("r9", 39, (list(range(10)),))
+    half.build_step([])
+    engine.clock.advance(0.4)
+    half.loads_ended(["r9"], [])
+    half.finished("r9")
+    assert half.match(RequestTokens("r10", tokens, len(tokens)), 0) == 0
+    half.build_step([])
+    assert "load" in {sample.what for sample in service.samples}

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.clock import HandClock
+from kv_core.cost import Costs
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
@@ -37,6 +38,15 @@ CHAINS = (
     key_chain(5, branch="other"),
     MIXED,
 )
+COSTS = (
+    None,
+    Costs(),
+    Costs(0, (1e-9, 0.0), (1.0, 0.0)),
+    Costs(0, (0.02, 0.0), (0.0, 1e-3)),
+    Costs(0, (10.0, 1.0), (0.0, 0.0)),
+    Costs(0, (1e-9, 0.0), stores=False),
+)
+"""Computing is of unknown price, next to nothing, about as dear as a tier that delays, and dear."""
 HOLDERS = ("ann", "ben", "cyd")
 SEQUENTIAL_FAULTS = [fault for fault in FAULTS if fault != "hang"]  # one thread does everything here
 
@@ -115,12 +125,21 @@ class Hierarchy(RuleBasedStateMachine):
         holder=holders,
         may_wait=st.booleans(),
         reads=st.booleans(),
+        costs=st.sampled_from(COSTS),
     )
-    def look_up(self, chain: int, length: int, shape: ChunkShape, holder: str, may_wait: bool, reads: bool) -> None:
+    def look_up(
+        self, chain: int, length: int, shape: ChunkShape, holder: str, may_wait: bool, reads: bool, costs: Costs | None
+    ) -> None:
         keys = CHAINS[chain][:length]
         keys = keys[: len(keys) // shape.keys_per_chunk * shape.keys_per_chunk]
-        plan = self.cache.lookup(keys, holder, shape=shape, wait_for_promotion=may_wait)
+        plan = self.cache.lookup(keys, holder, shape=shape, wait_for_promotion=may_wait, costs=costs)
         assert plan.chunks <= len(keys)
+        if costs is None:
+            assert plan.choice is None
+        else:
+            assert plan.choice is not None and plan.choice.chunks in (0, plan.chunks)
+            left = plan.choice.left
+            assert left is None or (left.chunks > 0 and left.tier)
         assert len(plan.tiers) == plan.chunks
         assert may_wait or plan.ended is not Ended.PENDING
         if reads and plan.chunks:

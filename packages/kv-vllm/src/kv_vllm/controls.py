@@ -75,17 +75,16 @@ def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
     asked, wrong = _read(params) if params is not None else (_NOTHING, [])
     if wrong:
         _log.warning("request %s: kv_transfer_params: %s", request_id, "; ".join(wrong))
-    use = asked.use or settings.use
     limit = settings.max_store_tokens if asked.max_store_tokens is None else asked.max_store_tokens
     controls = Controls(
-        loads=asked.load and use != "never",
+        loads=asked.load and (asked.use or settings.use) != "never",
         promotes=asked.promote,
         stores=asked.store,
         min_load_tokens=settings.min_load_tokens if asked.min_load_tokens is None else asked.min_load_tokens,
         min_store_tokens=settings.min_store_tokens if asked.min_store_tokens is None else asked.min_store_tokens,
         max_store_tokens=limit or None,
         tags=asked.tags,
-        use=use,
+        use=asked.use,
     )
     return Chosen(controls, settings.save_decode if asked.save_decode is None else asked.save_decode)
 
