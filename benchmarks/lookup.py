@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_core import ChunkKey
-from kv_core.connect.costs import EngineCosts
+from kv_core.connect.engine_costs import EngineCosts
 from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.clock import MonotonicClock

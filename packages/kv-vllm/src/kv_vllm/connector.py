@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kv_core.connect.costs import MIN_PREFILL_TOKENS
+from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.controls import NO_CONTROLS, Controls
-from kv_core.connect.costs import EngineCosts
 from kv_core.connect.counts import SchedulerCounts
+from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep

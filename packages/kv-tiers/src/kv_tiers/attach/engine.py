@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from kv_core.connect.costs import EngineCosts
 from kv_core.connect.device import DeviceCopier
+from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf

@@ -280,7 +280,7 @@ class LocalCache:
                 self.events.publish(events.BlocksAllocated(holder, count))
 
     def measured(self, samples: Sequence[Measured]) -> None:
-        if self.events.on:
+        if self.events.on_requests:
             self.events.publish(events.EngineMeasured(samples))
 
     def clear(self) -> None:
