@@ -5,8 +5,8 @@ times the host tier, so that least-recently-used never hits. `1.8 × on disk`: t
 eagerly. `linker`: SGLang's external linker in place of HiCache's storage. Value and limit are seconds a request, with
 us and without.
 
-`--throttled`: the same prompts over a disk that brings only so many bytes in a second, with `use: auto`. The limit is
-the better of the engine without us and of `use: always`, which loads and waits for whatever is held.
+`--throttled [BANDWIDTH …]`: the same prompts over a disk that brings only so many bytes in a second, with `use: auto`.
+The limit is the better of the engine without us and of `use: always`, which loads and waits for whatever is held.
 
 One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
 the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
@@ -43,7 +43,7 @@ PROMPT_TOKENS = 560  # two chunks and a tail, or eight pages and a tail
 NEW_TOKENS = 8
 ROUNDS = 4
 ALLOWED = 1.05
-THROTTLES = {"as quick as it is": 0.0, "1 GB/s": 1e9, "100 MB/s": 1e8, "10 MB/s": 1e7}
+THROTTLES = {"unthrottled": 0.0, "1 GB/s": 1e9, "100 MB/s": 1e8, "10 MB/s": 1e7}
 """Bytes a second that the tier brings; 0: as many as it can."""
 
 
@@ -130,7 +130,8 @@ def throttled_rows(
 ) -> list[Row]:
     """Every way in turn, in this order and back."""
     made = []
-    for name, bytes_per_s in THROTTLES.items():
+    for name in chosen.throttled or THROTTLES:
+        bytes_per_s = THROTTLES[name]
         below = {"type": "disk", "directory": str(disk), "capacity_bytes": "512MiB"}
         cache = {"host": host, "tiers": [{"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": below}]}
         known = {"cost": {"prefill_tokens_per_second": chosen.prefill}} if chosen.prefill else {}
@@ -158,7 +159,13 @@ def main() -> int:
     asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     asked.add_argument("--rounds", type=int, default=ROUNDS, help="how often the working set is asked for (default: 4)")
     asked.add_argument("--starts", type=int, default=2, help="how often each engine is started (default: 2)")
-    asked.add_argument("--throttled", action="store_true", help="over tiers of given bandwidths, instead")
+    asked.add_argument(
+        "--throttled",
+        nargs="*",
+        choices=THROTTLES,
+        metavar="BANDWIDTH",
+        help=f"over tiers of these bandwidths instead, of all where none is named: {', '.join(THROTTLES)}",
+    )
     asked.add_argument(
         "--prefill", type=float, default=0.0, help="tokens a second that the engine computes, where it must be told"
     )
@@ -191,7 +198,7 @@ def main() -> int:
         ]
         if chosen.engine == "sglang":
             runs.append(("linker, unique", "linker", {"host": host}, unique))
-        if chosen.throttled:
+        if chosen.throttled is not None:
             offer(Path(scratch))
             return report(throttled_rows(chosen.engine, host, turns, model, directory, chosen), chosen.json)
         made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model, directory, chosen)]
