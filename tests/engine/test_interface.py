@@ -1,7 +1,9 @@
 """vLLM's interface is looked at when an engine starts: another than kv_vllm was written for turns the cache off."""
 
+import inspect
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ from engines import started
 from kv_tiers.attach.engine import engines
 from kv_vllm import interface
 from kv_vllm.connector import KVTiersConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 
 PROMPTS = [[3 + (7919 * i) % 2000 for i in range(300)]] * 2
@@ -27,6 +33,27 @@ def test_every_call_that_is_checked_is_implemented_with_these_names() -> None:
         hook = vars(KVTiersConnector)[name]
         hook = getattr(hook, "__wrapped__", hook)
         assert hook.__code__.co_varnames[1 : 1 + len(parameters)] == tuple(parameters), name
+
+
+def described(member: Any) -> str:
+    """A hook's parameters, as the table has them."""
+    call = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    parameters = inspect.signature(call).parameters.values()
+    named = [p.name for p in parameters if p.name not in ("self", "cls") and p.kind is not p.VAR_KEYWORD]
+    return f"({', '.join(named)})"
+
+
+def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "contracts" / "vllm.md").read_text()
+    said = re.findall(r"^\| `(\w+)(\([^)]*\))` \| (used|left) \|", page, re.MULTILINE)
+    hooks = {
+        name: described(member)
+        for owner in (KVConnectorBase_V1, SupportsHMA)
+        for name, member in vars(owner).items()
+        if not name.startswith("_")
+    }
+    assert {name: parameters for name, parameters, _ in said} == hooks
+    assert {name for name, _, how in said if how == "used"} == hooks.keys() & vars(KVTiersConnector).keys()
 
 
 def other_match(self: Any, waiting: Any, computed: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.errors import ConfigError, CopyFailed, InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.tools.cli import main
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
@@ -33,6 +33,7 @@ from kv_cuda.copy.copy_paths import (
 )
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import PinnedMapping, give_back_mapping, share_mapping
+from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
 from kv_cuda.layout import split_parts
@@ -85,6 +86,50 @@ def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pyt
     copier.attach("pool", memoryview(pool))
     copier.load(whole()).wait()
     assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == expected
+
+
+class Unread:
+    """The event of lists that a device has not come to."""
+
+    waits = 0
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_lists_that_are_still_read_are_not_waited_for_but_joined_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is asked for inside an engine's step."""
+    monkeypatch.setattr("kv_cuda.copy.gpu._LIST_TOKENS", 1)  # then every chunk takes a list of its own
+    tensors, unread = filled(), Unread()
+    expected = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
+    copier = GpuCopier(CACHE.layout, tensors, FORMAT, copy_paths=only("direct"))
+    pipeline = copier._pipelines["store"]
+    for lists in (2, 2, 3, 4):  # the first two are there from the beginning
+        assert gathered(copier, whole()) == expected
+        assert len(pipeline._lists) == lists
+        pipeline._used[pipeline._list] = unread
+    pipeline._used[0] = DoneEvent()
+    assert gathered(copier, whole()) == expected
+    assert len(pipeline._lists) == 4 and unread.waits == 0
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_what_raises_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT)
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    end = Unread()
+    monkeypatch.setattr(copier._pipelines[direction], "end", lambda: end)  # type: ignore[index]
+
+    def fail(*arguments: object) -> None:
+        raise CopyFailed("the driver refuses")
+
+    monkeypatch.setattr(copier, "_launch", fail)
+    with pytest.raises(CopyFailed, match="refuses"):
+        getattr(copier, direction)(whole())
+    assert end.waits == 1
 
 
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])

@@ -211,6 +211,10 @@ class _FlatPages:
     def detach(self, pool: str) -> None:
         self._pools.pop(pool, None)
 
+    @property
+    def is_queued(self) -> bool:
+        return False
+
     def load(self, plan: TransferPlan) -> DoneEvent:
         for copy in plan.copies:
             # Cloned, so that the elements are aligned whatever the chunk's size.

@@ -21,7 +21,17 @@ from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
-from kv_tiers.config import ColdConfig, CostConfig, Count, HostConfig, HttpConfig, ObserveConfig, ServerSettings, Tokens
+from kv_tiers.config import (
+    Bytes,
+    ColdConfig,
+    CostConfig,
+    Count,
+    HostConfig,
+    HttpConfig,
+    ObserveConfig,
+    ServerSettings,
+    Tokens,
+)
 from kv_tiers.options import counted, nearest
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
@@ -58,6 +68,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A prompt of fewer tokens is not stored; with `save_decode`, a request of fewer."""
     max_store_tokens: Tokens = 0
     """What is beyond so many tokens of a request is not stored; 0: everything is."""
+    stores_in_flight_bytes: Bytes = 2 << 30
+    """How much each worker may have on its way from its device to the pool while the engine goes on with the next
+    steps. What is beyond is not stored. 0: a step ends when all it stores is in the pool. vLLM only; a CPU copies at
+    once, whatever is said here."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
     """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third

@@ -50,6 +50,7 @@ def bind_worker(
         kv_scales=bound.kv_scales,
         formats=tuple(chunk_format.kind for chunk_format in bound.formats),
         layouts=tuple(layout.name for layout in bound.layouts),
+        is_queued=any(copier.is_queued for copier in bound.copiers),
     )
     model = served_model(vllm_config, kv_scales=facts.kv_scales)
     return engine.bind_worker(

@@ -1,8 +1,9 @@
 """The class vLLM calls. Each method is a translation and one call; what it means is in `kv_core.connect`.
 
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True): a synchronous load
-that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Saves are
-finished inside `wait_for_save`, so no block is read after vLLM may have given it away.
+that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Stores are begun
+in `wait_for_save`. On a device with queues of its own they go on behind the step, and the blocks are held in vLLM's
+block pool meanwhile (`kv_vllm.held`); elsewhere they are finished there.
 
 No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on.
 """
@@ -14,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
+from kv_core.connect.held import HeldBlocks
 from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
@@ -22,6 +24,7 @@ from kv_core.log import limited_logger
 from kv_tiers.attach.engine import engine_of, release
 from kv_tiers.attach.guard import always, guarded
 from kv_tiers.settings import load
+from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -33,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_worker
+from kv_vllm.held import Acknowledged, held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
@@ -57,11 +61,13 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
     waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
     a worker that cannot read it.
+    number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
     """
 
-    def __init__(self, plain: Any, waiting: tuple[str, ...] = ()) -> None:
+    def __init__(self, plain: Any, waiting: tuple[str, ...] = (), number: int = 0) -> None:
         self.plain = plain
         self.waiting = waiting
+        self.number = number
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
@@ -73,7 +79,8 @@ def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransf
 def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorMetadata:
     """Requests that were promised a load wait for it, so one that is not planned is refused aloud."""
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
-    return KVTiersMetadata(StepPlan(refused=refused).to_plain(), refused)
+    number = 0 if self._held is None else self._held.number
+    return KVTiersMetadata(StepPlan(refused=refused, number=number).to_plain(), refused, number)
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -108,6 +115,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._kv_cache_manager: Any = None
+        self._held: HeldBlocks | None = None
+        self._number = self._acknowledged = 0  # of the last plan that this worker has been given, and has said
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
         self._unplanned: set[str] = set()
@@ -141,6 +150,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(connector_metadata, KVTiersMetadata):
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
+            self._number = connector_metadata.number
             self._read_plan(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -156,7 +166,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.start_stores(self._step)
-            self._worker.finish_stores()
+            self._worker.finish_stores(wait=not self._step.number)
 
     @guarded(_all_failed)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -165,6 +175,13 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = self._worker.poll()
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
+
+    def build_connector_worker_meta(self) -> Acknowledged | None:
+        through = self._stored_through()
+        if through == self._acknowledged:
+            return None
+        self._acknowledged = through
+        return Acknowledged({self._engine.share.rank: through})
 
     # Either half.
 
@@ -193,6 +210,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
         self._start_events()
+        self._start_holding()
 
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -223,16 +241,21 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         planned = {load.request_id for load in plan.loads}.union(plan.refused)
         plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
-        metadata = KVTiersMetadata(plan.to_plain(), waiting)
+        if self._held is not None:
+            plan = self._held.hold(plan)
+        metadata = KVTiersMetadata(plan.to_plain(), waiting, plan.number)
         self._unplanned.clear()
         return metadata
 
-    @guarded(always(None))
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
-            if (failed := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
-                self.turn_off(f"the last {failed} loads have failed, one after another")
+        self._give_back(connector_output.kv_connector_worker_meta)
+        self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
+
+    def has_pending_push_work(self) -> bool:
+        return self._held is not None and self._held.is_waiting  # or vLLM would fall idle before it has its blocks back
+
+    def has_pending_block_frees(self) -> bool:
+        return self._held is not None and self._held.will_free()  # vLLM waits for these then, and preempts nobody
 
     @guarded(_last_events)
     def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
@@ -313,6 +336,40 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._events = ChunkEvents(self._scheduler.shape, cache.changes_since, hash_tokens=hash_tokens)
 
     @guarded(always(None))
+    def _start_holding(self) -> None:
+        """Where workers' copies are queued. Elsewhere, or if nothing may be under way, they finish what they begin."""
+        facts, scheduler = self._engine.facts, self._scheduler
+        if scheduler is not None and facts is not None and facts.is_queued and self._settings.stores_in_flight_bytes:
+            ranks = rank_share(self._vllm_config).ranks
+            self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=ranks)
+
+    @guarded(lambda self: self._number)  # off: what was under way then was waited for, and nothing has begun since
+    def _stored_through(self) -> int:
+        return 0 if self._worker is None else self._worker.stored_through
+
+    def _give_back(self, said: Any) -> None:
+        """Also while the cache is off: workers in other processes may still be reading."""
+        if self._held is None:
+            return
+        try:
+            if isinstance(said, Acknowledged):
+                self._held.acknowledge(said.through)
+            worker = self._engine.worker
+            if self._held.is_waiting and not self._requests and worker and not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+                # Nobody steps an engine in its caller's process that has no requests, not even to get blocks back.
+                worker.finish_stores()
+                self._held.acknowledge({self._engine.share.rank: worker.stored_through})
+        except Exception as error:  # noqa: BLE001  # as `guarded` has it
+            self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
+
+    @guarded(always(None))
+    def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.loads_ended(finished, failed)
+            if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
+                self.turn_off(f"the last {in_a_row} loads have failed, one after another")
+
+    @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
@@ -333,7 +390,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return StepPlan()
         self._follow_weights()
-        if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler.is_waiting():
+        is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work()
+        if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
             time.sleep(_IDLE_STEP_S)

@@ -28,6 +28,9 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
     "build_connector_meta": ["scheduler_output"],
     "update_connector_output": ["connector_output"],
+    "build_connector_worker_meta": [],
+    "has_pending_push_work": [],
+    "has_pending_block_frees": [],
     "request_finished": ["request", "block_ids"],
     "reset_cache": [],
     "shutdown": [],
@@ -44,6 +47,8 @@ def interface_differences() -> Iterator[str]:
     """A text for everything in which this vLLM is another than the one that this was written for."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import KVConnectorOutput
@@ -55,7 +60,10 @@ def interface_differences() -> Iterator[str]:
     yield from call_differences(Executor, {"collective_rpc": ["method"]})
     yield from unknown_calls(connector, CALLS)
     yield from field_differences(base.KVConnectorTransferResults, ["finished_recving", "failed_recving"])
-    yield from field_differences(KVConnectorOutput, ["finished_recving", "failed_recving"])
+    yield from field_differences(KVConnectorOutput, ["finished_recving", "failed_recving", "kv_connector_worker_meta"])
+    yield from call_differences(base.KVConnectorWorkerMetadata, {"aggregate": ["other"]})
+    yield from call_differences(BlockPool, {"touch": ["blocks"], "free_blocks": ["ordered_blocks"]})
+    yield from field_differences(KVCacheBlock, ["ref_cnt"])
     stored = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
     yield from field_differences(BlockStored, [*stored, "extra_keys", "group_idx", "session_id"])
     yield from field_differences(BlockRemoved, ["block_hashes", "medium", "group_idx"])

@@ -48,6 +48,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "loads_refused": Figure("counter", "Loads whose allocation did not add up."),
     "states_refused": Figure("counter", "States of linear layers that were not worth their room."),
     "stores_failed": Figure("counter", "Stores that were given up."),
+    "dropped_chunks": Figure("counter", "Chunks that were not stored as too many bytes were on their way already."),
     "pool_used_bytes": Figure("gauge", "What of the pool holds chunks or is promised to them."),
     "pool_bytes": Figure("gauge", "How large the pool is."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
@@ -170,6 +171,7 @@ class WorkerFigures:
             "loaded_bytes": counts.bytes_loaded,
             "stored_bytes": counts.bytes_stored,
             "stores_failed": counts.stores_failed,
+            "dropped_chunks": counts.chunks_dropped,
         }
 
 

@@ -24,7 +24,14 @@ class CopyEvent(Protocol):
 
 
 class DeviceCopier(Protocol):
-    """Copies between host extents and the engine's paged cache. One for each group and worker."""
+    """Copies between host extents and the engine's paged cache. One for each group and worker.
+
+    A call that raises has left nothing under way.
+    """
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether copies go on behind the call that asked for them. False: they have happened when it returns."""
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""

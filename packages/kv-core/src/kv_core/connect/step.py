@@ -14,7 +14,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 4
+STEP_VERSION = 5
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
@@ -82,12 +82,15 @@ class StepPlan:
     refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. It is the scheduler's to say, since
         other weights in a running engine are another key space, from one step to the next.
+    number: of the last plan with stores whose blocks the engine keeps until every worker has acknowledged it
+        (`kv_core.connect.held`), this one's if it has any: workers need not wait for the copies. 0: it keeps none.
     """
 
     loads: tuple[LoadStep, ...] = ()
     stores: tuple[StoreStep, ...] = ()
     refused: tuple[str, ...] = ()
     space_id: bytes = NO_SPACE
+    number: int = 0
 
     def to_plain(self) -> Plain:
         return {
@@ -116,6 +119,7 @@ class StepPlan:
             ],
             "refused": list(self.refused),
             "space_id": self.space_id,
+            "number": self.number,
         }
 
     @classmethod
@@ -133,6 +137,7 @@ class StepPlan:
                 stores=tuple(_store(entry) for entry in _sequence(plain["stores"])),
                 refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),
                 space_id=_space_id(plain["space_id"]),
+                number=_count(plain["number"]),
             )
         except KeyError as missing:
             raise InputError(f"the step plan lacks {missing}") from None

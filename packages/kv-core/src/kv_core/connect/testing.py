@@ -1,13 +1,15 @@
 """A cache that is a dict and an engine's blocks that are a dict, for testing the halves without either.
 
 `DictService` is always right and can be told to go wrong; `DictCopier` moves one value a token. Both are small enough
-to be believed by reading.
+to be believed by reading. `CopyQueue` makes any copier one of a device whose copies go on behind the engine's steps.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import Any
 
 from kv_core.cost import Costs, Measured, choose
 from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
@@ -89,7 +91,8 @@ class DictService:
         return lease
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
-        missing = tuple(key for key in keys if key not in self.held)
+        writing = {key for lease in self.open_leases.values() if isinstance(lease, WriteLease) for key in lease.keys}
+        missing = tuple(key for key in keys if key not in self.held and key not in writing)
         refused = ""
         if missing and self.refuse_stores:
             self.refuse_stores -= 1
@@ -166,6 +169,10 @@ class DictCopier:
     fail_copies: int = 0
     loaded_tokens: int = 0
 
+    @property
+    def is_queued(self) -> bool:
+        return False
+
     def attach(self, pool: str, view: memoryview) -> None:
         raise MisuseError(f"a dict has no memory to attach pool {pool} to ({len(view)} bytes)")
 
@@ -191,3 +198,93 @@ class DictCopier:
             self.fail_copies -= 1
             return True
         return False
+
+
+@dataclass(slots=True, eq=False)
+class QueuedCopy:
+    """A copy that has been asked for; nothing of it has happened until its queue has come to it.
+
+    move: makes it.
+    plan: what was asked for.
+    is_store: off the device, rather than onto it.
+    """
+
+    queue: "CopyQueue"
+    move: Callable[[TransferPlan], Any]
+    plan: TransferPlan
+    is_store: bool
+    failure: str = ""
+    has_ended: bool = False
+
+    def done(self) -> bool:
+        if self.has_ended and self.failure:
+            raise CopyFailed(self.failure)
+        return self.has_ended
+
+    def wait(self) -> None:
+        self.queue.waits += 1
+        while not self.has_ended:
+            self.queue.run()
+        self.done()
+
+
+@dataclass(slots=True)
+class CopyQueue:
+    """A device's queue of copies. They are made when the test says so and in their order: each reads what is there
+    then, and so as late as a device might.
+
+    pending: those that have not been made.
+    waits: how often somebody has waited for one.
+    asked, before, after: called with each when it is asked for, before it is made, and when it has been.
+    """
+
+    pending: deque[QueuedCopy] = field(default_factory=deque)
+    waits: int = 0
+    asked: Callable[[QueuedCopy], None] = lambda copy: None
+    before: Callable[[QueuedCopy], None] = lambda copy: None
+    after: Callable[[QueuedCopy], None] = lambda copy: None
+
+    def run(self, copies: int = 1, *, failure: str = "") -> None:
+        """Make so many of the oldest, or let them fail half way."""
+        for _ in range(min(copies, len(self.pending))):
+            copy = self.pending[0]
+            self.before(copy)
+            try:
+                copy.move(copy.plan).wait()
+                self.after(copy)
+            except CopyFailed as error:
+                failure = failure or str(error)
+            copy.failure = failure
+            self.pending.popleft()
+            copy.has_ended = True
+
+
+class QueuedCopier:
+    """Another copier's copies, behind one another in a queue."""
+
+    def __init__(self, copier: Any, queue: CopyQueue) -> None:
+        """copier: a `DeviceCopier` that copies at once."""
+        self._copier = copier
+        self._queue = queue
+
+    @property
+    def is_queued(self) -> bool:
+        return True
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        self._copier.attach(pool, view)
+
+    def detach(self, pool: str) -> None:
+        self._copier.detach(pool)
+
+    def load(self, plan: TransferPlan) -> QueuedCopy:
+        return self._queued(self._copier.load, plan, is_store=False)
+
+    def store(self, plan: TransferPlan) -> QueuedCopy:
+        return self._queued(self._copier.store, plan, is_store=True)
+
+    def _queued(self, move: Callable[[TransferPlan], Any], plan: TransferPlan, *, is_store: bool) -> QueuedCopy:
+        copy = QueuedCopy(self._queue, move, plan, is_store)
+        self._queue.pending.append(copy)
+        self._queue.asked(copy)
+        return copy

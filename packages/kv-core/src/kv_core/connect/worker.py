@@ -5,6 +5,7 @@ completed for any reason ends the same way: the keys are forgotten first, so tha
 and not the same failure again, and then the request is reported.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class WorkerCounts:
     chunks_stored: that were committed; bytes_stored: their payloads.
     tokens_stored: of those, by one group's chunks of shard 0: a group that needs the whole prefix, if there is one.
     stores_failed: leases that were given up.
+    chunks_dropped: that were not stored as too much was on its way already.
     """
 
     loads_finished: int = 0
@@ -41,6 +43,7 @@ class WorkerCounts:
     bytes_stored: int = 0
     tokens_stored: int = 0
     stores_failed: int = 0
+    chunks_dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +66,20 @@ class _Load:
     def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
         self.failure = self.failure or reason
         self.suspect.update(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """One group's chunks of a request on their way to the pool.
+
+    number: of the plan that they were stored by.
+    nbytes: of their payloads.
+    """
+
+    number: int
+    lease: WriteLease
+    copying: CopyEvent
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +111,11 @@ class WorkerHalf:
         name: str,
         rank: int | None = None,
         stores: bool = True,
+        max_in_flight_bytes: int = sys.maxsize,
     ) -> None:
         """copiers: one for each group, in the order of `shape.groups`. shard: which share of a chunk it has.
-        rank: tells it from others with the same share; the shard's number if not said. stores: of these one does."""
+        rank: tells it from others with the same share; the shard's number if not said. stores: of these one does.
+        max_in_flight_bytes: what may be on its way to the pool while the engine goes on. More is not stored."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
@@ -104,7 +123,10 @@ class WorkerHalf:
         self._stores = stores
         self._holder = f"{name}/worker{shard if rank is None else rank}"
         self._loading: dict[str, _Load] = {}
-        self._storing: list[tuple[WriteLease, CopyEvent]] = []
+        self._storing: list[_Store] = []
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._in_flight_bytes = 0
+        self._number = 0
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
@@ -127,7 +149,8 @@ class WorkerHalf:
         self._finish_loads()
 
     def start_stores(self, plan: StepPlan) -> None:
-        """Reserve room for the chunks this step completed and start gathering them. The forward pass is over."""
+        """Reserve room for the chunks this step completed and start gathering them, behind the forward pass."""
+        self._number = plan.number
         for step in plan.stores if self._stores else ():
             for group in range(len(self._copiers)):
                 if self._shape.groups[group].coverage.kind == "state":
@@ -135,17 +158,31 @@ class WorkerHalf:
                 else:
                     self._start_store(plan.space_id, step, group)
 
-    def finish_stores(self) -> None:
-        """Wait for the gathers and publish them. After this the engine may give the blocks to anyone."""
-        for lease, event in self._storing:
+    def finish_stores(self, *, wait: bool = True) -> None:
+        """Publish what has been gathered.
+
+        wait: for all of it; after this the engine may give the blocks to anyone. False: the engine keeps the blocks
+            until it reads in `stored_through` that they are not needed any more.
+        """
+        storing, self._storing = self._storing, []
+        for store in storing:
             try:
-                event.wait()
-                self._service.commit(lease)
-                self._count_stored(lease)
+                if wait:
+                    store.copying.wait()
+                elif not store.copying.done():
+                    self._storing.append(store)
+                    continue
+                self._service.commit(store.lease)
+                self._count_stored(store)
             except KVError as error:
-                self._service.release(lease)
+                self._service.release(store.lease)
                 self._not_stored(error)
-        self._storing.clear()
+            self._in_flight_bytes -= store.nbytes
+
+    @property
+    def stored_through(self) -> int:
+        """The number of the last plan up to which nothing is read any more."""
+        return min((store.number - 1 for store in self._storing), default=self._number)
 
     def poll(self) -> StepReport:
         """Loads that ended since the last poll."""
@@ -160,10 +197,11 @@ class WorkerHalf:
         for load in self._loading.values():
             for event in load.copying:
                 self._settle(event)
-        for _, event in self._storing:
-            self._settle(event)
+        for store in self._storing:
+            self._settle(store.copying)
         self._loading.clear()
         self._storing.clear()
+        self._in_flight_bytes = 0
         self._service.end(self._holder)
 
     def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:
@@ -289,10 +327,8 @@ class WorkerHalf:
     ) -> None:
         """Reserve room for these of the step's chunks and start gathering them, each by its plan."""
         keys = self._keys(space_id, step.digests[chunks.start : chunks.stop], step.tenant, group)
-        lease = self._service.begin_store(keys, self._holder) if keys else None
-        if lease is None or not lease.keys:
-            if lease is not None:
-                self._service.release(lease)
+        lease = self._reserve(keys)
+        if lease is None:
             return
         chunk_of = dict(zip(keys, chunks, strict=True))
         try:
@@ -303,12 +339,32 @@ class WorkerHalf:
             self._service.release(lease)
             self._not_stored(error)
         else:
-            self._storing.append((lease, event))
+            nbytes = _nbytes(lease)
+            self._storing.append(_Store(self._number, lease, event, nbytes))
+            self._in_flight_bytes += nbytes
 
-    def _count_stored(self, lease: WriteLease) -> None:
-        counts = self.counts
+    def _reserve(self, keys: Sequence[ChunkKey]) -> WriteLease | None:
+        """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
+        lease = self._service.begin_store(keys, self._holder) if keys else None
+        if lease is not None and self._number and lease.keys:
+            room = self._max_in_flight_bytes - self._in_flight_bytes
+            fit = len(lease.keys) if _nbytes(lease) <= room else max(0, room // lease.extents[0].nbytes)
+            if not self._storing:
+                fit = max(fit, 1)  # or nothing of chunks that are larger than all that may be on its way
+            if fit < len(lease.keys):
+                self._service.release(lease)
+                self.counts.chunks_dropped += len(lease.keys) - fit
+                leading = keys[: keys.index(lease.keys[fit])]
+                lease = self._service.begin_store(leading, self._holder) if fit else None
+        if lease is not None and not lease.keys:
+            self._service.release(lease)
+            return None
+        return lease
+
+    def _count_stored(self, store: _Store) -> None:
+        counts, lease = self.counts, store.lease
         counts.chunks_stored += len(lease.keys)
-        counts.bytes_stored += sum(extent.nbytes for extent in lease.extents)
+        counts.bytes_stored += store.nbytes
         if self._shard == 0 and lease.keys[0].group == self._counted_group:  # a lease is of one group
             counts.tokens_stored += len(lease.keys) * self._shape.chunk_tokens
 
@@ -321,3 +377,7 @@ class WorkerHalf:
             event.wait()
         except KVError as error:
             _log.warning("a copy under way at shutdown failed: %s", error)
+
+
+def _nbytes(lease: WriteLease) -> int:
+    return sum(extent.nbytes for extent in lease.extents)

@@ -114,6 +114,10 @@ class CpuCopier:
         """Let go of a pool, so that it can be closed."""
         self._pools.pop(pool, None)
 
+    @property
+    def is_queued(self) -> bool:
+        return False
+
     def load(self, plan: TransferPlan) -> DoneEvent:
         for work in self._checked(plan, to_engine=True):
             self._move(work, to_engine=True)

@@ -120,6 +120,10 @@ class GpuCopier:
                 pipeline.end().wait()
             self._pools.pop(pool).release()
 
+    @property
+    def is_queued(self) -> bool:
+        return self._device.type == "cuda"
+
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(plan, "load", [self._all])
         return event
@@ -146,10 +150,14 @@ class GpuCopier:
         pipeline = self._pipelines[direction]
         pipeline.begin()
         events = []
-        for spans in steps:
-            for groups in self._launches(plan, direction):
-                self._launch(groups, chunks, spans, direction, pipeline)
-            events.append(pipeline.end())
+        try:
+            for spans in steps:
+                for groups in self._launches(plan, direction):
+                    self._launch(groups, chunks, spans, direction, pipeline)
+                events.append(pipeline.end())
+        except BaseException:
+            pipeline.end().wait()  # the caller gives up the memory that the rest of it is on its way to
+            raise
         return events
 
     def _refuse_misaligned(self, plan: TransferPlan) -> None:
@@ -244,12 +252,12 @@ class _CopyPipeline:
         self._free: list[Event] = [DoneEvent()] * _RING_SLOTS
         self._turn = 0
         self.list_tokens = max(_LIST_TOKENS, chunk_tokens)
-        is_cuda = device.type == "cuda"
-        shape = (2, self.list_tokens)
-        self._lists = [torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
-        self._on_device = [torch.empty_like(given, device=device) for given in self._lists] if is_cuda else self._lists
-        self._used: list[Event] = [DoneEvent(), DoneEvent()]
+        self._lists: list[torch.Tensor] = []
+        self._on_device: list[torch.Tensor] = []
+        self._used: list[Event] = []
         self._list = self._filled = 0
+        for _ in range(2):
+            self._add_list()
 
     def begin(self) -> None:
         """What is launched from now comes after all that the engine has launched."""
@@ -260,21 +268,36 @@ class _CopyPipeline:
         return self._copies.record()
 
     def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """[2, tokens] on the device, until both lists have been filled once more."""
+        """[2, tokens] on the device, until what is launched next has read them."""
         if self._filled + len(slots) > self.list_tokens:
-            self._list, self._filled = 1 - self._list, 0
-            self._used[self._list].wait()
+            self._list, self._filled = self._unused_list(), 0
         first, end = self._filled, self._filled + len(slots)
         self._filled = -(-end // 2) * 2  # a list at an odd place would be another kernel, see `compile`
         given, there = (lists[self._list][:, first:end] for lists in (self._lists, self._on_device))
         given[0] = torch.from_numpy(slots)
         given[1] = torch.from_numpy(rows)
-        if self._on_device is not self._lists:
+        if self._on_device[self._list] is not self._lists[self._list]:
             with self.kernels.running():
                 for line in range(2):
                     there[line].copy_(given[line], non_blocking=True)
             self._used[self._list] = self.kernels.record()
         return there
+
+    def _unused_list(self) -> int:
+        """Another one, that nothing reads any more. The caller is in a step of the engine's and waits for none."""
+        for number, used in enumerate(self._used):
+            if number != self._list and used.done():
+                return number
+        self._add_list()
+        self.kernels.follow_current()  # what had this memory before may still be at work on it
+        return len(self._lists) - 1
+
+    def _add_list(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        given = torch.empty((2, self.list_tokens), dtype=torch.int64, pin_memory=is_cuda)
+        self._lists.append(given)
+        self._on_device.append(torch.empty_like(given, device=self._device) if is_cuda else given)
+        self._used.append(DoneEvent())
 
     def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
         """The kernel reads or writes the chunk where it is."""

@@ -81,13 +81,21 @@ class QuantisingCopier:
                 pipeline.end().wait()
             self._pools.pop(pool).release()
 
+    @property
+    def is_queued(self) -> bool:
+        return self._device.type == "cuda"
+
     def load(self, plan: TransferPlan) -> Event:
         """Of a chunk that is loaded in part, all of it crosses the bus, and only what is asked for is written."""
         by_chunk = self._checked(plan, to_engine=True)
         pipeline = self._pipelines["load"]
         pipeline.begin()
-        for chunk, copies in by_chunk:
-            pipeline.load(chunk, copies)
+        try:
+            for chunk, copies in by_chunk:
+                pipeline.load(chunk, copies)
+        except BaseException:
+            pipeline.end().wait()
+            raise
         return pipeline.end()
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
@@ -108,8 +116,12 @@ class QuantisingCopier:
         check = self._checks.pop() if self._checks else _ScaleCheck(self._device)
         pipeline.begin()
         pipeline.clear(check)
-        for chunk, copies in by_chunk:
-            pipeline.store(chunk, copies, check)
+        try:
+            for chunk, copies in by_chunk:
+                pipeline.store(chunk, copies, check)
+        except BaseException:
+            pipeline.end().wait()  # as `GpuCopier` has it
+            raise
         return _CheckedEvent(pipeline.end_with(check), check, self._checks)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[tuple[torch.Tensor, list[Copy]]]:

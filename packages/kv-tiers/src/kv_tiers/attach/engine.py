@@ -60,6 +60,7 @@ class EngineFacts:
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
     layouts: the name of the layout that was proved of each group.
+    is_queued: whether copies go on behind the calls that ask for them.
     """
 
     chunk_tokens: int
@@ -69,6 +70,7 @@ class EngineFacts:
     kv_scales: str
     formats: tuple[str, ...]
     layouts: tuple[str, ...]
+    is_queued: bool = False
 
     def to_text(self) -> dict[str, str]:
         return {
@@ -79,6 +81,7 @@ class EngineFacts:
             "kv_scales": self.kv_scales,
             "formats": _SEPARATOR.join(self.formats),
             "layouts": _SEPARATOR.join(self.layouts),
+            "is_queued": str(int(self.is_queued)),
         }
 
     @classmethod
@@ -91,6 +94,7 @@ class EngineFacts:
             kv_scales=text["kv_scales"],
             formats=tuple(text["formats"].split(_SEPARATOR)),
             layouts=tuple(text["layouts"].split(_SEPARATOR)),
+            is_queued=bool(int(text["is_queued"])),
         )
 
     @property
@@ -144,6 +148,7 @@ class Engine(OffSwitch):
         self._described = ""
         self._roles: set[str] = set()
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
+        self._in_flight_bytes = 0
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
@@ -203,6 +208,7 @@ class Engine(OffSwitch):
                     raise  # the user can mend it
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
+        self._in_flight_bytes = settings.stores_in_flight_bytes
         self.copiers = copiers
         self._attach(self.cache.pool)
         return None
@@ -247,6 +253,7 @@ class Engine(OffSwitch):
             name=self.id,
             rank=share.rank,
             stores=share.stores,
+            max_in_flight_bytes=self._in_flight_bytes,
         )
         self._roles.add("WORKER")
         return self.worker

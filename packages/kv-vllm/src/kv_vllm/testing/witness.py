@@ -85,6 +85,10 @@ class WitnessedCopier:
     def detach(self, pool: str) -> None:
         self._copier.detach(pool)
 
+    @property
+    def is_queued(self) -> bool:
+        return self._copier.is_queued
+
     def store(self, plan: TransferPlan) -> CopyEvent:
         for extent, copies in plan.by_chunk().items():
             self._given[extent] = self._gather(copies)

@@ -1,0 +1,80 @@
+"""The engine's blocks that are still being read for a store belong to us too, until every worker has read them.
+
+A copy off a device goes on while the engine does. Meanwhile the request may end, be preempted, or leave the block
+behind its window, and the engine would give the block to another, whose forward pass writes over it. So blocks are held
+from the moment at which a step's stores are planned, while the request still has them, and given back when all workers
+have said that they are done with that plan and those before it: what became of the request in between is no matter.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from kv_core.connect.shape import NO_BLOCK, ConnectShape
+from kv_core.connect.step import StepPlan, StoreStep
+
+
+class EngineBlocks(Protocol):
+    """The engine's blocks by their numbers, as far as somebody else than a request may own them as well."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Own these, too: nobody else gets them until they are given back."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Own them no longer. In the order in which they should be used again."""
+
+    def is_ours_alone(self, block: int) -> bool:
+        """Whether nobody else owns this one."""
+
+
+class HeldBlocks:
+    """Those of one engine. Not thread-safe: it belongs to the scheduler's thread."""
+
+    def __init__(self, engine: EngineBlocks, shape: ConnectShape, *, ranks: int) -> None:
+        """ranks: how many workers there are."""
+        self._engine = engine
+        kinds = {group.table: group.coverage.kind for group in shape.groups}
+        # A state is stored from the block that the engine names, and the rest of its table is the engine's to move.
+        self._whole_tables = [table for table, kind in kinds.items() if kind != "state"]
+        self._through = dict.fromkeys(range(ranks), 0)
+        self._plans: deque[tuple[int, list[int]]] = deque()
+        self._holds: Counter[int] = Counter()  # by block, for how many plans
+        self.number = 0
+
+    def hold(self, plan: StepPlan) -> StepPlan:
+        """The plan with its number; the blocks that its stores read are held from now."""
+        if plan.stores:
+            blocks = list(dict.fromkeys(block for store in plan.stores for block in self._blocks(store)))
+            self._engine.hold([block for block in blocks if block not in self._holds])
+            self._holds.update(blocks)
+            self.number += 1
+            self._plans.append((self.number, blocks))
+        return replace(plan, number=self.number)
+
+    def acknowledge(self, through: Mapping[int, int]) -> None:
+        """Workers have said, by rank, that they are done with this plan and all before it. To hear it again is well."""
+        for rank, number in through.items():
+            self._through[rank] = max(number, self._through[rank])
+        read = min(self._through.values())
+        while self._plans and self._plans[0][0] <= read:
+            _, blocks = self._plans.popleft()
+            self._holds.subtract(blocks)
+            free = [block for block in blocks if not self._holds[block]]
+            for block in free:
+                del self._holds[block]
+            # The end of a prefix is worth least, also to the engine.
+            self._engine.give_back(free[::-1])
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks are held, so that the engine has to go on stepping to get them back."""
+        return bool(self._plans)
+
+    def will_free(self) -> bool:
+        """Whether the engine gets blocks to use from what is held, if it waits for that."""
+        return any(map(self._engine.is_ours_alone, self._holds))
+
+    def _blocks(self, store: StoreStep) -> list[int]:
+        blocks = [block for table in self._whole_tables for block in store.blocks[table] if block != NO_BLOCK]
+        return blocks + [state.block for state in store.states]

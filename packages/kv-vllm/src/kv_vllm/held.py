@@ -1,0 +1,43 @@
+"""vLLM's blocks that are being read for a store: held in its block pool, and given back when all ranks are done.
+
+A block that is held counts in vLLM as one that another request shares. So nobody else gets it, whatever becomes of the
+request that filled it, and it stays where it is in vLLM's own prefix cache.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kv_core.connect.held import HeldBlocks
+from kv_core.connect.shape import ConnectShape
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+
+class PoolBlocks:
+    """A `kv_core.connect.held.EngineBlocks` of vLLM's `BlockPool`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def is_ours_alone(self, block: int) -> bool:
+        return bool(self._pool.blocks[block].ref_cnt == 1)
+
+
+class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """By rank the number of the last plan with which it is done, and with all before it."""
+
+    def __init__(self, through: Mapping[int, int]) -> None:
+        self.through = dict(through)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
+        return Acknowledged(self.through | other.through)
+
+
+def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
+    """Of the engine whose blocks this manager gives."""
+    return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)

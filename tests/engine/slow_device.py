@@ -1,0 +1,122 @@
+"""A device with a queue of copies, for real engines on a CPU, and what watches that nothing is read too late.
+
+Copies are made when the test says so, or by a thread after a while, and not in the step that asked for them. Each
+reads what is in vLLM's blocks then; so a block that was given away meanwhile is seen, and so is a commit of chunks
+whose bytes are still to come.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from kv_core.connect.testing import CopyQueue, QueuedCopier, QueuedCopy
+from kv_core.extent import HostExtent
+from kv_core.format import ChunkFormat
+from kv_cuda import PagedLayout, bind, make_copier
+
+
+class LockedQueue(CopyQueue):
+    """One whose copies several threads may make."""
+
+    def __init__(self, **watch: Any) -> None:
+        super().__init__(**watch)
+        self._lock = threading.Lock()
+
+    def run(self, copies: int = 1, *, failure: str = "") -> None:
+        with self._lock:
+            super().run(copies, failure=failure)
+
+
+class SlowDevice:
+    """The queue of every group's copies.
+
+    stores: that have been made. late: blocks that nobody but us owned any more when they were read.
+    """
+
+    def __init__(self) -> None:
+        self.queue = LockedQueue(asked=self._asked, before=self._before, after=self._after)
+        self.stores = self.late = 0
+        self.faults: list[str] = []
+        self._stopping = threading.Event()
+        self._pool: Any = None
+        self._given: dict[int, int] = {}  # how often vLLM has given each block to a request
+        self._sizes: dict[int, int] = {}
+        self._wanted: dict[QueuedCopy, list[tuple[int, int]]] = {}
+        self._arrived: set[HostExtent] = set()
+
+    def make_copier(
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+    ) -> QueuedCopier:
+        """Stands in for the real one, around it."""
+        copier = make_copier(layout, tensors, chunk_format)
+        self._sizes[id(copier)] = layout.block_tokens
+        return QueuedCopier(copier, self.queue)
+
+    def watch(self, pool: Any, cache: Any) -> None:
+        """vLLM's block pool, and our cache."""
+        self._pool = pool
+        give, commit = pool.get_new_blocks, cache.commit
+
+        def get_new_blocks(count: int) -> Any:
+            blocks = give(count)
+            for block in blocks:
+                self._given[block.block_id] = self._given.get(block.block_id, 0) + 1
+            return blocks
+
+        def committed(lease: Any) -> None:
+            assert self._arrived.issuperset(lease.extents), "committed before its bytes are there"
+            commit(lease)
+
+        pool.get_new_blocks, cache.commit = get_new_blocks, committed
+
+    def go_on(self, copy_s: float) -> None:
+        """Make copies from now on, each after so long. What it finds wrong is in `faults`."""
+
+        def make() -> None:
+            while not self._stopping.wait(copy_s):
+                try:
+                    self.queue.run()
+                except AssertionError as error:
+                    self.faults.append(str(error))
+
+        threading.Thread(target=make, daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _asked(self, copy: QueuedCopy) -> None:
+        if copy.is_store:
+            self._arrived.difference_update(part.extent for part in copy.plan.copies)
+            size = self._sizes[id(copy.move.__self__)]  # type: ignore[attr-defined]
+            slots = [
+                slot for part in copy.plan.copies for slot in range(part.first_slot, part.first_slot + part.tokens)
+            ]
+            blocks = {slot // size for slot in slots}
+            self._wanted[copy] = [(block, self._given.get(block, 0)) for block in blocks]
+
+    def _before(self, copy: QueuedCopy) -> None:
+        if not copy.is_store:
+            return
+        self.stores += 1
+        for block, given in self._wanted.pop(copy) if self._pool is not None else ():
+            owners = self._pool.blocks[block].ref_cnt
+            assert owners, f"block {block} is read after it was given away"
+            assert self._given.get(block, 0) == given, f"block {block} is read after it was given to another"
+            self.late += owners == 1
+
+    def _after(self, copy: QueuedCopy) -> None:
+        if copy.is_store:
+            self._arrived.update(part.extent for part in copy.plan.copies)
+
+
+@contextmanager
+def slow_device() -> Iterator[SlowDevice]:
+    """Engines that start meanwhile have one."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = SlowDevice()
+        patch.setattr(bind, "make_copier", device.make_copier)
+        yield device
+        device.stop()

@@ -1,0 +1,62 @@
+"""Real engines on a device whose copies go on behind their steps, each taking some time."""
+
+import time
+from typing import Any
+
+import pytest
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from kv_tiers.attach.engine import engines
+from slow_device import slow_device
+
+CACHE: dict[str, Any] = {"host": {"capacity_bytes": "128MiB"}}
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_cold_warm_and_preempted(tiny_llama: str) -> None:
+    """In a KV space so tiny that requests wait for blocks that are still being read, and are preempted."""
+    prompts = [SHARED[number * 50 :][:256] + [20 + number * 7 + i for i in range(120)] for number in range(6)]
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 14, "max_model_len": 1280}
+    with started(tiny_llama, cache=None, max_model_len=1280) as plain:
+        reference = plain.ask_in_turn(PROMPTS)
+        expected = plain.ask_in_turn(prompts, new_tokens=150)
+    with slow_device() as device, started(tiny_llama, cache=CACHE | {"save_decode": True}, **tight) as engine:
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        (inner,) = engines().values()
+        pool = scheduler.kv_cache_manager.block_pool
+        device.watch(pool, inner.cache)
+        device.go_on(copy_s=0.05)
+        assert engine.ask(prompts, new_tokens=2) == [answer[:2] for answer in expected]
+        assert pool.get_num_free_blocks() == 13  # nobody steps it any more, and it has its blocks all the same
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+        assert engine.ask(prompts, new_tokens=150) == expected
+        assert engine.ask(prompts, new_tokens=150) == expected
+        assert device.faults == [] and device.stores > 6 and device.late
+        assert engine.assert_at_rest()["scheduler"]["loads"] > 0
+        assert pool.get_num_free_blocks() == 13
+        assert engine.llm.reset_prefix_cache()
+
+
+@pytest.mark.long
+def test_ranks_that_read_at_their_own_pace(tiny_llama: str, reference: list[Answer]) -> None:
+    """Each acknowledges for itself, across processes; an engine that falls idle goes on until all have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        chosen: dict[str, Any] = {
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+            "worker_extension_cls": "slow_workers.SlowWorker",
+            "num_gpu_blocks_override": 14,
+            "max_model_len": 1280,
+        }
+        with started(tiny_llama, cache=CACHE, own_process=True, **chosen) as engine:
+            assert engine.ask_in_turn(PROMPTS) == reference
+            time.sleep(2)
+            assert engine.ask_in_turn(PROMPTS) == reference
+            assert engine.hits == WARM_HITS
+            assert engine.ask(PROMPTS) == reference
+            time.sleep(2)
+            assert engine.llm.reset_prefix_cache()  # which vLLM does if, and only if, no block is in use
+            engine.assert_at_rest()
+            assert all(rank["stores_behind"] > 3 for rank in engine.inside_all("kv_snapshot"))
