@@ -10,6 +10,10 @@ SGLANG := .venvs/sglang/bin
 # Where there is no GPU, SGLang needs what only our tests have: stand-ins for kernels that this CPU lacks.
 STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
 ENGINE ?= vllm
+DEMO_ENGINES = $(if $(filter both,$(ENGINE)),vllm sglang,$(ENGINE))
+SGLANG_DEMO = $(STANDINS) $(SGLANG)/python -m kv_sglang.demo
+DEMO_PYTHON = $(if $(filter sglang,$(ENGINE)),$(SGLANG_DEMO),$(VLLM)/python -m kv_vllm.demo)
+ABOUT = --document docs/requests.md --question "Which field does a request carry for connectors?" --question "What happens to a wrong name?"
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
 # Two files of tests at a time, in the order of their names: by number of tests the files that start most engines would
 # come last, one alone at the end. An engine's start is one thread's work, and two that share two cores get in each
@@ -21,9 +25,10 @@ SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packa
 help: ## print this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'
 
-demo: ## a real engine reuses a prefix across requests and processes (ENGINE=sglang; MODEL=name for another model)
-	@scripts/setup.sh $(ENGINE)
-	@$(ENGINE_PYTHON) -m kv_$(ENGINE).demo $(if $(MODEL),--model $(MODEL))
+demo: ## a trained model answers about a document, across requests and processes (ENGINE=sglang or both; MODEL=tiny or a name)
+	@for engine in $(DEMO_ENGINES); do scripts/setup.sh $$engine || exit; done
+	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2))" || model=tiny; \
+	env $(DEMO_PYTHON) --model "$$model" $(if $(MODEL),,--dtype float32) $(ABOUT) $(if $(filter both,$(ENGINE)),--then "$(SGLANG_DEMO)")
 
 test: lint test-packages test-engine test-sglang ## everything but `test-engines`: some 12 minutes on two cores
 
@@ -35,6 +40,7 @@ test-packages: ## the packages alone, without an engine
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
+	-@scripts/setup.sh dynamo
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
 
 test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and back

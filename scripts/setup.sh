@@ -4,7 +4,9 @@
 # Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
 #
 #   scripts/setup.sh workspace|vllm|sglang|lmcache
+#   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
+#   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -45,6 +47,22 @@ install() {
   say "installing into $environment"
   "$uv" pip install --quiet --python "$environment/bin/python" "${backend[@]}" "$@"
   printf '%s' "$wanted" >"$environment/.installed"
+}
+
+free_mib() { df -Pk . | awk 'NR == 2 { print int($4 / 1024) }'; }
+# Where the system does not say how much there is, there is enough.
+memory_mib() { awk '/^MemAvailable:/ { found = int($2 / 1024) } END { print found ? found : 1048576 }' /proc/meminfo 2>/dev/null || echo 1048576; }
+
+# Makes this trained model's folder, unless it is there.
+write_trained() {
+  local name=$1 folder=".venvs/trained/models/$1"
+  if [ -f "$folder/.written" ]; then return; fi
+  install .venvs/trained 'torch==2.13.0' 'transformers==5.19.0' accelerate gguf sentencepiece protobuf pip
+  say "making $name, which takes a minute"
+  .venvs/trained/bin/python tests/models/trained.py "$name" "$folder" >"$folder.log" 2>&1 || {
+    tail -n 3 "$folder.log" >&2; return 1
+  }
+  touch "$folder/.written"
 }
 
 find_browser() {
@@ -94,15 +112,17 @@ sglang)
   fi
   ;;
 lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
-trained)
-  install .venvs/trained 'torch==2.13.0' 'transformers==5.19.0' accelerate gguf sentencepiece protobuf pip
-  for name in 'SmolLM2 135M' 'Gemma 3 270M'; do
-    folder=".venvs/trained/models/$name"
-    if [ -f "$folder/.written" ]; then continue; fi
-    say "making $name, which takes a minute"
-    .venvs/trained/bin/python tests/models/trained.py "$name" "$folder" >/dev/null
-    touch "$folder/.written"
-  done
+dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
+trained) write_trained 'SmolLM2 135M'; write_trained 'Gemma 3 270M' ;;
+smollm2)
+  if [ ! -f '.venvs/trained/models/SmolLM2 135M/.written' ] && [ "$(free_mib)" -lt 5120 ]; then
+    say "SmolLM2 needs 5 GiB of disk until it is made, and here are $(free_mib) MiB"; exit 1
+  fi
+  if [ "$(memory_mib)" -lt 4096 ]; then
+    say "an engine with SmolLM2 needs 4 GiB of memory, and $(memory_mib) MiB are free"; exit 1
+  fi
+  write_trained 'SmolLM2 135M'
+  printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo or browser"; exit 2 ;;
 esac

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kv_tiers.attach.demo import NEW_TOKENS, Ask, Demo, run
+from kv_tiers.attach.demo import Answer, Ask, Demo, Wanted, run
 
 from kv_sglang.cli import engine_arguments
 
@@ -12,17 +12,18 @@ _PAGE_TOKENS = 64
 _REST_S = 30.0
 
 
-def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, int]:
-    """An engine that this process started, and the size of its vocabulary."""
+def start(wanted: Wanted) -> Ask:
+    """An engine that this process started."""
     import sglang
     import torch
-    from transformers import AutoConfig
 
+    cache = None if wanted.cache is None else dict(wanted.cache)
+    page_tokens = _PAGE_TOKENS if cache is None else cache.pop("chunk_tokens", _PAGE_TOKENS)  # a page is a chunk
     arguments: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": wanted.dtype,
         "skip_tokenizer_init": True,
         "disable_cuda_graph": True,
-        "page_size": _PAGE_TOKENS,
+        "page_size": page_tokens,
         "log_level": "error",
     }
     if not torch.cuda.is_available():
@@ -30,15 +31,20 @@ def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, in
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "max_total_tokens": 4096,
+            "max_total_tokens": max(4096, wanted.prompt_tokens + wanted.new_tokens + 1024),
             "mem_fraction_static": 0.1,
         }
     if cache is not None:
-        arguments |= engine_arguments(cache, page_size=_PAGE_TOKENS)
+        arguments |= engine_arguments(cache, page_size=page_tokens)
         # A size of its own, or SGLang takes most of what memory is left, or refuses to start.
         arguments |= {"hicache_storage_prefetch_policy": "wait_complete", "hicache_ratio": 2.0}
-    engine = sglang.Engine(model_path=model, **arguments)
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    engine = sglang.Engine(model_path=wanted.model, **arguments)
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": wanted.new_tokens,
+        "stop_token_ids": list(wanted.stop),
+        "ignore_eos": not wanted.stop,
+    }
 
     def empty() -> None:
         until = time.monotonic() + _REST_S
@@ -47,12 +53,14 @@ def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, in
                 raise SystemExit("SGLang does not come to rest")
             time.sleep(0.02)
 
-    def ask(prompt: list[int]) -> tuple[int, list[int]]:
-        output = engine.generate(input_ids=prompt, sampling_params=sampling)
+    def ask(prompt: list[int]) -> Answer:
+        began_s, first_s, output = time.perf_counter(), 0.0, {}
+        for part in engine.generate(input_ids=prompt, sampling_params=sampling, stream=True):
+            output, first_s = part, first_s or time.perf_counter() - began_s
         empty()
-        return int(output["meta_info"]["cached_tokens"]), list(output["output_ids"])
+        return Answer(int(output["meta_info"]["cached_tokens"]), first_s, list(output["output_ids"]))
 
-    return ask, int(AutoConfig.from_pretrained(model).vocab_size)
+    return ask
 
 
 def write_tiny(directory: Path) -> Path:

@@ -1,42 +1,55 @@
 """`python -m kv_vllm.demo`: the running example on real vLLM, its own prefix cache off. Needs no GPU."""
 
+import itertools
 import os
+import time
 from pathlib import Path
-from typing import Any
 
-from kv_tiers.attach.demo import NEW_TOKENS, Ask, Demo, run
+from kv_tiers.attach.demo import Answer, Ask, Demo, Wanted, run
 
 
-def start(model: str, dtype: str, cache: dict[str, Any] | None) -> tuple[Ask, int]:
-    """An engine in this process, and the size of its vocabulary."""
+def start(wanted: Wanted) -> Ask:
+    """An engine in this process."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.config import KVTransferConfig
 
     transfer = None
-    if cache is not None:
+    if wanted.cache is not None:
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=cache,
+            kv_connector_extra_config=wanted.cache,
         )
     engine = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=2048,
+        wanted.model,
+        dtype=wanted.dtype,
+        max_model_len=wanted.prompt_tokens + wanted.new_tokens,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         disable_log_stats=True,
         kv_transfer_config=transfer,
+    ).llm_engine
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=wanted.new_tokens,
+        detokenize=False,
+        stop_token_ids=list(wanted.stop),
+        ignore_eos=not wanted.stop,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    numbers = itertools.count()
 
-    def ask(prompt: list[int]) -> tuple[int, list[int]]:
-        (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-        return output.num_cached_tokens or 0, list(output.outputs[0].token_ids)
+    def ask(prompt: list[int]) -> Answer:
+        began_s, first_s, outputs = time.perf_counter(), 0.0, []
+        engine.add_request(str(next(numbers)), TokensPrompt(prompt_token_ids=prompt), sampling)
+        while engine.has_unfinished_requests():
+            if step := engine.step():
+                outputs, first_s = step, first_s or time.perf_counter() - began_s
+        (output,) = outputs
+        return Answer(output.num_cached_tokens or 0, first_s, list(output.outputs[0].token_ids))
 
-    return ask, int(engine.llm_engine.model_config.get_vocab_size())
+    return ask
 
 
 def write_tiny(directory: Path) -> Path:

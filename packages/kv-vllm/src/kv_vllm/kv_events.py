@@ -9,6 +9,8 @@ a chunk, announced when it has entered the pool, and of those that load one that
 an earlier process or another engine), announced by its load. So nothing is announced that is not there, and something
 may be there that nobody here has asked for yet.
 
+No hit reaches a chunk whose parent has left, so that is not said either: `kv_vllm.block_tree`.
+
 What a hit needs of groups with windows or states is not said: a chunk is announced when the groups that need the whole
 prefix have it, in all shards, one event for each of vLLM's groups among them.
 """
@@ -29,6 +31,8 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
     to_event_extra_keys,
 )
+
+from kv_vllm.block_tree import BlockTree
 
 _MAX_EXPECTED: Final = 1 << 12
 """Chunks that requests are about to store. Those that were held or refused never come, and go when others follow."""
@@ -62,8 +66,7 @@ class ChunkEvents:
         self._upto = changes_since(0).upto
         self._expected: OrderedDict[ChunkId, _Chunk] = OrderedDict()
         self._announced: dict[ChunkId, Sequence[BlockStored]] = {}
-        self._holding: dict[tuple[int, bytes | int], int] = {}  # of a table and a block: how many chunks have it
-        self._made: list[BlockStored | BlockRemoved] = []
+        self._tree = BlockTree()
 
     def planned(self, plan: StepPlan, request_of: Callable[[str], Any]) -> None:
         """Look at what a step will load and store. request_of: vLLM's request of this name; None: it has gone."""
@@ -85,14 +88,12 @@ class ChunkEvents:
     def end(self) -> Iterable[BlockStored | BlockRemoved]:
         """Nothing is served from the pool any more."""
         self._all_left()
-        made, self._made = self._made, []
-        return made
+        return self._tree.take()
 
     def take(self) -> Iterable[BlockStored | BlockRemoved]:
         """What has happened since this was asked last."""
         self._follow()
-        made, self._made = self._made, []
-        return made
+        return self._tree.take()
 
     def _follow(self) -> None:
         since = self._changes_since(self._upto)
@@ -128,11 +129,9 @@ class ChunkEvents:
             chunk.missing.update(self._keys_of(name))
 
     def _announce(self, name: ChunkId, stored: Sequence[BlockStored]) -> None:
-        """Chunks of different names may be the same blocks to vLLM: those with other tags of ours."""
         self._announced[name] = stored
         for event in stored:
-            if self._held(event, 1):
-                self._made.append(event)
+            self._tree.hold(event)
 
     def _retract(self, name: ChunkId) -> None:
         """It has left, and may be on its way back: a step that was planned ahead stores it again."""
@@ -140,20 +139,8 @@ class ChunkEvents:
         if stored is None:
             return
         for event in stored:
-            if self._held(event, -1):
-                self._made.append(BlockRemoved(event.block_hashes, event.medium, group_idx=event.group_idx))
+            self._tree.release(event)
         self._expect(name, stored, self._keys_of(name))
-
-    def _held(self, event: BlockStored, change: int) -> bool:
-        """Whether no chunk but this one has these blocks."""
-        which = (event.group_idx or 0, event.block_hashes[-1])
-        before = self._holding.get(which, 0)
-        now = before + change
-        if now:
-            self._holding[which] = now
-        else:
-            del self._holding[which]
-        return not before or not now
 
     def _expect(self, name: ChunkId, stored: Sequence[BlockStored], keys: Iterable[ChunkKey]) -> None:
         self._expected[name] = _Chunk(stored, set(keys))
