@@ -5,7 +5,7 @@ that counts bytes is named `…_bytes`; in a file it may be text such as "4GiB".
 table.
 """
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -110,7 +110,9 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     record_bytes: Count = 64 << 20
     """How long each such file may become; what comes then is counted and left out."""
     otel: bool = False
-    """Spans for OpenTelemetry, sent where the standard OTEL_… environment variables say."""
+    """Spans and metrics for OpenTelemetry, sent where the standard OTEL_… environment variables say."""
+    subscribers: list[str | dict[str, Any]] = []
+    """Others' code that gets every event: the names of entry points, or mappings of `name` and parameters."""
     history_keys: Annotated[int, msgspec.Meta(ge=0)] = 1 << 20
     """How many keys of each cache are remembered for `kv explain`, at about 100 bytes each. 0: none."""
 

@@ -5,6 +5,7 @@ from kv_tiers.events.bus import EventBus, Subscriber
 from kv_tiers.watch.history import History
 from kv_tiers.watch.log import LogLines, say_json, say_text
 from kv_tiers.watch.recorder import Recorder
+from kv_tiers.watch.subscribers import make_subscriber
 
 
 def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
@@ -26,6 +27,7 @@ def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
     if history is not None:
         subscribers.append(history)
+    subscribers += [make_subscriber(spec, bus) for spec in config.subscribers]
     for subscriber in subscribers:
         bus.subscribe(subscriber)
     return bus, history

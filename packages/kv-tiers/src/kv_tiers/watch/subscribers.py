@@ -1,0 +1,34 @@
+"""Subscribers of events that others wrote, by name, in the entry-point group `kv_tiers.subscribers`.
+
+An entry point names a `SubscriberFactory`. In settings its parameters stand beside its name:
+`subscribers: [{name: mine, url: "https://…"}]`. A name alone is a subscriber without parameters.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.events.bus import EventBus, Subscriber
+from kv_tiers.plugins import load_plugin
+
+GROUP: Final = "kv_tiers.subscribers"
+
+SubscriberFactory = Callable[[Mapping[str, object], EventBus], Subscriber]
+"""(the parameters that the user wrote, the bus) → a subscriber, which the bus closes. It raises `ConfigError` for
+parameters that it does not take, and must not subscribe by itself."""
+
+
+def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
+    """
+    Raises:
+        ConfigError: there is no such subscriber, or it does not take these parameters.
+    """
+    parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = parameters.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError("observe.subscribers: say which, such as subscribers: [mine], or [{name: mine, level: 3}]")
+    made = load_plugin(GROUP, "subscriber", name)(parameters, bus)
+    if not isinstance(made, Subscriber):
+        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is none")
+    return made
