@@ -47,26 +47,24 @@ def accepted(engine: Engine) -> float:
     return counted["vllm:spec_decode_num_accepted_tokens"] / counted["vllm:spec_decode_num_draft_tokens"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_as_many_guesses_are_right_from_the_cache_as_without(method: str, tiny_llama: str, tmp_path: Path) -> None:
-    """Else the draft's layers would go on from wrong KV: its guesses would be worse, and no token wrong."""
-    guessing: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    if method == "ngram":
-        guessing |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    else:  # the model itself, so that guesses are right
-        guessing["model"] = str(TinyLlama().write(tmp_path / "draft"))
-    prompts = [(SHARED[:40] * 16)[:600], PROMPTS[0], PROMPTS[1]]
+@pytest.mark.slow
+def test_as_many_guesses_are_right_from_the_cache_as_without(tiny_llama: str, tmp_path: Path) -> None:
+    """Else the draft's layers would go on from wrong KV: its guesses would be worse, and no token wrong.
+
+    The draft is the model itself, so that its guesses are right.
+    """
+    draft = str(TinyLlama().write(tmp_path / "draft"))
+    guessing = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    prompts = [SHARED[200:800], PROMPTS[0], PROMPTS[1]]
     rates, answers = [], []
     patient = disk(tmp_path, cold={"wait_s": 20})
     for cache in (None, patient, patient):
-        arguments = {"speculative_config": guessing, "disable_log_stats": False, "own_process": True}
-        with started(tiny_llama, cache=cache, **arguments) as engine:
+        with started(tiny_llama, cache=cache, speculative_config=guessing, disable_log_stats=False) as engine:
             answers.append(engine.ask_in_turn(prompts, 60))
             rates.append(accepted(engine))
     assert engine.hits == [512, 512, 512]
     assert answers[0] == answers[1] == answers[2]
-    assert rates[0] > 0
+    assert rates[0] > 0.9
     assert rates[2] == pytest.approx(rates[0], abs=0.02)
 
 
