@@ -136,7 +136,7 @@ def test_tiers_are_named_as_vllm_names_sources() -> None:
     assert sources.of({}, 0) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranks_in_processes_of_their_own_are_added_up(tiny_llama: str) -> None:
     cache: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}}
     arguments: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -156,7 +156,7 @@ def scraped(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(rf"^{PREFIX}(\w+?)(?:\{{.*\}})? (\S+)$", text, re.M)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_api_servers_metrics_and_the_pages_examples_over_http(spelling_llama: str, tmp_path: Path) -> None:
     """`docs/requests.md` as it is but for the port, at a server whose worker and cache are in other processes."""
     page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()

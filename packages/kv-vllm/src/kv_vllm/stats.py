@@ -6,7 +6,7 @@ process that serves `/metrics`, and there `PromMetrics` has a metric for each na
 the halves and the cache are.
 
 A step in which nothing was counted costs the comparison of a few numbers. What the pool holds is asked for only where
-something else has changed, and of a server at most once a second. Without vLLM's log of statistics
+something else has changed, and of a server at most once a second and when the last request has ended. Without vLLM's log of statistics
 (`disable_log_stats`) nobody would carry them anywhere, but vLLM asks all the same.
 """
 
@@ -108,6 +108,7 @@ class SchedulerFigures:
         self._changes = Changes(self._now)
         self._tiers = Changes(lambda: half.counts.tokens_by_tier)
         self._pool_at_s = 0.0
+        self._pool_is_old = False
         self._has_said_on = False
 
     def take(self) -> Stats | None:
@@ -116,11 +117,12 @@ class SchedulerFigures:
         if not self._has_said_on:
             self._has_said_on = True
             data["on"] = 1
-        if not data:
-            return None
         if tiers := self._tiers.take():
             data[TIER_TOKENS] = tiers
-        return Stats(data | self._pool())
+        self._pool_is_old = self._pool_is_old or bool(data)
+        if self._pool_is_old:
+            data |= self._pool()
+        return Stats(data) if data else None
 
     def _now(self) -> Mapping[str, int]:
         counts = self._half.counts
@@ -139,11 +141,12 @@ class SchedulerFigures:
     def _pool(self) -> dict[str, int]:
         if isinstance(self._cache, LocalCache):
             used = self._cache.pool.slots_used
-        elif time.monotonic() < self._pool_at_s:
+        elif time.monotonic() < self._pool_at_s and self._half.tracked_phases():
             return {}
         else:
             self._pool_at_s = time.monotonic() + _POOL_EVERY_S
             used = self._cache.counts().slots_used
+        self._pool_is_old = False
         pool = self._cache.pool
         return {"pool_used_bytes": used * pool.slot_bytes, "pool_bytes": pool.slots * pool.slot_bytes}
 
