@@ -1,0 +1,50 @@
+"""A prompt with an image on the real engine: its content is part of the key, wherever it stands in the prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Answer, Engine, started
+from models import BY_NAME
+
+TEXT = [3 + (7919 * i) % 1900 for i in range(700)]
+
+
+def asked(engine: Engine, image: int | None, text: list[int]) -> tuple[Answer, int]:
+    """The answer about one of the images, which are drawn from their numbers, and how many tokens were found."""
+    from PIL import Image
+    from vllm import SamplingParams
+
+    prompt: dict[str, Any] = {"prompt_token_ids": text}
+    if image is not None:
+        pixels = np.random.default_rng(image).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+        prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    (output,) = engine.llm.generate([prompt], sampling, use_tqdm=False)
+    assert len(output.prompt_token_ids) == len(text) + (32 if image is not None else 0)
+    return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+
+@pytest.mark.slow
+def test_an_image_is_part_of_the_prefix(tmp_path: Path) -> None:
+    """BLIP-2 puts an image's 32 tokens, all of one number, before the text."""
+    row = BY_NAME["BLIP-2"]
+    model = str(row.write(tmp_path / "model"))
+    (tmp_path / "cache").mkdir()
+    tier = {"type": "disk", "directory": str(tmp_path / "cache"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier], "cold": {"wait_s": 20}}
+    questions = [(image, TEXT[:length]) for image in (1, 2, None) for length in (700, 600)]
+    with started(model, cache=None, **row.arguments) as plain:
+        expected = [asked(plain, *question)[0] for question in questions]
+    assert len(set(expected)) == len(expected)
+    with started(model, cache=cache, **row.arguments) as engine:
+        cold = [asked(engine, *question) for question in questions]
+        # 732 tokens with the image before them; the shorter question has its first 512 in common.
+        assert cold == list(zip(expected, [0, 512] * 3, strict=True))
+        assert [asked(engine, *question) for question in questions] == list(zip(expected, [512] * 6, strict=True))
+        engine.inside("kv_corrupt")
+        assert [asked(engine, *question)[0] for question in questions] != expected
+    with started(model, cache=cache, **row.arguments) as restarted:
+        assert [asked(restarted, *question) for question in questions] == list(zip(expected, [512] * 6, strict=True))
+        restarted.assert_at_rest()
