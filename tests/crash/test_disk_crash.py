@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.contract import content
+from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
@@ -341,11 +341,7 @@ def test_power_lost_while_threads_store_and_discard(tmp_path: Path, monkeypatch:
                     tier.discard([KEYS[number] for number in numbers])
                 medium.events.append(("said", json.dumps([seed, f"{call} returned", numbers])))
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        side_by_side(work, threads=3)
         tier.close()
     chunks = 0
     for number in range(100):

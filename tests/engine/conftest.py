@@ -9,6 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from engines import Answer
+    from vllm.config import VllmConfig
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -74,3 +75,20 @@ def reference(tiny_llama: str) -> "list[Answer]":
 
     with started(tiny_llama, cache=None) as engine:
         return engine.ask_in_turn(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_llama: str) -> "VllmConfig":
+    """vLLM's own, as an engine of two layers would have it."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        tiny_llama,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        enforce_eager=True,
+        kv_transfer_config=KVTransferConfig(kv_connector="KVTiersConnector", kv_role="kv_both"),
+    )
+    return arguments.create_engine_config()

@@ -11,8 +11,7 @@ from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 from kv_vllm.layouts import read_groups
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -33,19 +32,6 @@ WINDOW = SlidingWindowSpec(**ONE, sliding_window=64)
 LOCAL = ChunkedLocalAttentionSpec(**ONE, attention_chunk_size=96)
 SINK = SinkFullAttentionSpec(**ONE, sink_len=4)
 ENCODER = EncoderOnlyAttentionSpec(**ONE)
-
-
-@pytest.fixture(scope="module")
-def config(tiny_llama: str) -> VllmConfig:
-    arguments = EngineArgs(
-        tiny_llama,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        enforce_eager=True,
-        kv_transfer_config=KVTransferConfig(kv_connector="KVTiersConnector", kv_role="kv_both"),
-    )
-    return arguments.create_engine_config()
 
 
 class Cache:

@@ -19,9 +19,8 @@ from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import replica_of
 from kv_vllm.translate import request_tokens
 from vllm import PoolingParams, SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig, ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -42,20 +41,6 @@ ENCODER = EncoderOnlyAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, 
 UNKNOWN = RSWASpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 PREFIX_LM = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, non_causal=True)
-
-
-@pytest.fixture(scope="module")
-def config(tiny_llama: str) -> VllmConfig:
-    """vLLM's own, as an engine of two layers would have it."""
-    arguments = EngineArgs(
-        tiny_llama,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        enforce_eager=True,
-        kv_transfer_config=KVTransferConfig(kv_connector="KVTiersConnector", kv_role="kv_both"),
-    )
-    return arguments.create_engine_config()
 
 
 def attention(**fields: Any) -> Attention:

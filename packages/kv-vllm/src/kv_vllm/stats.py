@@ -6,8 +6,8 @@ process that serves `/metrics`, and there `PromMetrics` has a metric for each na
 the halves and the cache are.
 
 A step in which nothing was counted costs the comparison of a few numbers. What the pool holds is asked for only where
-something else has changed, and of a server at most once a second and when the last request has ended. Without vLLM's log of statistics
-(`disable_log_stats`) nobody would carry them anywhere, but vLLM asks all the same.
+something else has changed, and of a server at most once a second and when the last request has ended. Without vLLM's
+log of statistics (`disable_log_stats`) nobody would carry them anywhere, but vLLM asks all the same.
 """
 
 import time

@@ -2,11 +2,11 @@
 
 import os
 import random
-import threading
 
 import pytest
 
 from kv_tiers.codec import Codec, CodecError
+from kv_tiers.testing.side_by_side import side_by_side
 
 
 class CodecContract:
@@ -81,19 +81,9 @@ class CodecContract:
                 continue
 
     def test_threads_meet_without_harm(self) -> None:
-        failures: list[BaseException] = []
-
         def work(number: int) -> None:
-            try:
-                for turn in range(20):
-                    chunk = self.chunk(10_000 + 4 * (100 * number + turn))
-                    self.assert_alike(chunk, self.decode(self.encoded(chunk), len(chunk)))
-            except BaseException as error:  # noqa: BLE001  # carried to the test's own thread
-                failures.append(error)
+            for turn in range(20):
+                chunk = self.chunk(10_000 + 4 * (100 * number + turn))
+                self.assert_alike(chunk, self.decode(self.encoded(chunk), len(chunk)))
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        side_by_side(work)

@@ -3,7 +3,6 @@
 Plain assertions on purpose: what is tested here is read by whoever writes the next cache or policy.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 
 from kv_core.clock import HandClock
@@ -15,6 +14,7 @@ from kv_core.service import CacheCounts, CacheService, LoadFailed, ReadLease, Wr
 from kv_core.testing import key_chain, keys_of
 
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.testing.side_by_side import side_by_side
 
 CHUNK_BYTES = 96
 GROUP_BYTES = (CHUNK_BYTES, 40)
@@ -377,33 +377,24 @@ class ServiceContract:
 
     def test_threads_meet_without_harm(self) -> None:
         self.use(24)
-        failures: list[BaseException] = []
         loaded: list[int] = []
 
         def work(number: int) -> None:
-            try:
-                for turn in range(60):
-                    keys = key_chain(4, branch=str((number + turn) % 6))
-                    self.store(keys, f"w{number}")
-                    chunks = self.service.lookup(keys, f"r{number}").chunks
-                    lease = self.service.load(keys[:chunks], f"l{number}")
-                    if isinstance(lease, ReadLease):  # else another thread forgot some meanwhile
-                        for key, extent in zip(lease.keys, lease.extents, strict=True):
-                            assert self.read(extent) == content(key, CHUNK_BYTES)
-                        if self.service.release(lease):  # else another thread forgot some while it was read
-                            loaded.append(chunks)
-                    if turn % 9 == 0:
-                        self.service.forget(keys[2:])
-                    self.service.end(f"r{number}")
-            except BaseException as error:  # noqa: BLE001  # carried to the test's own thread
-                failures.append(error)
+            for turn in range(60):
+                keys = key_chain(4, branch=str((number + turn) % 6))
+                self.store(keys, f"w{number}")
+                chunks = self.service.lookup(keys, f"r{number}").chunks
+                lease = self.service.load(keys[:chunks], f"l{number}")
+                if isinstance(lease, ReadLease):  # else another thread forgot some meanwhile
+                    for key, extent in zip(lease.keys, lease.extents, strict=True):
+                        assert self.read(extent) == content(key, CHUNK_BYTES)
+                    if self.service.release(lease):  # else another thread forgot some while it was read
+                        loaded.append(chunks)
+                if turn % 9 == 0:
+                    self.service.forget(keys[2:])
+                self.service.end(f"r{number}")
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        side_by_side(work)
         assert sum(loaded) > 240  # most turns found something
         self.assert_at_rest()
 

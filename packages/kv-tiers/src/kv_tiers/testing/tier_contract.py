@@ -4,7 +4,6 @@ Plain assertions on purpose: what is tested here is read by whoever writes the n
 """
 
 import mmap
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -17,6 +16,7 @@ from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
+from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierContext, Write
 
 CHUNK_BYTES = 10_000
@@ -319,27 +319,18 @@ class TierContract:
         assert self.loaded(keys) == [True] * 4
 
     def test_threads_meet_without_harm(self) -> None:
-        failures: list[BaseException] = []
         loaded: list[int] = []
 
         def work(number: int) -> None:
-            try:
-                for turn in range(12):
-                    keys = key_chain(3, branch=str((number + turn) % 5))
-                    self.tier.store(self.writes(keys))
-                    self.tier.holds(keys)
-                    loaded.append(sum(self.loaded(keys)))
-                    if turn % 5 == 0:
-                        self.tier.discard(keys[1:])
-            except BaseException as error:  # noqa: BLE001  # carried to the test's own thread
-                failures.append(error)
+            for turn in range(12):
+                keys = key_chain(3, branch=str((number + turn) % 5))
+                self.tier.store(self.writes(keys))
+                self.tier.holds(keys)
+                loaded.append(sum(self.loaded(keys)))
+                if turn % 5 == 0:
+                    self.tier.discard(keys[1:])
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        side_by_side(work)
         assert sum(loaded) > 40
 
     def test_closing_twice_is_closing(self) -> None:
