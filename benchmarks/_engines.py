@@ -71,7 +71,7 @@ def sglang(
         "max_total_tokens": 4096,
         "chunked_prefill_size": 4096,
         "page_size": page_tokens,
-        "mem_fraction_static": 0.1,
+        "mem_fraction_static": 0.5,
         "log_level": "error",
     }
     if cache is not None and linker:

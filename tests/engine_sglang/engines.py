@@ -134,7 +134,7 @@ def started(
         "skip_tokenizer_init": True,
         "max_total_tokens": 4096,
         "page_size": page,
-        "mem_fraction_static": 0.1,
+        "mem_fraction_static": 0.5,
         "log_level": "error",
     }
     if cache is not None and linker:

@@ -29,7 +29,7 @@ ON_A_CPU = [
     "--disable-cuda-graph",
     "--skip-tokenizer-init",
     "--max-total-tokens=4096",
-    "--mem-fraction-static=0.1",
+    "--mem-fraction-static=0.5",
     "--hicache-storage-prefetch-policy=wait_complete",
     "--enable-cache-report",
     "--log-level=warning",

@@ -32,7 +32,7 @@ def start(wanted: Wanted) -> Ask:
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "max_total_tokens": max(4096, wanted.prompt_tokens + wanted.new_tokens + 1024),
-            "mem_fraction_static": 0.1,
+            "mem_fraction_static": 0.5,
         }
     if cache is not None:
         arguments |= engine_arguments(cache, page_size=page_tokens)
