@@ -1,0 +1,86 @@
+"""Codecs of tiers on numbers such as keys and values are: size, and speed on one core.
+
+    .venv/bin/python benchmarks/codecs.py [--json] [--recorded FILE]
+
+The numbers are drawn for each channel from a normal distribution of its own width. `limit` of speeds is a copy of the
+same bytes, with a codec in C as a comparison (zstd at level 1) in rows of their own. --recorded: a file of real keys
+and values in bfloat16 instead, in the canonical order.
+"""
+
+import sys
+
+# This folder holds a copy.py, which must not stand in for the standard library's.
+sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
+
+from pathlib import Path
+
+import numpy as np
+from kv_tiers.codec import Codec
+from kv_tiers.codecs.floats import make_floats_codec
+from kv_tiers.codecs.zstd import make_zstd_codec
+from kv_tiers.tier import ANY_CHUNKS
+
+from benchmarks._report import Row, median_s, parser, report
+
+LAYERS, TOKENS, CHANNELS = 16, 256, 512
+"""Of one part: an 8 MiB chunk of bfloat16."""
+LEAST_RATIO = {"bfloat16": 1.4, "float16": 1.1, "float32": 1.15}
+LEAST_ENCODE_GBS, LEAST_DECODE_GBS = 0.8, 2.0
+"""Of bfloat16; README says what is reached."""
+
+
+def drawn(dtype: str) -> bytes:
+    chance = np.random.default_rng(7)
+    widths = np.exp(chance.normal(0, 1, (2 * LAYERS, 1, CHANNELS))).astype(np.float32)
+    values = chance.normal(0, 1, (2 * LAYERS, TOKENS, CHANNELS)).astype(np.float32) * widths
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
+
+
+def rows_of(codec: Codec, dtype: str, chunk: bytes) -> list[Row]:
+    out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
+    source = memoryview(chunk)
+    size = codec.encode(source, out)
+    if size is None:
+        raise SystemExit(f"{codec.name} made nothing smaller")
+    codec.decode(out[:size], back)
+    if back != source:
+        raise SystemExit(f"{codec.name} made other bytes: the figures would mean nothing")
+    copied = np.empty(len(chunk), np.uint8)
+    view = np.frombuffer(chunk, np.uint8)
+    limit = len(chunk) / median_s(lambda: np.copyto(copied, view)) / 1e9
+    encode = len(chunk) / median_s(lambda: codec.encode(source, out)) / 1e9
+    decode = len(chunk) / median_s(lambda: codec.decode(out[:size], back)) / 1e9
+    judged = codec.name == "floats"
+    bfloat16 = judged and dtype == "bfloat16"
+    ratio = len(chunk) / size
+    named = f"{codec.name}, {dtype}"
+    return [
+        Row(f"{named}: times smaller", ratio, "x", 1, ratio, LEAST_RATIO[dtype] if judged else 0, at_most=False),
+        Row(f"{named}: encode", encode, "GB/s", limit, encode / limit, 0, at_most=False),
+        Row(f"{named}: decode", decode, "GB/s", limit, decode / limit, 0, at_most=False),
+        *(
+            Row(f"{named}: {what} against the target", speed, "GB/s", least, speed / least, 1, at_most=False)
+            for what, speed, least in (("encode", encode, LEAST_ENCODE_GBS), ("decode", decode, LEAST_DECODE_GBS))
+            if bfloat16
+        ),
+    ]
+
+
+def main() -> int:
+    made = parser(__doc__ or "")
+    made.add_argument("--recorded", type=Path, metavar="FILE", help="real keys and values, bfloat16")
+    options = made.parse_args()
+    chunks = {dtype: drawn(dtype) for dtype in LEAST_RATIO}
+    if options.recorded:
+        chunks = {"bfloat16": options.recorded.read_bytes()}
+    codecs = [make_floats_codec({}, ANY_CHUNKS), make_zstd_codec({}, ANY_CHUNKS)]
+    return report(
+        [row for dtype, chunk in chunks.items() for codec in codecs for row in rows_of(codec, dtype, chunk)],
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
