@@ -99,6 +99,16 @@ class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     whatever is held is used."""
 
 
+class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a lossy format must have shown before it is used (docs/quality.md)."""
+
+    verdict: str = ""
+    """The file that `kv judge MODEL --out FILE` wrote for this model."""
+    max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """The mean KL divergence from exact KV's answers that a format may have, in nats. One with more is refused at
+    start, and so is one that was not measured. 0: nothing is demanded."""
+
+
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who subscribes to a cache's events. Metrics are not here: they begin with whoever asks for them."""
 

@@ -28,6 +28,7 @@ from kv_tiers.config import (
     Count,
     HostConfig,
     HttpConfig,
+    JudgeConfig,
     ObserveConfig,
     ServerSettings,
     Tokens,
@@ -55,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved. int8,
     fp8: one byte an element and a scale for each head of each token. They are lossy: what is loaded differs from what
     was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
+    judge: JudgeConfig = JudgeConfig()
     save_decode: bool = False
     """Keep chunks of generated tokens too, not only of prompts."""
     use: Literal["auto", "always", "never"] = "auto"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
+from kv_cuda.judge.verdict import demand
 from kv_tiers.attach.chunk_size import fitted
 from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
@@ -41,6 +42,8 @@ def bind_worker(
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
         return engine.refuse(bound.reason)
+    if settings.judge.max_kl:
+        demand(settings.judge.verdict, settings.judge.max_kl, bound.formats)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,

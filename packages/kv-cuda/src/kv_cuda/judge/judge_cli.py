@@ -1,0 +1,106 @@
+"""`kv judge MODEL`: what each lossy format costs this model in quality, and a verdict that settings can demand."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_core.errors import InputError
+from kv_core.format import QUANTISED, is_quantised_kind
+
+if TYPE_CHECKING:
+    from kv_cuda.judge.verdict import Verdict
+
+_ABOUT = """\
+Run a model on text twice: with exact keys and values of the context, and with what a lossy format makes of them. What
+that does to the next token's distribution is what the format costs. Needs transformers (engines bring it) and the
+model in memory once; a model of 135 million parameters takes a minute on two cores.
+
+Give text like what the model will see: --text FILE, repeated. With --out the findings are a file; `judge.verdict` and
+`judge.max_kl` in the settings then refuse, at start, a format that loses more than you allow.
+"""
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "judge",
+        help="what lossy formats cost a model in quality",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a directory, or its name on the Hugging Face hub")
+    parser.add_argument("--text", metavar="FILE", type=Path, action="append", required=True, help="UTF-8 text; repeat")
+    parser.add_argument(
+        "--format",
+        dest="formats",
+        action="append",
+        choices=sorted(QUANTISED),
+        help="only this one; repeat (default: all)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="of keys and values, as the engine keeps them (default: bfloat16)",
+    )
+    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="stored before each continuation")
+    parser.add_argument("--windows", type=int, default=8, metavar="N", help="of text, at the most (default: 8)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the verdict there")
+    parser.add_argument("--json", action="store_true", help="print the verdict instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Raises:
+        InputError: a number is out of range.
+        ConfigError: there is no such model or text, or it cannot be judged.
+    """
+    from kv_cuda.judge.measure import Model, Windows, judge
+    from kv_cuda.judge.verdict import write_verdict
+
+    if args.context < 257 or args.windows < 1:
+        raise InputError("--context takes 257 tokens or more, one chunk and a token behind it, and --windows 1 or more")
+    kinds = [name for name in args.formats or sorted(QUANTISED) if is_quantised_kind(name)]
+    try:
+        text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in args.text)
+    except OSError as error:
+        raise InputError(f"--text {error.filename}: {error.strerror}") from error
+
+    def said(what: str) -> None:
+        print(f"kv judge: {what}", file=sys.stderr)
+
+    said(f"loading {args.model}")
+    model = Model(args.model, dtype=args.dtype, device=args.device)
+    verdict = judge(model, text, kinds, Windows(args.context, most=args.windows), said)
+    if args.out is not None:
+        write_verdict(args.out, verdict)
+        said(f"the verdict is in {args.out}")
+    print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
+    return 0
+
+
+def _table(verdict: "Verdict") -> str:
+    titles = ("format", "bits", "KL", "top-1", "perplexity", "greedy", "worst", "encode", "decode")
+    rows = [titles] + [
+        (
+            one.format,
+            f"{one.bits:.2f}",
+            f"{one.kl:.5f}",
+            f"{one.top1:.1%}",
+            f"{one.perplexity:+.2%}",
+            f"{one.greedy:.1%}",
+            f"{one.worst:.2%}",
+            f"{one.encode_gbs:.2f} GB/s",
+            f"{one.decode_gbs:.2f} GB/s",
+        )
+        for one in verdict.findings
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(
+        [*lines, f"against exact {verdict.dtype} KV of {verdict.model}, {verdict.tokens} tokens predicted"]
+    )

@@ -1,0 +1,209 @@
+"""The judge: a model goes on from KV that went through a format, beside itself with exact KV.
+
+A window of text is a context and its continuation. The context is computed once; its keys and values are what a cache
+would have stored. The continuation is then predicted from them as they are and as they come back, token by token with
+the text's own tokens before it, and so is a greedy answer.
+
+The model is run by transformers, which needs no engine, and computes in float32: rounding on the way to the logits
+costs as much as a good format does, and would hide it. What is stored has the engine's dtype.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kv_core.errors import ConfigError
+from kv_core.format import QuantisedKind
+
+from kv_cuda.judge.roundtrip import RoundTrip
+from kv_cuda.judge.verdict import Finding, Verdict
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer its keys and values, each [1, heads, tokens, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How text is cut.
+
+    context_tokens: whose KV is stored and loaded; a whole number of chunks is.
+    continuation_tokens: predicted behind each context.
+    greedy_tokens: generated behind each.
+    most: windows at the most.
+    """
+
+    context_tokens: int = 1024
+    continuation_tokens: int = 128
+    greedy_tokens: int = 32
+    most: int = 8
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over all windows. positions: how many tokens were predicted."""
+
+    positions: int = 0
+    kl: float = 0.0
+    same_top: int = 0
+    exact_nll: float = 0.0
+    lossy_nll: float = 0.0
+    greedy_same: int = 0
+    greedy: int = 0
+
+
+class Model:
+    """A causal language model of transformers, asked with KV that is given to it."""
+
+    def __init__(self, name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> None:
+        """
+        name: a directory, or what the Hugging Face hub calls it.
+        dtype: of keys and values, as an engine keeps them.
+
+        Raises:
+            ConfigError: transformers is missing, or there is no such model.
+        """
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError as error:
+            raise ConfigError("kv judge needs the package transformers, which engines bring") from error
+        try:
+            self._model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model {name}: {error}") from error
+        self.name = name
+        self.kv_dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device(device)
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text).input_ids)
+
+    def computed(self, tokens: Sequence[int]) -> Layers:
+        """The KV of these tokens, in the dtype in which it is kept.
+
+        Raises:
+            ConfigError: the model keeps something else than keys and values of every token.
+        """
+        cache = self._cache([])
+        self._forward(tokens, cache)
+        kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        if len(kept) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in kept):
+            raise ConfigError(f"model {self.name} keeps something else than all keys and values: it cannot be judged")
+        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
+
+    def predicted(self, layers: Layers, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [tokens, vocabulary], float32, of what follows each of these tokens behind the layers'."""
+        logits = self._forward(tokens, self._cache(layers))
+        return torch.log_softmax(logits[0].float(), -1)
+
+    def answered(self, layers: Layers, first: int, count: int) -> list[int]:
+        """So many tokens, greedily, behind `first`."""
+        cache, answer, token = self._cache(layers), [], first
+        for _ in range(count):
+            token = int(self._forward([token], cache)[0, -1].argmax())
+            answer.append(token)
+        return answer
+
+    def _cache(self, layers: Layers) -> Any:
+        """Of all tokens in every layer, sliding windows too: their mask hides what they do not see."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for number, (keys, values) in enumerate(layers):
+            cache.update(keys.float(), values.float(), number)
+        return cache
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)], device=self.device)
+        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        return logits
+
+
+def judge(
+    model: Model,
+    text: str,
+    kinds: Sequence[QuantisedKind],
+    windows: Windows,
+    said: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Measure each format on the text.
+
+    said: told what is being done, for whoever waits.
+
+    Raises:
+        ConfigError: the text is too short for one window, or the model is none that can be judged.
+    """
+    trips = {kind: RoundTrip(kind) for kind in kinds}
+    sums = {kind: _Sums() for kind in kinds}
+    shapes: tuple[tuple[int, int], ...] = ()
+    dtype = ""
+    cut = list(_windows(model, text, windows))
+    for number, (context, continuation) in enumerate(cut, 1):
+        said(f"window {number} of {len(cut)}: {len(context)} tokens and {len(continuation)} more")
+        layers = model.computed(context[:-1])
+        shapes = tuple((keys.shape[1], keys.shape[3]) for keys, _ in layers)
+        dtype = str(layers[0][0].dtype).removeprefix("torch.")
+        fed = [context[-1], *continuation[:-1]]
+        exact = model.predicted(layers, fed)
+        greedy = model.answered(layers, context[-1], windows.greedy_tokens)
+        for kind in kinds:
+            lossy = [_through(trips[kind], keys, values) for keys, values in layers]
+            _add(sums[kind], exact, model.predicted(lossy, fed), continuation)
+            answer = model.answered(lossy, context[-1], windows.greedy_tokens)
+            sums[kind].greedy += len(greedy)
+            sums[kind].greedy_same += _leading_same(greedy, answer)
+    return Verdict(
+        model=model.name,
+        heads=shapes,
+        dtype=dtype,
+        tokens=sum(len(continuation) for _, continuation in cut),
+        findings=tuple(_finding(kind, sums[kind], trips[kind]) for kind in kinds),
+    )
+
+
+def _windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[list[int], list[int]]]:
+    tokens = model.tokens(text)
+    each = windows.context_tokens + windows.continuation_tokens
+    if len(tokens) < each:
+        raise ConfigError(f"the text has {len(tokens)} tokens, and one window takes {each}: give more of it")
+    for first in range(0, min(len(tokens) - each + 1, windows.most * each), each):
+        middle = first + windows.context_tokens
+        yield tokens[first:middle], tokens[middle : first + each]
+
+
+def _through(trip: RoundTrip, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    back = trip(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous())
+    return back[0].transpose(0, 1)[None].contiguous(), back[1].transpose(0, 1)[None].contiguous()
+
+
+def _add(sums: _Sums, exact: torch.Tensor, lossy: torch.Tensor, continuation: Sequence[int]) -> None:
+    sums.positions += len(continuation)
+    sums.kl += float((exact.exp() * (exact - lossy)).sum(-1).sum())
+    sums.same_top += int((exact.argmax(-1) == lossy.argmax(-1)).sum())
+    at = torch.tensor(list(continuation), device=exact.device)[:, None]
+    sums.exact_nll -= float(exact.gather(1, at).sum())
+    sums.lossy_nll -= float(lossy.gather(1, at).sum())
+
+
+def _leading_same(answer: Sequence[int], other: Sequence[int]) -> int:
+    for at, (token, its) in enumerate(zip(answer, other, strict=True)):
+        if token != its:
+            return at
+    return len(answer)
+
+
+def _finding(kind: QuantisedKind, sums: _Sums, trip: RoundTrip) -> Finding:
+    cost = trip.cost
+    return Finding(
+        format=kind,
+        bits=8 * cost.stored_bytes / max(1, cost.numbers),
+        kl=sums.kl / sums.positions,
+        top1=sums.same_top / sums.positions,
+        perplexity=float(torch.tensor((sums.lossy_nll - sums.exact_nll) / sums.positions).exp()) - 1,
+        greedy=sums.greedy_same / max(1, sums.greedy),
+        worst=cost.worst,
+        encode_gbs=cost.exact_bytes / max(cost.encode_s, 1e-9) / 1e9,
+        decode_gbs=cost.exact_bytes / max(cost.decode_s, 1e-9) / 1e9,
+    )

@@ -1,0 +1,123 @@
+"""What the judge found, as a file that settings can demand: `kv judge --out FILE`, then `judge.verdict: FILE`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One format on one model.
+
+    format: its name in the settings.
+    bits: stored, for each number of KV, with everything that belongs to it.
+    kl: mean Kullback-Leibler divergence of the next token's distribution from exact KV's, in nats.
+    top1: how often the likeliest next token is the same, from 0 to 1.
+    perplexity: of the continuations, against exact KV's: 0.01 is one per cent worse.
+    greedy: how many of the tokens that were generated greedily are those of exact KV, up to the first that is not, from
+        0 to 1.
+    worst: the largest error of a number, of the largest number of its head and token.
+    encode_gbs, decode_gbs: GB of exact KV a second, on the device that it was measured on.
+    """
+
+    format: str
+    bits: float
+    kl: float
+    top1: float
+    perplexity: float
+    greedy: float
+    worst: float
+    encode_gbs: float
+    decode_gbs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one model on some text.
+
+    model: as it was named.
+    heads: of each layer, how many of KV and the dimension of each: what a format is checked against at start.
+    dtype: of the KV.
+    tokens: how many were predicted for the figures.
+    findings: of each format.
+    """
+
+    model: str
+    heads: tuple[tuple[int, int], ...]
+    dtype: str
+    tokens: int
+    findings: tuple[Finding, ...]
+
+    def of(self, name: str) -> Finding | None:
+        """What was found of this format, if it was measured."""
+        return next((finding for finding in self.findings if finding.format == name), None)
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(json.dumps({"version": VERSION, **asdict(verdict)}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_verdict(path: Path) -> Verdict:
+    """
+    Raises:
+        ConfigError: there is no such file, or it is none of `kv judge`'s.
+    """
+    try:
+        said: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"judge.verdict {path}: {error}; `kv judge MODEL --out {path}` writes one") from error
+    try:
+        if said.pop("version") != VERSION:
+            raise ConfigError(f"judge.verdict {path} is of another version; write it again with `kv judge`")
+        findings = tuple(Finding(**finding) for finding in said.pop("findings"))
+        heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
+        return Verdict(heads=heads, findings=findings, **said)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"judge.verdict {path} is no file of `kv judge`: {error!r}") from error
+
+
+def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat]) -> None:
+    """Refuse formats that lose more than the operator allows, or of which nothing is known.
+
+    path: of the verdict; "" where only a bound was given.
+    max_kl: in nats.
+    formats: of the engine's groups, as they were proved, of all heads or a rank's. Exact ones are always allowed.
+
+    Raises:
+        ConfigError: a lossy format was not measured, or not on such a model, or loses more.
+    """
+    lossy = [one for one in formats if one.is_quantised]
+    if not lossy:
+        return
+    kind = lossy[0].kind
+    if not path:
+        raise ConfigError(
+            f"judge.max_kl is {max_kl:g} and format {kind} is lossy: measure it with `kv judge MODEL --out FILE` and "
+            "set judge.verdict to the file"
+        )
+    verdict = read_verdict(Path(path))
+    for one in lossy:
+        if not any(dim == one.head_dim and count % one.heads == 0 for count, dim in verdict.heads):
+            raise ConfigError(
+                f"judge.verdict {path} is of {verdict.model}, which has no layers with {one.heads} heads of "
+                f"{one.head_dim}, as this engine has: write one for its model with `kv judge`"
+            )
+    finding = verdict.of(kind)
+    if finding is None:
+        raise ConfigError(f"judge.verdict {path} says nothing of format {kind}; measure it with `kv judge`")
+    if not finding.kl <= max_kl:
+        raise ConfigError(
+            f"format {kind} has a KL divergence of {finding.kl:.2g} on {verdict.model}, and judge.max_kl allows "
+            f"{max_kl:g}: take format auto, or a bound of at least {finding.kl:.2g}"
+        )

@@ -1,0 +1,113 @@
+"""The judge's parts that need no model: keys and values through a format, and the verdict that settings demand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from kv_core.errors import ConfigError
+from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
+from kv_cuda.judge.roundtrip import CHUNK_TOKENS, RoundTrip
+from kv_cuda.judge.verdict import Finding, Verdict, demand, read_verdict, write_verdict
+
+BOUND = {"int8": 1 / 254, "fp8": 1 / 16}
+LAST_ROUNDING = 2.0**-8
+
+
+def drawn(tokens: int, heads: int = 3, head_dim: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(tokens)
+    keys, values = (torch.randn(tokens, heads, head_dim, generator=made).to(torch.bfloat16) for _ in range(2))
+    return keys, values
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_whole_chunks_change_within_the_bound_and_what_is_behind_them_not(kind: QuantisedKind) -> None:
+    trip = RoundTrip(kind)
+    keys, values = drawn(2 * CHUNK_TOKENS + 70)
+    back = trip(keys, values)
+    whole = 2 * CHUNK_TOKENS
+    for exact, decoded in zip((keys, values), back, strict=True):
+        assert torch.equal(exact[whole:], decoded[whole:])
+        assert not torch.equal(exact[:whole], decoded[:whole])
+        worst = (decoded.float() - exact.float()).abs() / exact.float().abs().amax(-1, keepdim=True)
+        assert float(worst.max()) <= BOUND[kind] + LAST_ROUNDING
+    assert trip.cost.numbers == 2 * whole * 3 * 64
+    assert trip.cost.exact_bytes == 2 * trip.cost.numbers
+    assert trip.cost.stored_bytes == trip.cost.numbers * (64 + 4) // 64  # a float32 scale for each row
+    assert 0 < trip.cost.worst <= BOUND[kind] + LAST_ROUNDING
+
+
+def test_a_chunk_that_cannot_be_stored_stays_exact() -> None:
+    keys, values = drawn(CHUNK_TOKENS)
+    keys[3, 1, 5] = float("inf")
+    trip = RoundTrip("int8")
+    back = trip(keys, values)
+    assert torch.equal(back[0], keys) and torch.equal(back[1], values)
+    assert trip.cost.stored_bytes == 0
+
+
+def finding(kl: float, name: str = "int8") -> Finding:
+    return Finding(name, 8.5, kl, 0.98, 0.001, 0.9, 0.004, 1.0, 2.0)
+
+
+def verdict(*findings: Finding) -> Verdict:
+    return Verdict("a model", ((3, 64), (3, 64)), "bfloat16", 512, findings)
+
+
+def stored(kind: QuantisedKind, heads: int = 3, head_dim: int = 64) -> ChunkFormat:
+    return ChunkFormat(kind, ("k", "v"), 30, 256, heads, head_dim, QUANTISED[kind], 1)
+
+
+def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    written = verdict(finding(0.002), finding(0.004, "fp8"))
+    write_verdict(path, written)
+    assert read_verdict(path) == written
+    assert written.of("fp8") == finding(0.004, "fp8") and written.of("int4") is None
+
+
+def test_a_format_is_refused_with_its_figure(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    write_verdict(path, verdict(finding(0.002)))
+    demand(str(path), 0.002, [stored("int8")])
+    demand(str(path), 0.01, [stored("int8", heads=1)])  # a rank's share of three
+    with pytest.raises(ConfigError, match=r"divergence of 0.002 on a model, and judge.max_kl allows 0.001"):
+        demand(str(path), 0.001, [stored("int8")])
+    with pytest.raises(ConfigError, match="says nothing of format fp8"):
+        demand(str(path), 0.01, [stored("fp8")])
+    with pytest.raises(ConfigError, match="no layers with 2 heads of 64"):
+        demand(str(path), 0.01, [stored("int8", heads=2)])
+    with pytest.raises(ConfigError, match="no layers with 3 heads of 128"):
+        demand(str(path), 0.01, [stored("int8"), stored("int8", head_dim=128)])
+    with pytest.raises(ConfigError, match=r"set judge\.verdict"):
+        demand("", 0.01, [stored("int8")])
+
+
+def test_a_divergence_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    write_verdict(path, verdict(finding(float("nan"))))
+    with pytest.raises(ConfigError, match="divergence of nan"):
+        demand(str(path), 1.0, [stored("int8")])
+
+
+def test_exact_formats_need_no_verdict() -> None:
+    demand("", 0.001, [ChunkFormat("canonical", ("k", "v"), 30, 256, 3, 64, "bfloat16", 2)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "is no file of `kv judge`"),
+        ('{"version": 2}', "another version"),
+        ('{"version": 1, "findings": [{"kl": 1}]}', "is no file of `kv judge`"),
+        (json.dumps({"version": 1, "findings": [], "heads": [[1]]}), "is no file of `kv judge`"),
+    ],
+)
+def test_what_is_no_verdict_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_verdict(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_verdict(tmp_path / "other.json")

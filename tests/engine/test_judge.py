@@ -1,0 +1,65 @@
+"""The judge on a tiny model by transformers, and its verdict where the real engine starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engines import PROMPTS, started
+from kv_core.errors import ConfigError
+from kv_core.tools.cli import main
+from kv_cuda.judge.measure import Model, Windows, judge
+from kv_cuda.judge.verdict import read_verdict
+
+TEXT = " ".join(f"w{3 + (7919 * n) % 1900}" for n in range(1300))
+
+
+def test_kv_as_it_is_costs_nothing_and_wrong_kv_much(spelling_llama: str) -> None:
+    """The control of the whole way: what is fed back is what was computed, and the model goes by it."""
+    model = Model(spelling_llama, dtype="float32")
+    tokens = model.tokens(TEXT)
+    layers = model.computed(tokens[:600])
+    whole = model.predicted([], tokens[:616])[600:]
+    fed_back = model.predicted(layers, tokens[600:616])
+    assert float((whole.exp() * (whole - fed_back)).sum(-1).mean()) < 1e-6
+    wrong = [(keys.roll(1, 2), values) for keys, values in layers]
+    spoilt = model.predicted(wrong, tokens[600:616])
+    assert float((whole.exp() * (whole - spoilt)).sum(-1).mean()) > 1e-2
+
+
+def test_more_bits_lose_less_and_a_text_that_is_too_short_is_named(spelling_llama: str) -> None:
+    model = Model(spelling_llama)
+    found = judge(model, TEXT, ("fp8", "int8"), Windows(512, 64, 16, most=2))
+    fp8, int8 = found.of("fp8"), found.of("int8")
+    assert fp8 and int8 and found.tokens == 128
+    assert 0 < int8.kl < fp8.kl
+    assert int8.worst < fp8.worst
+    assert found.heads == ((2, 32),) * 4 and found.dtype == "bfloat16"
+    assert torch.isfinite(torch.tensor([int8.perplexity, int8.top1, int8.greedy])).all()
+    with pytest.raises(ConfigError, match="one window takes 2128"):
+        judge(model, TEXT, ("int8",), Windows(2000))
+
+
+@pytest.mark.slow
+def test_the_engine_starts_with_a_format_that_is_good_enough_and_with_no_other(
+    spelling_llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "verdict.json"
+    text.write_text(TEXT)
+    arguments = ["judge", spelling_llama, "--text", str(text), "--context", "512", "--windows", "1"]
+    assert main([*arguments, "--out", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tokens"] == 128
+    assert "the verdict is in" in said.err
+    int8, fp8 = read_verdict(out).of("int8"), read_verdict(out).of("fp8")
+    assert int8 and fp8
+    bound = (int8.kl + fp8.kl) / 2
+    cache = {"host": {"capacity_bytes": "64MiB"}, "judge": {"verdict": str(out), "max_kl": bound}}
+    with started(spelling_llama, cache=cache | {"format": "int8"}) as engine:
+        engine.ask_in_turn(PROMPTS[:2])
+        assert engine.hits == [0, 512]
+    with (
+        pytest.raises(ConfigError, match=f"format fp8 has a KL divergence of {fp8.kl:.2g}"),
+        started(spelling_llama, cache=cache | {"format": "fp8"}),
+    ):
+        pass
