@@ -19,6 +19,9 @@ from test_api_server import PROMPT, api_server, complete
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 PREFIX = "vllm:kv_tiers_"
+DASHBOARD = set(
+    re.findall(rf"{PREFIX}(\w+)", (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+)
 CHUNK_BYTES = 512 << 10
 """Of the tiny model: 256 tokens."""
 
@@ -54,6 +57,12 @@ def engine(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_every_figure_is_there_before_the_first_request(engine: Engine) -> None:
     assert set(figures(engine)) >= set(FIGURES)
+
+
+def test_the_dashboard_shows_these_figures_and_no_others() -> None:
+    assert {name + ("_total" if figure.kind == "counter" else "") for name, figure in FIGURES.items()} | {
+        f"{TIER_TOKENS}_total"
+    } == DASHBOARD
 
 
 def test_what_a_request_does_is_in_the_metrics(engine: Engine) -> None:
@@ -181,5 +190,6 @@ def test_the_api_servers_metrics_and_the_pages_examples_over_http(spelling_llama
             512,
             512,
         )
+        assert now.keys() >= DASHBOARD
         assert now["pool_used_bytes"] > 0 and now["on"] == 1
         assert changed["hit_tokens_total"] == 512

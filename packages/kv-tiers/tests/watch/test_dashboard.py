@@ -1,0 +1,116 @@
+"""The Grafana dashboard shows what a server exports, all of it, and nothing that is not there.
+
+Its names are held to a real scrape over HTTP, and its JSON to Grafana's own model of dashboards (its Foundation SDK,
+which is generated from Grafana's schema). What it shows of vLLM, `tests/engine/test_stats.py` holds to vLLM's scrape.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from kv_core.coverage import PLAIN
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_tiers.testing.http import Served, store
+from kv_tiers.testing.wait import until
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+PAGE = Path(__file__).parents[4] / "docs" / "grafana.json"
+DASHBOARD: dict[str, Any] = json.loads(PAGE.read_text())
+EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+FUNCTIONS = {"sum", "by", "rate", "min", "count", "histogram_quantile"}
+
+
+@pytest.fixture(scope="module")
+def scrape() -> Iterator[dict[str, Metric]]:
+    """Of a server over a disk, by the names that expressions use; after stores, hits, a miss, evictions and a load."""
+    with tempfile.TemporaryDirectory() as directory:
+        disk = {"type": "disk", "directory": f"{directory}/kv", "capacity_bytes": 64 << 20}
+        served = Served(slots=4, tiers=[disk])
+        served.get("/metrics")  # whoever scrapes first begins the count
+        cache = served.join()
+        for branch in "abc":
+            store(cache, 3, branch)
+        cache.lookup(key_chain(3, branch="c"), "reader", shape=PLAIN)
+        lease = cache.load(key_chain(3, branch="c"), "reader")
+        assert isinstance(lease, ReadLease)
+        cache.release(lease)
+        cache.end("reader")
+        cache.lookup(key_chain(2, branch="unknown"), "nobody", shape=PLAIN)
+        until(lambda: re.search(r'kv_transfer_bytes_total\{.*tier="disk"', served.get("/metrics").text))
+        text = served.get("/metrics").text
+        cache.close()
+        served.close()
+    named = {}
+    for family in text_string_to_metric_families(text):
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        named |= {family.name + suffix: family for suffix in suffixes}
+    return named
+
+
+def metrics_in(expression: str) -> set[str]:
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)", "", expression)
+    return {name for name in re.findall(r"[A-Za-z_:][\w:]*", bare) if name not in FUNCTIONS}
+
+
+def test_every_expression_names_metrics_and_labels_of_a_real_scrape(scrape: dict[str, Metric]) -> None:
+    ours = [expression for expression in EXPRESSIONS if "vllm:" not in expression]
+    assert len(ours) > 30
+    for expression in ours:
+        names = metrics_in(expression)
+        assert names and names <= scrape.keys(), expression
+        labels = {label for name in names for sample in scrape[name].samples for label in sample.labels}
+        for grouped in re.findall(r"by \(([^)]*)\)", expression):
+            wanted = set(grouped.replace(" ", "").split(","))
+            assert not labels or wanted <= labels, expression
+
+
+def test_nothing_that_is_exported_is_left_out(scrape: dict[str, Metric]) -> None:
+    shown = set().union(*map(metrics_in, EXPRESSIONS))
+    families = {family.name for family in scrape.values()}
+    assert families == {scrape[name].name for name in shown if name in scrape}
+
+
+def test_legends_say_labels_that_the_expression_keeps() -> None:
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
+            if grouped:
+                kept = set(grouped[0].replace(" ", "").split(",")) - {"le"}
+                assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == kept, target
+
+
+def test_it_is_a_dashboard_to_grafana() -> None:
+    """Its model keeps every field: one that it does not know would be lost, one of another type would not be read."""
+    assert _not_read(DASHBOARD) == []
+    assert _not_read({**DASHBOARD, "refersh": "30s"}) == [".refersh"]
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    taken = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(taken) == len(set(taken)), "panels lie over each other"
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
+
+
+def _not_read(dashboard: dict[str, Any]) -> list[str]:
+    return _without_defaults(dashboard, json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard))))
+
+
+def _without_defaults(ours: Any, theirs: Any, place: str = "") -> list[str]:
+    """What of `ours` is not in `theirs`, which may have more: its defaults."""
+    if isinstance(ours, dict):
+        lost = [f"{place}.{name}" for name in ours if name not in theirs]
+        kept = [name for name in ours if name in theirs]
+        return lost + [one for name in kept for one in _without_defaults(ours[name], theirs[name], f"{place}.{name}")]
+    if isinstance(ours, list):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [one for at, (own, read) in pairs for one in _without_defaults(own, read, f"{place}[{at}]")]
+    return [] if ours == theirs else [place]
