@@ -68,7 +68,8 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
         ConfigError: the settings cannot be honoured on this machine.
     """
     # `kv explain` asks a server: a history in this process could not be asked for, and would cost.
-    bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0))
+    opened: list[LocalCache] = []
+    bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0), lambda: opened)
     try:
         cache = build_local_cache(
             settings.host,
@@ -82,6 +83,7 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
     except BaseException:
         bus.close()
         raise
+    opened.append(cache)
     return cache, bus
 
 

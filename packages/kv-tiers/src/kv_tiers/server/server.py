@@ -55,7 +55,10 @@ class CacheServer:
         self._names = {tenant.tag: tenant.name for tenant in config.tenants}
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
-        self.bus, self._history = build_bus(config.observe)
+        made: list[Caches] = []
+        self.bus, self._history = build_bus(
+            config.observe, lambda: [cache for caches in made for cache in caches.by_format().values()]
+        )
         """What happens in all of its caches; it is closed with them."""
         try:
             self._address = Address(config.socket_path())
@@ -67,6 +70,7 @@ class CacheServer:
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
         self._caches = Caches(config, self._clock, self.bus, self._wake)
+        made.append(self._caches)
         self._mailbox = ServerMailbox(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._mailbox.submit)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)

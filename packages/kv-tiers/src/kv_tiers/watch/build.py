@@ -1,5 +1,8 @@
 """A bus and the subscribers that the settings ask for."""
 
+from collections.abc import Callable, Iterable
+
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
 from kv_tiers.watch.history import History
@@ -8,8 +11,12 @@ from kv_tiers.watch.recorder import Recorder
 from kv_tiers.watch.subscribers import make_subscriber
 
 
-def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
+def build_bus(
+    config: ObserveConfig, caches: Callable[[], Iterable[LocalCache]] = tuple
+) -> tuple[EventBus, History | None]:
     """The bus, which its owner closes after its caches; and the history on it, if there is to be one.
+
+    caches: those on this bus that exist now, for metrics that are sent. Called from any thread.
 
     Raises:
         ConfigError: a setting that cannot be honoured; the text says what to change.
@@ -24,6 +31,10 @@ def build_bus(config: ObserveConfig) -> tuple[EventBus, History | None]:
         from kv_tiers.watch.spans import make_spans
 
         subscribers.append(make_spans(bus))
+        from kv_tiers.watch.pushed_metrics import make_pushed_metrics
+
+        if (pushed := make_pushed_metrics(bus, caches)) is not None:
+            subscribers.append(pushed)
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
     if history is not None:
         subscribers.append(history)

@@ -99,7 +99,7 @@ class Metrics(Subscriber):
         self._declined: Counter[_Labels] = Counter()
         self._ratios: dict[_Labels, _Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(self._families))
+        self._registry.register(_Collector(self.families))
         bus.subscribe(self)
 
     def exposition(self) -> tuple[bytes, str]:
@@ -155,7 +155,8 @@ class Metrics(Subscriber):
         if estimated_s:
             self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
 
-    def _families(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[Metric]:
+        """All metrics as they are now. From any thread."""
         yield from self._from_events()
         known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
         tenants: list[tuple[str, list[TenantUse]]] = []

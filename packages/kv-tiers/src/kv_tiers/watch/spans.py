@@ -182,6 +182,12 @@ class Spans(Subscriber):
         return int(self._bus.wall_s(at_s) * 1e9)
 
 
+def resource() -> Resource:
+    """What sends: the service's name is ours only where the environment gives none."""
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return Resource.create({} if named else {SERVICE_NAME: "kv-tiers"})
+
+
 def make_spans(bus: EventBus) -> Spans:
     """With the exporters that OTEL_TRACES_EXPORTER names: otlp (the default, over HTTP), console, none, or another
     package's.
@@ -189,9 +195,7 @@ def make_spans(bus: EventBus) -> Spans:
     Raises:
         ConfigError: there is no such exporter.
     """
-    # The service's name is ours only where the environment gives none.
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(resource=Resource.create({} if named else {SERVICE_NAME: "kv-tiers"}))
+    provider = TracerProvider(resource=resource())
     for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
         if (exporter := _exporter(name.strip())) is not None:
             provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -1,0 +1,163 @@
+"""The metrics of `kv_tiers.watch.metrics`, sent by OTLP: for whoever has a collector and scrapes nothing.
+
+The standard OTEL_… environment variables say where to, how often (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds) and
+whether at all (OTEL_METRICS_EXPORTER). Names are as in a scrape, but for the `_total` of counters and the `_info` of
+facts, which is how OTLP has it: a Prometheus that receives them puts the former back.
+"""
+
+import itertools
+import math
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import entry_points, version
+from typing import Final
+
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from prometheus_client.metrics_core import Metric as Family
+
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.watch.metrics import Metrics
+from kv_tiers.watch.spans import resource
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import (
+        AggregationTemporality,
+        ConsoleMetricExporter,
+        Gauge,
+        Histogram,
+        HistogramDataPoint,
+        Metric,
+        MetricExporter,
+        MetricsData,
+        NumberDataPoint,
+        ResourceMetrics,
+        ScopeMetrics,
+        Sum,
+    )
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+except ImportError:
+    raise ConfigError("metrics by OTLP need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
+
+_log = limited_logger(__name__)
+
+INTERVAL_S: Final = 60.0
+_LAST_S: Final = 5.0
+"""How long `close` waits for the collector."""
+
+_Labels = tuple[tuple[str, str], ...]
+
+
+class PushedMetrics(Subscriber):
+    """Owns the exporter and a thread that sends now and then; neither the bus nor a cache waits for either."""
+
+    wants_requests = False
+
+    def __init__(
+        self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]], exporter: MetricExporter, interval_s: float
+    ) -> None:
+        """bus, caches: as of `Metrics`."""
+        self._metrics = Metrics(bus, caches)
+        self._exporter = exporter
+        self._interval_s = interval_s
+        self._began_ns = time.time_ns()
+        self._resource = resource()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_on, name="kv-metrics", daemon=True)
+        self._thread.start()
+
+    def take(self, occurred: Occurred) -> None:
+        """`Metrics` subscribes for itself."""
+
+    def close(self) -> None:
+        """Send once more. What caches count themselves is missing if they are closed already."""
+        self._stopped.set()
+        self._thread.join(_LAST_S)
+
+    def _send_on(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._send()
+        self._send()
+        self._exporter.shutdown()
+
+    def _send(self) -> None:
+        try:
+            self._exporter.export(self._data())
+        except Exception as error:  # noqa: BLE001  # whatever an exporter does, the next time it is asked again
+            _log.warning("metrics could not be sent: %s", error)
+
+    def _data(self) -> MetricsData:
+        now_ns = time.time_ns()
+        metrics = [metric for family in self._metrics.families() if (metric := self._as_otlp(family, now_ns))]
+        scope = ScopeMetrics(InstrumentationScope("kv_tiers", version("kv-tiers")), metrics, "")
+        return MetricsData([ResourceMetrics(self._resource, [scope], "")])
+
+    def _as_otlp(self, family: Family, now_ns: int) -> Metric | None:
+        if not family.samples:
+            return None
+        about = {"description": family.documentation, "unit": ""}
+        cumulative = AggregationTemporality.CUMULATIVE
+        if family.type == "histogram":
+            points = list(_histograms(family, self._began_ns, now_ns))
+            return Metric(family.name, data=Histogram(points, cumulative), **about)
+        start_ns = self._began_ns if family.type == "counter" else now_ns
+        numbers = [NumberDataPoint(sample.labels, start_ns, now_ns, float(sample.value)) for sample in family.samples]
+        if family.type == "counter":
+            return Metric(family.name, data=Sum(numbers, cumulative, is_monotonic=True), **about)
+        return Metric(family.samples[0].name, data=Gauge(numbers), **about)
+
+
+def _histograms(family: Family, began_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
+    """One a set of labels. A scrape's buckets are cumulative, and OTLP's are not."""
+    buckets: dict[_Labels, list[tuple[float, int]]] = defaultdict(list)
+    sums: dict[_Labels, float] = {}
+    for sample in family.samples:
+        labels = tuple((name, value) for name, value in sorted(sample.labels.items()) if name != "le")
+        if sample.name.endswith("_bucket"):
+            buckets[labels].append((float(sample.labels["le"]), int(sample.value)))
+        elif sample.name.endswith("_sum"):
+            sums[labels] = sample.value
+    for labels, found in buckets.items():
+        found.sort()
+        below = [0, *(count for _, count in found)]
+        counts = [after - before for before, after in itertools.pairwise(below)]
+        bounds = [bound for bound, _ in found if not math.isinf(bound)]
+        yield HistogramDataPoint(
+            dict(labels), began_ns, now_ns, below[-1], sums[labels], counts, bounds, math.nan, math.nan
+        )
+
+
+def make_pushed_metrics(bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> PushedMetrics | None:
+    """With the exporter that OTEL_METRICS_EXPORTER names: otlp (the default, over HTTP), console, or another package's;
+    None if it says none.
+
+    Raises:
+        ConfigError: there is no such exporter, or an interval that is none.
+    """
+    said = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
+    try:
+        interval_s = float(said) / 1e3 if said else INTERVAL_S
+    except ValueError:
+        interval_s = 0.0
+    if not interval_s > 0:
+        raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
+    exporter = _exporter(os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip())
+    return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s)
+
+
+def _exporter(name: str) -> MetricExporter | None:
+    if name in ("otlp", ""):
+        return OTLPMetricExporter()
+    if name == "console":
+        return ConsoleMetricExporter()
+    if name == "none":
+        return None
+    for entry in entry_points(group="opentelemetry_metrics_exporter", name=name):
+        made: MetricExporter = entry.load()()
+        return made
+    raise ConfigError(f"OTEL_METRICS_EXPORTER is {name!r}; write otlp, console or none")

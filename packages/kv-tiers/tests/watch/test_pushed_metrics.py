@@ -1,0 +1,154 @@
+"""What an OTLP collector is sent says the same as a scrape, with the types that OTLP has for it."""
+
+import gzip
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from kv_core.errors import ConfigError
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_tiers.build import build_local_cache
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.config import HostConfig, ObserveConfig
+from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.wait import joined, until
+from kv_tiers.watch.build import build_bus
+from kv_tiers.watch.metrics import Metrics
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[ExportMetricsServiceRequest]]]:
+    """An OTLP/HTTP endpoint, and what it was sent."""
+    received: list[ExportMetricsServiceRequest] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/metrics" and self.headers["Content-Type"] == "application/x-protobuf"
+            received.append(ExportMetricsServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", received
+    finally:
+        server.shutdown()
+        joined(thread)
+        server.server_close()
+
+
+def points(request: ExportMetricsServiceRequest) -> dict[tuple[str, frozenset[tuple[str, str]]], Any]:
+    """By name and labels; the counts by bucket where it is a histogram."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
+    for metric in request.resource_metrics[0].scope_metrics[0].metrics:
+        kind = metric.WhichOneof("data")
+        for point in getattr(metric, kind).data_points:
+            labels = frozenset((one.key, one.value.string_value) for one in point.attributes)
+            if kind == "histogram":
+                assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
+                assert sum(point.bucket_counts) == point.count
+                found[metric.name, labels] = list(point.bucket_counts)
+            else:
+                assert kind == "gauge" or metric.sum.is_monotonic
+                found[metric.name + ("_total" if kind == "sum" else ""), labels] = point.as_double
+    return found
+
+
+def scraped(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], Any]:
+    found: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
+    for family in metrics.families():
+        cumulative: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
+        for sample in family.samples:
+            if family.type != "histogram":
+                found[sample.name, frozenset(sample.labels.items())] = sample.value
+            elif "le" in sample.labels:
+                labels = frozenset((name, value) for name, value in sample.labels.items() if name != "le")
+                cumulative.setdefault(labels, []).append((float(sample.labels["le"]), sample.value))
+        for labels, buckets in cumulative.items():
+            assert buckets[-1][0] == math.inf
+            counts = [value for _, value in sorted(buckets)]
+            found[family.name, labels] = [int(now - was) for was, now in zip([0.0, *counts], counts, strict=False)]
+    return found
+
+
+def test_a_collector_is_sent_what_a_scrape_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+        opened: list[LocalCache] = []
+        bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0), lambda: opened)
+        scrape = Metrics(bus, lambda: opened)
+        source = bus.source("c", (CHUNK_BYTES,))
+        config = HostConfig(capacity_bytes=1 << 16)
+        cache = build_local_cache(config, group_bytes=(CHUNK_BYTES,), fingerprint="f", events=source)
+        opened.append(cache)
+        for branch in range(12):
+            keys = key_chain(3, branch=str(branch))
+            cache.commit(cache.begin_store(keys, "w"))
+            cache.end("w")
+        cache.lookup(keys, "r")
+        lease = cache.load(keys, "r")
+        assert isinstance(lease, ReadLease) and cache.release(lease)
+        cache.end("r")
+        assert bus.flush()
+        expected = scraped(scrape)
+        assert expected["kv_chunks_committed_total", frozenset({("cache", "c")})] == 36
+        assert any(name == "kv_evictions_total" for name, _ in expected)
+        until(lambda: received and points(received[-1]) == expected)
+        attributes = {one.key: one.value.string_value for one in received[-1].resource_metrics[0].resource.attributes}
+        assert attributes["service.name"] == "mine"
+        cache.close()
+        before = len(received)
+        bus.close()
+        assert len(received) > before, "the last are sent"
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-metrics"]
+
+
+def test_a_collector_that_is_not_there_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "10")
+    bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0))
+    cache = build_local_cache(
+        HostConfig(capacity_bytes=1 << 16), group_bytes=(CHUNK_BYTES,), fingerprint="f", events=bus.source("c", (1,))
+    )
+    for number in range(50):
+        cache.commit(cache.begin_store(key_chain(2, branch=str(number)), "w"))
+        cache.end("w")
+    assert bus.flush() and bus.events_dropped == 0 and bus.failures == 0
+    cache.close()
+    bus.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OTEL_METRICS_EXPORTER", "otpl", "write otlp, console or none"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "soon", "write milliseconds"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "0", "write milliseconds"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_at_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        build_bus(ObserveConfig(otel=True))
