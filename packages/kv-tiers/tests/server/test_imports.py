@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-# What a client needs of this package beside its own modules: a clock, the mapping of a pool, and records.
+# What a client needs of this package beside its own modules: a clock, the mapping of a pool and who populates it, records.
 CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
@@ -12,6 +12,7 @@ CLIENT = {
     "kv_tiers.events.events",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
+    "kv_tiers.pool.ahead",
     "kv_tiers.pool.places",
     "kv_tiers.server",
     "kv_tiers.server.connection",

@@ -169,6 +169,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 def test_spans_reach_a_collector_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
         bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0))
         cache = LocalCache(HostPool.anonymous("test", CHUNK_BYTES, 4), events=bus.source("c", (CHUNK_BYTES,)))
