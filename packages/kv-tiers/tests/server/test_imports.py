@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-# What a client needs of this package beside its own modules: a clock, the mapping of a pool and who populates it, records.
+# What a client needs of this package beside its own modules: a clock, the mapping of a pool and its pages, and records.
 CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
