@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine, started
+from models import BY_NAME
 
 STAGES: dict[str, Any] = {"worker_extension_cls": "stages.Stages", "distributed_executor_backend": "mp"}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -76,3 +77,38 @@ def test_with_stages_a_wrong_byte_of_either_changes_tokens(tiny_llama: str, refe
         assert engine.ask_in_turn(PROMPTS) == reference
         engine.inside("kv_corrupt")
         assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
+
+
+@pytest.mark.long
+def test_ranks_have_a_share_of_every_state(tmp_path: Path) -> None:
+    """Falcon-H1 has attention and states in every layer. What is found may be less where processes share cores."""
+    row = BY_NAME["Falcon-H1"]
+    model = str(row.write(tmp_path / "model"))
+    (tmp_path / "cache").mkdir()
+    tokens = [3 + (7919 * i) % 1900 for i in range(900)]
+    prompts = [tokens[:700], tokens[:520] + [5 + (31 * i) % 1900 for i in range(200)], tokens]
+
+    def ask(running: Engine) -> tuple[list[Answer], list[int]]:
+        answers, hits = [], []
+        for prompt in prompts:
+            running.llm.reset_prefix_cache()
+            answers += running.ask([prompt], 6)
+            hits += running.hits
+        return answers, hits
+
+    arguments = {**SHAPES["TP=2"], **row.arguments, "own_process": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with started(model, cache=None, **arguments) as plain:
+            expected, _ = ask(plain)
+        with started(model, cache=disk(tmp_path / "cache"), **arguments) as engine:
+            assert ask(engine)[0] == expected
+            answers, hits = ask(engine)
+            assert answers == expected and max(hits) >= 640, hits
+            engine.assert_at_rest()
+        with started(model, cache=disk(tmp_path / "cache"), **arguments) as restarted:
+            answers, hits = ask(restarted)
+            assert answers == expected and max(hits) >= 640, hits
+            restarted.inside("kv_corrupt")
+            restarted.llm.reset_prefix_cache()
+            assert restarted.ask([prompts[2]], 6) != expected[2:]
