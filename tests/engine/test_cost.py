@@ -13,7 +13,7 @@ from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import EngineMeasured, LookedUp
 from kv_tiers.testing.throttled import ThrottledTier, offer
 
-PROMPTS = [[3 + (7919 * i + 101 * number * (i + 7)) % 2000 for i in range(1024 + 40)] for number in range(8)]
+PROMPTS = [[3 + (7919 * i + 101 * number * (i + 7)) % 2000 for i in range(1024 + 40)] for number in range(6)]
 WHOLE = 1024
 POOL = {"capacity_bytes": "2MiB"}
 """Room for one of them."""
@@ -41,13 +41,13 @@ def throttled(directory: Path, bytes_per_s: float) -> dict[str, Any]:
 
 
 def ask_all(engine: Engine) -> tuple[list[int], float]:
-    """Each prompt in its turn: what was found, and the seconds of the last four together."""
+    """Each prompt in its turn: what was found, and the seconds of the last three together."""
     hits: list[int] = []
     seconds = 0.0
     for number, prompt in enumerate(PROMPTS):
         began = time.perf_counter()
         engine.ask([prompt], new_tokens=2)
-        seconds += time.perf_counter() - began if number >= 4 else 0.0
+        seconds += time.perf_counter() - began if number >= 3 else 0.0
         hits += engine.hits
         engine.inside("kv_settle")
     return hits, seconds
@@ -65,11 +65,10 @@ def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
         running._bus.subscribe(lookups)
         cold, computing_s = ask_all(engine)
         assert cold == [0] * len(PROMPTS)
-        ask_all(engine)  # by now it is known how quick the tier is
-        hits, _ = ask_all(engine)
+        hits, _ = ask_all(engine)  # half of them tell how quick the tier is
         assert running._bus.flush()
         last = lookups.choices[-1]
-        assert sum(hits[4:]) >= 3 * WHOLE, lookups.choices  # a busy machine may be late once
+        assert sum(hits[3:]) >= 2 * WHOLE, lookups.choices  # a busy machine may be late once
         assert last.load_s is not None and last.compute_s is not None and last.load_s < last.compute_s
         assert lookups.measured > 0
 
@@ -80,7 +79,7 @@ def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
         hits, again_s = ask_all(engine)
         assert running._bus.flush()
         left = lookups.choices[-1].left
-        assert sum(hits[4:]) <= WHOLE, lookups.choices
+        assert sum(hits[3:]) <= WHOLE, lookups.choices
         assert left is not None and left.tier == "throttled" and left.load_s > left.compute_s > 0.0
         assert again_s < 1.5 * computing_s + 0.3
         engine.assert_at_rest()
