@@ -53,6 +53,7 @@ def ask_all(engine: Engine) -> tuple[list[int], float]:
     return hits, seconds
 
 
+@pytest.mark.slow
 def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

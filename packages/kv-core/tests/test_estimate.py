@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.estimate import Estimator
 
@@ -34,6 +34,7 @@ def test_before_there_are_samples_nothing_is_known() -> None:
 
 
 @given(FIXED, st.floats(1e-9, 1e-6))
+@settings(max_examples=30, deadline=None)
 def test_a_line_is_found(fixed_s: float, byte_s: float) -> None:
     estimator = Estimator(2)
     fed(estimator, (fixed_s, byte_s), sizes(100))
@@ -53,6 +54,7 @@ def test_whatever_was_measured_more_never_takes_less(samples: list[tuple[float, 
 
 
 @given(FIXED, RATES, st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
 def test_noise_does_not_move_it_often(fixed_s: float, rate: float, seed: int) -> None:
     """Samples off by 30 % in either direction: after it has settled, what it says changes a few times in 500."""
     estimator = Estimator(2)
