@@ -3,6 +3,8 @@
 The real connector under vLLM's real scheduler, with as many requests as said, each in the middle of its decoding; the
 step's plan is made, read and answered over and over. The limit is 30 us a step, for the scheduler's half and a worker's
 together.
+
+    make bench-hooks [JSON=1]
 """
 
 import sys
@@ -24,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from benchmarks._report import Row, parser, report
 
 LIMIT_S = 30e-6
-REQUESTS = (1, 8)
+REQUESTS = (1, 8, 32)
 STEPS = 3000
 
 
@@ -37,7 +39,7 @@ def main() -> int:
 
 
 def measured(model: str, requests: int) -> list[Row]:
-    oracle = Oracle(model, blocks=200)
+    oracle = Oracle(model, blocks=600, sequences=requests)
     for number in range(requests):
         oracle.submit(f"r{number}", [3 + number] * 70, 200)
     for _ in range(40):

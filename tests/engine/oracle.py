@@ -73,6 +73,7 @@ class Oracle:
         *,
         blocks: int = 64,
         batch_tokens: int = 96,
+        sequences: int = 8,
         asynchronous: bool = False,
         prefix_caching: bool = False,
         policy: str = "recompute",
@@ -81,7 +82,8 @@ class Oracle:
         events: bool = False,
         **extra: Any,
     ) -> None:
-        """kinds: of each group of layers: full, window:TOKENS or state. events: vLLM is to publish KV events."""
+        """kinds: of each group of layers: full, window:TOKENS or state. sequences: how many requests run at once.
+        events: vLLM is to publish KV events."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -94,7 +96,7 @@ class Oracle:
             skip_tokenizer_init=True,
             block_size=BLOCK_TOKENS,
             max_model_len=1024,
-            max_num_seqs=8,
+            max_num_seqs=sequences,
             max_num_batched_tokens=batch_tokens,
             enable_chunked_prefill=True,
             enable_prefix_caching=prefix_caching,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from kv_core.connect.step import StepPlan
 from kv_core.errors import ConfigError, CopyFailed
 from kv_core.keys import ChunkKey
 from kv_core.service import LoadFailed
@@ -213,6 +214,19 @@ def test_a_pool_of_three_chunks_serves_what_it_can(make: Make) -> None:
     assert loaded(oracle) > 0
     assert oracle.engine.cache is not None
     assert oracle.engine.cache.counts().slots_total == 3
+
+
+def test_a_plan_is_read_once_in_a_step_and_only_if_it_says_something(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    real = StepPlan.from_plain
+    monkeypatch.setattr(StepPlan, "from_plain", lambda plain: read.append(plain) or real(plain))
+    oracle = make()
+    ask(oracle, "a", SHARED[:70], new_tokens=30)
+    assert len(read) == 1  # one step completes a chunk, and thirty do not
+    ask(oracle, "b", [*SHARED[:64], 9], new_tokens=30)
+    assert len(read) == 3  # one loads, and the next sees that the prompt's chunk is computed
 
 
 def test_opaque_blocks(make: Make) -> None:

@@ -236,6 +236,17 @@ def test_one_order_in_which_everything_happens(tiny_llama: str, asynchronous: bo
         assert engine.device.late and engine.stored and engine.oracle.loaded
 
 
+def test_a_request_whose_load_has_failed_is_computed_and_keeps_nobody_waiting(tiny_llama: str) -> None:
+    """An order in which two loads failed and vLLM, offered one of them anew, waited for ever for what the other held:
+    it stands before it in the queue, and a load is admitted only beside all that those under way may still need."""
+    options: dict[str, Any] = {"blocks": 20, "batch_tokens": 64, "save_decode": True}
+    few: dict[str, Any] = {"host": {"capacity_bytes": "2MiB"}, "stores_in_flight_bytes": 100_000}
+    with started(tiny_llama, **options, **few) as engine:
+        anything(engine, random.Random(15416), 0.05)
+        worker = engine.oracle.engine.worker
+        assert worker is not None and worker.counts.loads_failed > 1
+
+
 @SCHEDULERS
 def test_the_oracle_sees_blocks_that_are_freed_early(
     tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = limited_logger(__name__)
 
+_NO_PLAN = StepPlan()
 _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
@@ -57,7 +58,7 @@ _MAX_FAILURES = 32
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data.
+    """A step plan on its way to the workers, as plain data; None where it says nothing but its number.
 
     waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
     a worker that cannot read it.
@@ -121,7 +122,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
-        self._step = StepPlan()
+        self._step = _NO_PLAN
         self._summary_at_s = 0.0
         self._figures: SchedulerFigures | WorkerFigures | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -146,7 +147,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step = StepPlan()
+        self._step = _NO_PLAN
         if isinstance(connector_metadata, KVTiersMetadata):
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
@@ -238,6 +239,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
+        if not (plan.loads or plan.stores or plan.refused or self._unplanned):
+            return KVTiersMetadata(None, (), 0 if self._held is None else self._held.number)  # most steps
         planned = {load.request_id for load in plan.loads}.union(plan.refused)
         plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
@@ -366,6 +369,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(finished, failed)
+            for request_id in self._requests.keys() & set(failed):
+                # Computed now: vLLM has it before others whose loads have ended, and would wait with a second load of
+                # it for the very blocks that they hold.
+                request, tokens = self._requests[request_id]
+                controls = replace(tokens.controls, loads=False)
+                self._requests[request_id] = (request, replace(tokens, controls=controls))
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"the last {in_a_row} loads have failed, one after another")
 
@@ -397,21 +406,23 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             time.sleep(_IDLE_STEP_S)
         block_state = scheduler_output.kv_connector_block_state
         handed_over = {} if block_state is None else block_state.boundary_state_offloads
-        scheduled = []
+        scheduled, requests, completes_chunk = [], self._requests, self._scheduler.completes_chunk
+        given = scheduler_output.num_scheduled_tokens
+        has_prefill = max(given.values(), default=0) >= MIN_PREFILL_TOKENS
         pairs, most = 0.0, 0
-        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
-            known = self._requests.get(request_id)
-            if known is None:
+        for request_id, new_tokens in given.items():
+            if request_id not in requests:
                 continue
-            request, tokens = known
+            request, known = requests[request_id]
             computed_tokens = request.num_computed_tokens + new_tokens
-            pairs += new_tokens * (computed_tokens - new_tokens / 2)
-            most = max(most, new_tokens)
-            states = tuple(EngineState(*state) for state in handed_over.get(request_id, ()))
+            if has_prefill:
+                pairs += new_tokens * (computed_tokens - new_tokens / 2)
+                most = max(most, new_tokens)
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
-            if states or self._scheduler.completes_chunk(tokens, computed_tokens):
+            if request_id in handed_over or completes_chunk(known, computed_tokens):
+                states = tuple(EngineState(*state) for state in handed_over.get(request_id, ()))
                 tables = block_state.get_block_ids(request_id)
-                scheduled.append(Scheduled(tokens, computed_tokens, tables, states))
+                scheduled.append(Scheduled(known, computed_tokens, tables, states))
         plan = self._scheduler.build_step(scheduled)
         if (costs := self._scheduler.costs) is not None:
             tokens = scheduler_output.total_num_scheduled_tokens
@@ -427,7 +438,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:
-        self._step = StepPlan.from_plain(metadata.plain)
+        if metadata.plain is not None:
+            self._step = StepPlan.from_plain(metadata.plain)
+        elif metadata.number:
+            self._step = StepPlan(number=metadata.number)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)

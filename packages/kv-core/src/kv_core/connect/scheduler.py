@@ -264,9 +264,10 @@ class SchedulerHalf:
     def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
         """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
         tracked = self._tracked.get(request.request_id)
-        if self._space is None or (tracked is not None and tracked.mixed):
-            return False
-        return self._storable_chunks(request, computed_tokens) > (0 if tracked is None else tracked.stored_chunks)
+        wanted = 1 if tracked is None else tracked.stored_chunks + 1
+        if min(computed_tokens, request.keep_tokens) < wanted * self._shape.scheme.chunk_tokens or self._space is None:
+            return False  # nearly always: this is asked of every request in every step
+        return (tracked is None or not tracked.mixed) and self._storable_chunks(request, computed_tokens) >= wanted
 
     def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
         """Everything for this step: the loads that were allocated, and the chunks that it completes."""
