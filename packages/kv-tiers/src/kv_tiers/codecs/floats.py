@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
 from kv_tiers.codec import Codec, CodecError
+from kv_tiers.codecs.zstd import zstandard_for
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
@@ -143,11 +143,7 @@ class FloatsCodec:
 
     def __init__(self) -> None:
         """Raises `ConfigError`."""
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ConfigError("codec floats needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
-        self._zstandard: Any = zstandard
+        self._zstandard = zstandard_for(self.name)
         self._mine = threading.local()  # zstandard's contexts are of one thread at a time
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:

@@ -44,13 +44,9 @@ class ZstdCodec:
 
     def __init__(self, config: ZstdConfig) -> None:
         """Raises `ConfigError`."""
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ConfigError("codec zstd needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+        self._zstandard = zstandard_for(self.name)
         if not -100 <= config.level <= _MAX_LEVEL or config.level == 0:
             raise ConfigError(f"codec zstd: level is {config.level}; write 1 to {_MAX_LEVEL}, or -1 to -100")
-        self._zstandard: Any = zstandard
         self._level = config.level
         self._mine = threading.local()  # its contexts are of one thread at a time
 
@@ -92,3 +88,16 @@ class ZstdCodec:
         except AttributeError:
             self._mine.decompressor = self._zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
             return self._mine.decompressor
+
+
+def zstandard_for(codec: str) -> Any:
+    """The library, which a codec needs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(f"codec {codec} needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+    return zstandard
