@@ -24,7 +24,7 @@ from _child import Child, progress
 from _report import Row, parser, report
 from models import BY_NAME
 
-CACHE: dict[str, Any] = {"host": {"capacity_bytes": "512MiB"}}
+CACHE: dict[str, Any] = {"use": "always", "host": {"capacity_bytes": "512MiB"}}
 SMALL: dict[str, Any] = {"host": {"capacity_bytes": "24MiB"}}
 """Full after a few prompts, as a pool that has served for a while is."""
 KNOWN_TOKENS = 2048

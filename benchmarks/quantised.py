@@ -71,7 +71,7 @@ def _measure(model: str, kind: str, dtype: str) -> tuple[ChunkFormat, Errors, in
     """The format, the errors, and how many prompts were answered with the same tokens as before."""
     witness = Witness()
     bind.make_copier = witness.make_copier  # type: ignore[assignment]
-    engine = _engines.vllm(model, {"format": kind, "host": {"capacity_bytes": "512MiB"}}, dtype=dtype)
+    engine = _engines.vllm(model, {"use": "always", "format": kind, "host": {"capacity_bytes": "512MiB"}}, dtype=dtype)
     chosen = random.Random(5)
     prompts = [[chosen.randrange(3, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 

@@ -47,7 +47,7 @@ WAYS = {
 
 def settings(way: str, directory: str, chunk_tokens: int) -> dict[str, Any]:
     """Ours, with a pool for everything, or one that two of the longest prompts (16 MiB each) fill anew, and a disk."""
-    made: dict[str, Any] = {"chunk_tokens": chunk_tokens, "host": {"capacity_bytes": "1GiB"}}
+    made: dict[str, Any] = {"use": "always", "chunk_tokens": chunk_tokens, "host": {"capacity_bytes": "1GiB"}}
     if way == "disk":
         disk = {"type": "disk", "directory": str(Path(directory) / "disk"), "capacity_bytes": "2GiB"}
         made |= {"host": {"capacity_bytes": "24MiB"}, "tiers": [disk]}

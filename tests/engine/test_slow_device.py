@@ -59,4 +59,5 @@ def test_ranks_that_read_at_their_own_pace(tiny_llama: str, reference: list[Answ
             time.sleep(2)
             assert engine.llm.reset_prefix_cache()  # which vLLM does if, and only if, no block is in use
             engine.assert_at_rest()
-            assert all(rank["stores_behind"] > 3 for rank in engine.inside_all("kv_snapshot"))
+            # Of all prompts three bring chunks that nobody has.
+            assert [rank["stores_behind"] for rank in engine.inside_all("kv_snapshot")] == [3, 3]
