@@ -42,13 +42,13 @@ def test_more_bits_lose_less_and_a_text_that_is_too_short_is_named(spelling_llam
 
 @pytest.mark.slow
 def test_the_engine_starts_with_a_format_that_is_good_enough_and_with_no_other(
-    spelling_llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spelling_llama: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "verdict.json"
     text.write_text(TEXT)
     arguments = ["judge", spelling_llama, "--text", str(text), "--context", "512", "--windows", "1"]
     assert main([*arguments, "--out", str(out), "--json"]) == 0
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert json.loads(said.out)["tokens"] == 128
     assert "the verdict is in" in said.err
     int8, fp8 = read_verdict(out).of("int8"), read_verdict(out).of("fp8")
@@ -58,8 +58,10 @@ def test_the_engine_starts_with_a_format_that_is_good_enough_and_with_no_other(
     with started(spelling_llama, cache=cache | {"format": "int8"}) as engine:
         engine.ask_in_turn(PROMPTS[:2])
         assert engine.hits == [0, 512]
+    # In a process of its own: vLLM keeps the connector of an engine that did not start for the next one.
     with (
-        pytest.raises(ConfigError, match=f"format fp8 has a KL divergence of {fp8.kl:.2g}"),
-        started(spelling_llama, cache=cache | {"format": "fp8"}),
+        pytest.raises(RuntimeError, match="Engine core initialization failed"),
+        started(spelling_llama, cache=cache | {"format": "fp8"}, own_process=True),
     ):
         pass
+    assert f"format fp8 has a KL divergence of {fp8.kl:.2g}" in capfd.readouterr().err
