@@ -140,6 +140,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """How many formats of chunks (models) kv-server serves at once. The machine must be able to hold so many pools."""
     max_sessions: Count = 128
     """How many clients kv-server serves at once."""
+    answer_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """For an engine: how long an answer of the server may take before it counts as lost, and is a miss. A step waits
+    that long at most. Write more where processes share few cores."""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

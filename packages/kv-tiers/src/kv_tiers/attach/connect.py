@@ -132,6 +132,7 @@ def open_remote(
                 engine=engine_id,
                 facts=facts,
                 on_new_pool=on_new_pool,
+                timeout_s=settings.server.answer_s,
             )
         except ConfigError:
             if time.monotonic() > until:

@@ -26,7 +26,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host: of each format's pool. tiers, cold, tenants: below and within each of them.
     observe: what watches the caches. A trace's file and the log are the server's own.
     http: where the page is and what can be asked there.
-    socket, name, max_formats, max_sessions: as of `ServerSettings`.
+    socket, name, max_formats, max_sessions, answer_s: as of `ServerSettings`.
     """
 
     host: HostConfig
@@ -39,6 +39,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: str = ServerSettings().name
     max_formats: int = ServerSettings().max_formats
     max_sessions: int = ServerSettings().max_sessions
+    answer_s: float = ServerSettings().answer_s
 
     def descriptors(self) -> int:
         """How many it may have open with all its clients: a socket and a pidfd each, HTTP's, and some for the tiers."""
