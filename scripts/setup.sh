@@ -58,6 +58,7 @@ write_trained() {
   local name=$1 folder=".venvs/trained/models/$1"
   if [ -f "$folder/.written" ]; then return; fi
   install .venvs/trained 'torch==2.13.0' 'transformers==5.19.0' accelerate gguf sentencepiece protobuf pip
+  mkdir -p .venvs/trained/models
   say "making $name, which takes a minute"
   .venvs/trained/bin/python tests/models/trained.py "$name" "$folder" >"$folder.log" 2>&1 || {
     tail -n 3 "$folder.log" >&2; return 1
