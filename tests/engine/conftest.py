@@ -16,8 +16,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # These tests count what is found. Whether loading it pays, on a tiny model and a busy machine, is another matter.
 os.environ.setdefault("KV_USE", "always")
-# Nor whether four processes on two cores answer each other within a second.
-os.environ.setdefault("KV_SERVER_ANSWER_S", "20")
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -17,8 +17,6 @@ if importlib.util.find_spec("sglang") is None:
 else:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # What is found is counted; whether processes that share cores answer each other within a second is another matter.
-    os.environ.setdefault("KV_SERVER_ANSWER_S", "20")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each start takes three minutes
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH")]))
 

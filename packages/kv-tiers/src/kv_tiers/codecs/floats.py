@@ -9,7 +9,6 @@ Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
 """
 
 import struct
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.zstd import zstandard_for
+from kv_tiers.codecs.zstd import Contexts, zstandard_for
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
@@ -144,7 +143,19 @@ class FloatsCodec:
     def __init__(self) -> None:
         """Raises `ConfigError`."""
         self._zstandard = zstandard_for(self.name)
-        self._mine = threading.local()  # zstandard's contexts are of one thread at a time
+        # Repetitions cost four times the time of the Huffman coder to look for, and there are none; a small table that
+        # seldom matches lets it stride over them.
+        parameters = self._zstandard.ZstdCompressionParameters(
+            strategy=self._zstandard.STRATEGY_FAST,
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            write_content_size=1,
+            write_checksum=0,
+        )
+        self._mine = Contexts(self._zstandard, parameters, _BLOCK_NUMBERS)
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         kind = _likeliest(chunk)
@@ -161,7 +172,7 @@ class FloatsCodec:
             planes = _planes(kind, rest, block.size)
             for some in _pieces(block.size):
                 kind.split(block[some], coded[some], [plane[some] for plane in planes])
-            frame = self._compressor().compress(coded)
+            frame = self._mine.compressor.compress(coded)
             end = at + _FRAME_BYTES.size + len(frame) + rest.size
             if end + len(tail) > len(out):
                 return None
@@ -205,38 +216,12 @@ class FloatsCodec:
             said = self._zstandard.get_frame_parameters(frame)
             if said.content_size != numbers or said.window_size > _BLOCK_NUMBERS:
                 raise CodecError(f"a frame of {said.content_size} bytes instead of {numbers}")
-            decoded = self._decompressor().decompress(frame, max_output_size=numbers, allow_extra_data=False)
+            decoded = self._mine.decompressor.decompress(frame, max_output_size=numbers, allow_extra_data=False)
         except self._zstandard.ZstdError as error:
             raise CodecError(f"no frame of zstd: {error}") from error
         if len(decoded) != numbers:
             raise CodecError(f"a frame of {len(decoded)} bytes instead of {numbers}")
         return np.frombuffer(decoded, np.uint8)
-
-    def _compressor(self) -> Any:
-        try:
-            return self._mine.compressor
-        except AttributeError:
-            # Repetitions cost four times the time of the Huffman coder to look for, and there are none; a small table
-            # that seldom matches lets it stride over them.
-            settings = self._zstandard.ZstdCompressionParameters(
-                strategy=self._zstandard.STRATEGY_FAST,
-                window_log=17,
-                hash_log=6,
-                chain_log=6,
-                search_log=1,
-                min_match=7,
-                write_content_size=1,
-                write_checksum=0,
-            )
-            self._mine.compressor = self._zstandard.ZstdCompressor(compression_params=settings)
-            return self._mine.compressor
-
-    def _decompressor(self) -> Any:
-        try:
-            return self._mine.decompressor
-        except AttributeError:
-            self._mine.decompressor = self._zstandard.ZstdDecompressor(max_window_size=_BLOCK_NUMBERS)
-            return self._mine.decompressor
 
 
 def _pieces(numbers: int) -> list[slice]:

@@ -47,11 +47,13 @@ class ZstdCodec:
         self._zstandard = zstandard_for(self.name)
         if not -100 <= config.level <= _MAX_LEVEL or config.level == 0:
             raise ConfigError(f"codec zstd: level is {config.level}; write 1 to {_MAX_LEVEL}, or -1 to -100")
-        self._level = config.level
-        self._mine = threading.local()  # its contexts are of one thread at a time
+        parameters = self._zstandard.ZstdCompressionParameters.from_level(
+            config.level, window_log=_MAX_WINDOW_BYTES.bit_length() - 1, write_content_size=1, write_checksum=0
+        )
+        self._mine = Contexts(self._zstandard, parameters, _MAX_WINDOW_BYTES)
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        source = self._compressor().stream_reader(chunk, size=chunk.nbytes)
+        source = self._mine.compressor.stream_reader(chunk, size=chunk.nbytes)
         at = 0
         while read := source.readinto(out[at:]):
             at += read
@@ -61,7 +63,7 @@ class ZstdCodec:
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         # As a stream: the one-shot function allocates what the frame says.
-        source = self._decompressor().stream_reader(payload)
+        source = self._mine.decompressor.stream_reader(payload)
         at = 0
         try:
             while at < len(out) and (read := source.readinto(out[at:])):
@@ -72,22 +74,14 @@ class ZstdCodec:
         if at < len(out) or more:
             raise CodecError(f"a frame of {at}{' and more' if more else ''} bytes instead of {len(out)}")
 
-    def _compressor(self) -> Any:
-        try:
-            return self._mine.compressor
-        except AttributeError:
-            settings = self._zstandard.ZstdCompressionParameters.from_level(
-                self._level, window_log=_MAX_WINDOW_BYTES.bit_length() - 1, write_content_size=1, write_checksum=0
-            )
-            self._mine.compressor = self._zstandard.ZstdCompressor(compression_params=settings)
-            return self._mine.compressor
 
-    def _decompressor(self) -> Any:
-        try:
-            return self._mine.decompressor
-        except AttributeError:
-            self._mine.decompressor = self._zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-            return self._mine.decompressor
+class Contexts(threading.local):
+    """zstandard's compressor and decompressor for each thread, as neither is of two threads at a time."""
+
+    def __init__(self, zstandard: Any, parameters: Any, max_window_size: int) -> None:
+        """As the library has them. A thread's are made when it first looks."""
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_size)
 
 
 def zstandard_for(codec: str) -> Any:
