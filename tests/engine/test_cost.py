@@ -79,8 +79,8 @@ def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
         ask_all(engine)
         hits, again_s = ask_all(engine)
         assert running._bus.flush()
-        left = lookups.choices[-1].left
+        skipped = lookups.choices[-1].skipped
         assert sum(hits[3:]) <= WHOLE, lookups.choices
-        assert left is not None and left.tier == "throttled" and left.load_s > left.compute_s > 0.0
+        assert skipped is not None and skipped.tier == "throttled" and skipped.load_s > skipped.compute_s > 0.0
         assert again_s < 1.5 * computing_s + 0.3
         engine.assert_at_rest()

@@ -10,7 +10,7 @@ from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.scheduler import RequestTokens, SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.testing import DictService
-from kv_core.cost import Choice, Costs, Left, Wait, choose, choose_wait
+from kv_core.cost import Choice, Costs, Skipped, Wait, choose, choose_wait
 
 SECONDS = st.floats(0.0, 100.0)
 SMALL = st.floats(0.0, 1e-2)
@@ -74,8 +74,8 @@ def test_what_the_engine_has_itself_is_not_counted() -> None:
     assert costs.compute_s(0, 1000) == 0.0 and costs.load_s(0, 900) == 0.0
     assert costs.compute_s(0, 1100) == pytest.approx(100 * 1e-3 + 1e-6 * (1100**2 - 1000**2) / 2)
     assert costs.load_s(0, 1100) == pytest.approx(0.51)
-    left = Left(3, "disk", 1.0, 0.5)
-    assert choose(costs, 100, 11, left) == Choice(0, costs.load_s(0, 1100), costs.compute_s(0, 1100), left)
+    skipped = Skipped(3, "disk", 1.0, 0.5)
+    assert choose(costs, 100, 11, skipped) == Choice(0, costs.load_s(0, 1100), costs.compute_s(0, 1100), skipped)
 
 
 class Engine:

@@ -75,6 +75,15 @@ def test_what_has_changed_is_learnt_from_a_few_samples(factor: float) -> None:
     assert estimator.seconds((1.0, size)) == pytest.approx(factor * (0.001 + 1e-9 * size), rel=0.4)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_has_become_slower_by_a_half_is_learnt_from_a_dozen_samples(seed: int) -> None:
+    estimator = Estimator(2)
+    fed(estimator, (0.001, 1e-9), sizes(1000), noise=0.2)
+    fed(estimator, (0.0015, 1.5e-9), sizes(16, seed=3), noise=0.2, seed=seed)
+    size = 1 << 23
+    assert estimator.seconds((1.0, size)) == pytest.approx(1.5 * (0.001 + 1e-9 * size), rel=0.2)
+
+
 def test_one_sample_that_is_far_off_is_not_believed() -> None:
     estimator = Estimator(2)
     fed(estimator, (0.001, 1e-9), sizes(100))

@@ -9,7 +9,7 @@ class Clock(Protocol):
 
 
 class HandClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

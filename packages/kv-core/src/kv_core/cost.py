@@ -19,12 +19,12 @@ MeasuredWhat = Literal["compute", "load"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What an engine says of itself with a lookup.
+    """An engine's own costs, which it sends with a lookup.
 
-    computed_tokens: how many of the prompt's tokens it has itself.
+    computed_tokens: how many of the prompt's tokens the engine has in its own blocks.
     compute: seconds a token, and seconds a pair of tokens, to compute them; None: not known yet.
     load: seconds a load, and seconds a token of it, from the pool to its blocks; None: not known yet.
-    stores: what it computes of this request it stores.
+    stores: whether the engine stores what it computes of this request.
     """
 
     computed_tokens: int = 0
@@ -51,12 +51,12 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Chunks that slower tiers have behind those in the pool, and that are computed all the same.
+class Skipped:
+    """Chunks that slower tiers hold beyond those in the pool, and that are computed, as waiting for them does not pay.
 
     chunks: how many.
-    tier: the slowest of those that have them.
-    load_s, compute_s: what was estimated of them.
+    tier: the slowest tier among those that hold them.
+    load_s, compute_s: the estimates, in seconds.
     """
 
     chunks: int
@@ -71,13 +71,13 @@ class Choice:
 
     chunks: of the leading chunks that are promised, how many to load: all or none of them.
     load_s, compute_s: for all that are promised, beyond what the engine has itself; None: not known.
-    left: what could be had besides and is not waited for.
+    skipped: what slower tiers hold beyond them and is not waited for.
     """
 
     chunks: int
     load_s: float | None
     compute_s: float | None
-    left: Left | None = None
+    skipped: Skipped | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Measured:
     took_s: float
 
 
-def choose(costs: Costs, chunk_tokens: int, chunks: int, left: Left | None = None) -> Choice:
+def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None = None) -> Choice:
     """Of so many promised chunks. Constant time.
 
     All or none: what a chunk saves grows along the prompt, as attention does, and what it takes does not.
@@ -101,7 +101,7 @@ def choose(costs: Costs, chunk_tokens: int, chunks: int, left: Left | None = Non
     last_token = chunks * chunk_tokens
     load_s, compute_s = costs.load_s(0, last_token), costs.compute_s(0, last_token)
     pays = load_s is None or compute_s is None or load_s <= compute_s
-    return Choice(chunks if pays else 0, load_s, compute_s, left)
+    return Choice(chunks if pays else 0, load_s, compute_s, skipped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,32 @@
 
 An `Estimator` fits seconds to a few features (a fixed part, bytes, tokens) by least squares of the relative error, so
 that a short sample counts as much as a long one, with coefficients that are never negative. Old samples fade. One
-sample that is far off moves it little; a few in a row that are off in the same direction, and everything before them is
-forgotten: what is measured has changed.
+sample that is far off moves it little. Where the last few are all far off in the same direction, or the last several
+are off on average by more than their spread explains, everything before them is forgotten: what is measured has
+changed.
 
 What it says (`coefficients`) has settled after some samples, and then stays until the fit is `_DEADBAND` away from it.
-So whoever decides by it decides the same again and again while the samples are noisy, and another way once when they
-are others.
+So a decision based on it stays the same while the samples are noisy, and changes once when their distribution does.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
-from math import inf
+from math import inf, log, sqrt
 from typing import Final
 
 _DEADBAND: Final = 0.15
 _CLIP: Final = 4.0
 """A sample counts as at most so many times what was expected, and at least so small a part of it."""
 _SHORTEST_S: Final = 1e-7
-_CHANGED: Final = 1.6
-_CHANGED_IN_A_ROW: Final = 4
+_FAR_OFF: Final = 1.6
+_FEW: Final = 4
+"""So many samples in a row, each far off, are a change."""
+_SEVERAL: Final = 12
+_OFF_ON_AVERAGE: Final = 0.18
+_SPREADS: Final = 1.5
+"""So many samples are a change if the mean of their log ratios to what was expected is beyond both: 20 %, and so many
+standard deviations of a single one, which is five of their mean."""
 _AMOUNT: Final = 1
 """The feature that says how much there is to do. Where samples leave it open, seconds are taken to follow it: they are
 fitted as if one sample more had said so, and a hundredth of all."""
@@ -37,7 +43,7 @@ class Estimator:
         self._keep = 1.0 - 1.0 / memory
         self._min_samples = min_samples
         self._said: tuple[float, ...] | None = None
-        self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_CHANGED_IN_A_ROW)
+        self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_SEVERAL)
         self._forget()
 
     def _forget(self) -> None:
@@ -56,9 +62,9 @@ class Estimator:
             return
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
         self._last.append((sample, seconds))
-        if self._said is not None and self._has_changed():
+        if self._said is not None and (new := self._since_a_change()):
             self._forget()
-            for one, its_seconds in self._last:
+            for one, its_seconds in new:
                 self._count(one, its_seconds, its_seconds)
             self._last.clear()
             self._said = self._fit()
@@ -97,11 +103,18 @@ class Estimator:
     def _expected(self, sample: Sequence[float]) -> float | None:
         return None if self._said is None else max(_dot(self._said, sample), _SHORTEST_S)
 
-    def _has_changed(self) -> bool:
-        if len(self._last) < _CHANGED_IN_A_ROW:
-            return False
-        ratios = [seconds / (self._expected(sample) or _SHORTEST_S) for sample, seconds in self._last]
-        return min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED
+    def _since_a_change(self) -> list[tuple[tuple[float, ...], float]]:
+        """The last samples, if what is measured has changed before them; else none."""
+        ratios = [log(seconds / (self._expected(sample) or _SHORTEST_S)) for sample, seconds in self._last]
+        few = ratios[-_FEW:]
+        if len(few) == _FEW and (min(few) > log(_FAR_OFF) or max(few) < -log(_FAR_OFF)):
+            return list(self._last)[-_FEW:]
+        if len(ratios) == _SEVERAL:
+            mean = sum(ratios) / _SEVERAL
+            variance = sum((ratio - mean) ** 2 for ratio in ratios) / _SEVERAL
+            if abs(mean) > max(_OFF_ON_AVERAGE, _SPREADS * sqrt(variance)):
+                return list(self._last)
+        return []
 
     def _count(self, sample: Sequence[float], seconds: float, scale: float) -> None:
         """scale: what an error is relative to."""

@@ -58,7 +58,7 @@ class RateLimit:
         return self._kinds[kind].said == self._burst
 
     def left_out(self) -> int:
-        """Lines of all kinds that no later line has told of."""
+        """Lines of all kinds that were suppressed and not yet counted in a later line."""
         return sum(kind.left_out for kind in list(self._kinds.values()))
 
     def reset(self) -> None:

@@ -158,8 +158,8 @@ class CacheService(Protocol):
         """Done reading, or gave up writing (what was reserved is aborted).
 
         False if a read lease had expired: the bytes may have been replaced while they were being read. False, too, if
-        any of its chunks was forgotten or cleared since the lease began, however the bytes were: whoever forgets them
-        wants none of them delivered afterwards. Either way what was copied must not be used. Releasing twice is False
+        any of its chunks was forgotten or cleared since the lease began, even if the bytes were intact: what is
+        forgotten is not delivered afterwards. Either way what was copied must not be used. Releasing twice is False
         as well, and changes nothing.
         """
 
@@ -174,10 +174,10 @@ class CacheService(Protocol):
         """Give back everything `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
-        """Tell whoever watches the cache how many of its blocks the engine gave to which holders. Changes nothing."""
+        """Publish how many of its blocks the engine gave to which holders, for subscribers. Changes nothing."""
 
     def measured(self, samples: Sequence[Measured]) -> None:
-        """Tell whoever watches the cache what became of the engine's estimates. Changes nothing."""
+        """Publish how the engine's estimates compare with what was measured, for subscribers. Changes nothing."""
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does."""

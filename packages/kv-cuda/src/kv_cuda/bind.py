@@ -86,7 +86,7 @@ class BoundGroups:
 
     @property
     def kind(self) -> str:
-        """Of the format of attention, for whoever compares engines; of a model of states alone, blocks."""
+        """The format of the attention groups, by which engines are compared; "blocks" for a model of states alone."""
         return self._first.format.kind
 
     @property

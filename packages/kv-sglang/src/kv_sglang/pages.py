@@ -76,7 +76,7 @@ class _Promise:
 class PageStore:
     """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours.
 
-    name: the beginning of its holders' names, told apart from any other's on the same cache.
+    name: prefix of its holders' names, unlike any other's on the same cache.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Header:
     checksum: `kv_core.checksum` of the payload.
     decoded_checksum: the same of the chunk's bytes; None where the codec is lossy.
     pieces: of the payload's first piece, its first two, …, all but the last: 8 bytes each (`piece_bytes`). Empty where
-        the payload is one piece, or where whoever wrote it took one checksum of the whole.
+        the payload is one piece, or where its writer took one checksum of the whole.
     """
 
     key: ChunkKey

@@ -5,7 +5,7 @@ a chunk, and keeps nothing. What it is given to decode has passed its checksum, 
 version of it, or by somebody who can write to the tier: it never writes beyond `out`, nor believes a size in its input.
 
 Chunks name their codec in their headers (docs/formats/chunk.md). So a tier may hold chunks of several codecs, and a
-lane reads all whose codec is installed, whatever it is told to write. docs/extend/codec.md shows how to add one.
+lane reads all whose codec is installed, whatever it is set to write. docs/extend/codec.md shows how to add one.
 """
 
 from collections.abc import Callable, Mapping

@@ -45,7 +45,7 @@ def check_lease(lease_s: float) -> None:
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tenant that is told apart in reports, or has a part of the pool for itself. One of salt, salt_file and tag."""
+    """A tenant that is reported by name, or has a part of the pool for itself. One of salt, salt_file and tag."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     """What reports call it."""
@@ -110,7 +110,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who subscribes to a cache's events. Metrics are not here: they begin with whoever asks for them."""
+    """Who subscribes to a cache's events. Metrics are not here: they start with their first reader."""
 
     log: Literal["none", "text", "json"] = "none"
     """A line for what an operator must know, at most one of a kind in a while: to the log, or as JSON on stderr. With

@@ -84,8 +84,8 @@ class TierUsage:
     chunks: how many are kept.
     used_bytes: what they take, as they are stored.
     capacity_bytes: what they may take.
-    full: why the medium takes no more chunks (it has no room, or may only be read), as far as the last store or probe
-        told; "" where it does. A tier that evicts for what comes is not full for that.
+    full: why the medium takes no more chunks (it has no room, or may only be read), as of the last store or probe;
+        "" where it does. A tier that evicts for what comes is not full for that.
     """
 
     chunks: int | None = None
@@ -180,7 +180,7 @@ class ReadsPrefixes(Protocol):
 @dataclass(frozen=True, slots=True)
 class FileLease:
     """Where chunks lie in a tier's files. Until the lease is ended, no byte of them is replaced by another chunk's. It
-    does not expire by time, as whoever has it may be reading still. The tier has not looked at the bytes: believe them
+    does not expire by time, as its holder may still be reading. The tier has not looked at the bytes: believe them
     when their checksum is right.
 
     id: names the lease.

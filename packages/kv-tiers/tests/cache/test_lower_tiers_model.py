@@ -138,8 +138,8 @@ class Hierarchy(RuleBasedStateMachine):
             assert plan.choice is None
         else:
             assert plan.choice is not None and plan.choice.chunks in (0, plan.chunks)
-            left = plan.choice.left
-            assert left is None or (left.chunks > 0 and left.tier)
+            skipped = plan.choice.skipped
+            assert skipped is None or (skipped.chunks > 0 and skipped.tier)
         assert len(plan.tiers) == plan.chunks
         assert may_wait or plan.ended is not Ended.PENDING
         if reads and plan.chunks:

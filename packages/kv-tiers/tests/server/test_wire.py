@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.cost import Choice, Costs, Left, Measured
+from kv_core.cost import Choice, Costs, Measured, Skipped
 from kv_core.coverage import ChunkShape
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
@@ -69,7 +69,7 @@ ANSWERS: list[wire.Answer] = [
     wire.Done(),
     wire.Truth(True),
     wire.Planned(1, "INCOMPLETE", ("host",), 3, 1, None),
-    wire.Planned(1, "ABSENT", ("host",), 1, -1, Choice(0, 0.5, None, Left(3, "disk", 4.0, 0.25))),
+    wire.Planned(1, "ABSENT", ("host",), 1, -1, Choice(0, 0.5, None, Skipped(3, "disk", 4.0, 0.25))),
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),

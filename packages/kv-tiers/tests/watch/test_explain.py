@@ -362,12 +362,12 @@ def test_what_a_tier_has_that_does_not_pay_is_told_with_its_name() -> None:
     tower.cache.lookup(keys, "r", shape=shape, costs=costs)
     choice = explain(tower.cache, None, [keys], 0.0).choice
     assert choice is not None and choice.chunks == 1 and choice.compute_s == pytest.approx(4e-4)
-    assert choice.left is not None and (choice.left.chunks, choice.left.tier) == (3, "tier0")
-    assert choice.left.load_s > choice.left.compute_s == pytest.approx(12e-4)
+    assert choice.skipped is not None and (choice.skipped.chunks, choice.skipped.tier) == (3, "tier0")
+    assert choice.skipped.load_s > choice.skipped.compute_s == pytest.approx(12e-4)
     dear = Costs(0, (1.0, 0.0), (0.0, 0.0))
     tower.cache.lookup(keys, "r", shape=shape, costs=dear)
     choice = explain(tower.cache, None, [keys], 0.0).choice
-    assert choice is not None and choice.chunks == 4 and choice.left is None
+    assert choice is not None and choice.chunks == 4 and choice.skipped is None
     assert choice.load_s is not None and choice.load_s > 0.01  # that of the tier is in it
     tower.tiers[0].fault = ""
     tower.close()

@@ -48,14 +48,14 @@ _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as an engine was told to serve it.
+    """A model as an engine was configured to serve it.
 
     engine: its name.
     source: a directory, a file or a hub's name, as given.
     revision: the hub's, None for its default.
     computed_in: the dtype of the layers, as torch spells it.
     dummy_seed: of weights that the engine makes up; None where it loads them.
-    overrides: what the engine was told to change of the model's configuration, quantisation included; nothing else.
+    overrides: the user's changes of the model's configuration, quantisation included; nothing else.
     max_tokens: the longest sequence that the engine accepts.
     read_config: the configuration as the engine read it. It counts only where the model's own file is not found.
     beside: other weights that decide the KV, as name and directory or hub's name: a draft's, and adapters' of which the
@@ -314,7 +314,7 @@ def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
     for name in _TRANSIENT:
         described.pop(name, None)
     architectures = raw.get("architectures") if raw else None
-    # What the engine was told, beside what it would have done by itself.
+    # The user's settings, not the engine's defaults.
     overrides = {key: value for key, value in model.overrides.items() if value not in (None, {}, "")}
     text = json.dumps([described, overrides], default=str)
     if "longrope" in text or "dynamic" in text:

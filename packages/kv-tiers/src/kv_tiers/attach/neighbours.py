@@ -1,4 +1,4 @@
-"""Engines of another kind beside this one that will never find what it computed, told to whoever starts second.
+"""Warns of engines of another kind on the same cache that will never find what this one computed.
 
 vLLM and SGLang find each other's chunks where both keep them in the canonical format, of one length and dtype. Where
 one of them cannot, each goes on finding its own, and nothing looks wrong. So an engine says what it keeps when it
@@ -51,7 +51,7 @@ class KeptFormat:
         return cls(model.engine, described(model), kind, fingerprint)
 
     def facts(self) -> dict[str, str]:
-        """For a server, beside what it is told anyway."""
+        """For registration at a server, beside the engine's own facts."""
         return {"engine_kind": self.engine, "model": self.model, "format_kind": self.kind}
 
 

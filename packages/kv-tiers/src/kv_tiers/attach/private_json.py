@@ -49,7 +49,7 @@ def read_private(path: Path) -> Any:
 
 
 def write_private(path: Path, content: Any) -> None:
-    """Put lists, dicts, strings and numbers there, whole or not at all. Not being able to is told in the log alone."""
+    """Write lists, dicts, strings and numbers there, atomically. A failure is logged and nothing more."""
     text = json.dumps({"checksum": _checksum(content), "content": content})
     try:
         own_directory(path.parent, "remove it", parents=True)

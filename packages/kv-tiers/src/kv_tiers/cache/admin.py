@@ -118,7 +118,7 @@ class Administration:
     ) -> int:
         """Bring a prefix up from the lower tiers, pin it, and say how many chunks of it are pinned.
 
-        It waits, so it is for whoever prepares a cache and not for an engine's thread.
+        It waits, so it is for operators and tools, never for an engine's thread.
         """
         holder = f"warm-up/{name}"
         until = time.monotonic() + timeout_s

@@ -20,9 +20,9 @@ from kv_tiers.index.residency import Residency
 class Hit:
     """What a lookup finds.
 
-    chunks, prefix_chunks, lacking, ended: as of `LookupPlan`.
-    keys, slots: what the hit needs, and no more: groups that need the whole prefix first, in the prompt's order, then
-        the others, group by group. There may be more keys than slots, as a policy wants them.
+    chunks, prefix_chunks, lacking, ended: as in `LookupPlan`.
+    keys, slots: exactly what the hit needs: groups that need the whole prefix first, in the prompt's order, then the
+        others, group by group. There may be more keys than slots: eviction policies are given those too.
     """
 
     chunks: int
@@ -36,25 +36,25 @@ class Hit:
 def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
     """keys: whole chunks, chunk-major. The slots may be the index's own list: do not change it."""
     stride = shape.keys_per_chunk
-    asked = len(keys) // stride
+    requested = len(keys) // stride
     if shape.is_plain:
         slots = index.leading(keys)
-        chunks, over = divmod(len(slots), stride)
-        return Hit(chunks, chunks, -1, _ended(chunks, asked, over), keys, slots[:-over] if over else slots)
+        chunks, partial = divmod(len(slots), stride)
+        return Hit(chunks, chunks, -1, _ended(chunks, requested, partial), keys, slots[:-partial] if partial else slots)
 
     columns = [number for group in whole_groups(shape) for number in columns_of(group, shape)]
-    prefix, over = asked, 0
+    prefix, partial = requested, 0
     whole: list[ChunkKey] = []
     if columns:
         whole = interleaved([keys[column::stride] for column in columns])
         slots = index.leading(whole)
-        prefix, over = divmod(len(slots), len(columns))
+        prefix, partial = divmod(len(slots), len(columns))
     find = index.find
     chunks, lacking = last_boundary(shape, prefix, lambda place: find(keys[place]) is not None)
     if lacking >= 0 and columns:
         ended = Ended.INCOMPLETE
     else:
-        prefix, lacking, ended = chunks, -1, _ended(chunks, asked, over)
+        prefix, lacking, ended = chunks, -1, _ended(chunks, requested, partial)
     needed = whole[: chunks * len(columns)]
     slots = slots[: len(needed)] if columns else []
     for group in other_groups(shape):
@@ -156,8 +156,8 @@ def interleaved(columns: list[list[ChunkKey]]) -> list[ChunkKey]:
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(zip(*columns, strict=True)))
 
 
-def _ended(chunks: int, asked: int, over: int) -> Ended:
-    """over: keys of the next chunk that are held."""
-    if chunks == asked:
+def _ended(chunks: int, requested: int, partial: int) -> Ended:
+    """partial: how many keys of the next chunk are held."""
+    if chunks == requested:
         return Ended.ALL_HELD
-    return Ended.INCOMPLETE if over else Ended.ABSENT
+    return Ended.INCOMPLETE if partial else Ended.ABSENT

@@ -65,7 +65,7 @@ class HostTier:
     def __init__(
         self, pool: HostPool, index: Residency, shares: Shares, totals: CacheTotals, events: Source = UNWATCHED
     ) -> None:
-        """index, shares: of the pool's slots; whoever has them too changes nothing in them but leases and orders.
+        """index, shares: of the pool's slots. Their other users change only leases and orders in them.
         totals: where what happens here is counted."""
         self.pool = pool
         self.events = events

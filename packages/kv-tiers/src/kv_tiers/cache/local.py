@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Left, Measured, choose
+from kv_core.cost import Costs, Measured, Skipped, choose
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
@@ -108,7 +108,7 @@ class LocalCache:
         costs: Costs | None = None,
     ) -> LookupPlan:
         keys = list(keys)
-        asked, rest = divmod(len(keys), shape.keys_per_chunk)
+        requested, rest = divmod(len(keys), shape.keys_per_chunk)
         if rest:
             raise MisuseError(
                 f"a lookup of {len(keys)} keys, {shape.keys_per_chunk} a chunk: give all the keys of every chunk"
@@ -121,24 +121,24 @@ class LocalCache:
                 hit = find_hit(self._index, keys, shape)
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
                     plan = self._promise(hit, shape, holder, now_s, costs)
-                    may_wait = wait_for_promotion and hit.chunks < asked and bool(self.lower)
+                    may_wait = wait_for_promotion and hit.chunks < requested and bool(self.lower)
                     self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
-                        self._count_lookup(asked, plan.chunks)
+                        self._count_lookup(requested, plan.chunks)
                     break
             self._host.verify(doubtful)
-        left: Left | None = None
+        skipped: Skipped | None = None
         if may_wait:
             # What is promised already stays put meanwhile, so what comes up joins it.
             is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs)
             with self._lock:
-                left = self._promotions.left(holder)
+                skipped = self._promotions.skipped(holder)
                 if is_pending:
                     plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
                 else:
-                    self._count_lookup(asked, plan.chunks)
-        if plan.choice is not None and left is not None:
-            plan = replace(plan, choice=replace(plan.choice, left=left))
+                    self._count_lookup(requested, plan.chunks)
+        if plan.choice is not None and skipped is not None:
+            plan = replace(plan, choice=replace(plan.choice, skipped=skipped))
         if self.events.on_requests:
             self.events.publish(
                 events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name, plan.choice)
@@ -146,7 +146,7 @@ class LocalCache:
         return plan
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
-        """What a hit needs in this key space, as lookups have said. None: nobody asked, or the whole prefix."""
+        """What a hit needs in this key space, as lookups have said. None: no lookup yet, or the whole prefix."""
         return self._bounded.shape_of(space_id)
 
     def costs_of(self, space_id: bytes) -> tuple[Costs, ChunkShape] | None:

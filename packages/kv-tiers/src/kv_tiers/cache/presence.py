@@ -1,12 +1,12 @@
-"""What the tiers below the pool hold of the keys that somebody waits for, and how long each tier is waited for.
+"""What the tiers below the pool hold of the keys that a lookup waits for, and how long each tier is waited for.
 
-Tiers are asked hottest first, each for what those above it lack. One that answers from memory says so at once, and a
-remote one on another thread: until then what is known counts, and the rest is not there.
+Tiers are queried hottest first, each for the keys that the tiers above it lack. A tier that answers from memory is
+queried in place, a remote one on another thread: until it answers, its keys count as absent.
 
-Each tier earns its patience. A wait that ends before all has come halves what the next one gets, and what arrives in
-time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it brings
-late still serves later requests. A remote tier that answers slowly and hardly ever has anything still gets the
-question, but its answer is not waited for until it has something again.
+Each tier has a time limit of its own. A wait that ends before everything has arrived halves it, and an arrival in time
+doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it brings late
+still serves later requests. A remote tier that answers slowly and hardly ever has anything is still queried, but its
+answer is not waited for until it has had something again.
 """
 
 from collections.abc import Sequence
@@ -20,110 +20,113 @@ from kv_core.keys import ChunkKey
 
 from kv_tiers.lanes.lane import Lane
 
-_MIN_PATIENCE_S: Final = 0.01
-_MIN_WORTH: Final = 0.05
-_MIN_ANSWER_S: Final = 0.005
-_LATELY: Final = 16
+_MIN_LIMIT_S: Final = 0.01
+_MIN_HIT_RATE: Final = 0.05
+_QUICK_S: Final = 0.005
+_SAMPLES: Final = 16
 
 
 @dataclass(slots=True)
-class _Lately:
-    """How a remote tier has answered lately.
+class _RecentAnswers:
+    """Moving averages over a remote tier's last answers.
 
-    worth: how often with anything, from 0 to 1.
-    seconds: after how long.
+    hit_rate: the share of answers that found any key, from 0 to 1.
+    seconds: from question to answer.
     """
 
-    worth: float = 1.0
+    hit_rate: float = 1.0
     seconds: float = 0.0
 
-    def answered(self, with_anything: bool, seconds: float) -> None:
-        self.worth += (float(with_anything) - self.worth) / _LATELY
-        self.seconds += (seconds - self.seconds) / _LATELY
+    def add(self, found_any: bool, seconds: float) -> None:
+        self.hit_rate += (float(found_any) - self.hit_rate) / _SAMPLES
+        self.seconds += (seconds - self.seconds) / _SAMPLES
 
     def is_worth_waiting_for(self) -> bool:
-        return self.worth > _MIN_WORTH or self.seconds < _MIN_ANSWER_S
+        return self.hit_rate > _MIN_HIT_RATE or self.seconds < _QUICK_S
 
 
 @dataclass(slots=True)
-class Asked:
-    """What one holder's wait has learnt.
+class Answers:
+    """What the tiers have answered to one holder.
 
-    began_s: since when it waits.
-    answers: of each remote tier, by its place, whether it holds a key; None while it has not answered.
-    lost: (tier, key) for what a tier said it has and did not bring.
-    worth_s: how long an answer is waited for at most, as computing is quicker then.
+    began_s: when its wait began.
+    by_tier: for each remote tier, by its index, whether it holds a key; None until it has answered.
+    lost: (tier, key) of chunks that a tier said it holds and did not deliver.
+    max_wait_s: how long to wait for an answer: beyond that computing is quicker.
     """
 
     began_s: float
-    answers: dict[int, dict[ChunkKey, bool | None]] = field(default_factory=dict)
+    by_tier: dict[int, dict[ChunkKey, bool | None]] = field(default_factory=dict)
     lost: set[tuple[int, ChunkKey]] = field(default_factory=set)
-    worth_s: float = inf
+    max_wait_s: float = inf
 
-    def unanswered(self) -> set[int]:
-        """The tiers that owe an answer."""
-        return {tier for tier, answers in self.answers.items() if None in answers.values()}
+    def pending_tiers(self) -> set[int]:
+        """The tiers that have not answered yet."""
+        return {tier for tier, held in self.by_tier.items() if None in held.values()}
 
 
 class Presence:
-    """Of all tiers below one pool. Called without the host's lock."""
+    """Queries all tiers below one pool. Called without the host's lock."""
 
     def __init__(self, lanes: Sequence[Lane], lock: Lock, clock: Clock, wait_s: float) -> None:
-        """lock: the host's, taken to note how quick an answer was. wait_s: the most that anybody waits."""
+        """lock: the host's, taken to record how quick an answer was. wait_s: the longest wait for any tier."""
         self._lanes = lanes
         self._lock = lock
         self._clock = clock
         self._wait_s = wait_s
-        self._lately = [_Lately() for _ in lanes]
-        self.patience_s = [wait_s] * len(lanes)
-        """How long each tier is waited for."""
+        self._recent = [_RecentAnswers() for _ in lanes]
+        self.limit_s = [wait_s] * len(lanes)
+        """How long to wait for each tier."""
 
-    def disappointed(self, tier: int) -> None:
-        self.patience_s[tier] = max(self.patience_s[tier] / 2, min(_MIN_PATIENCE_S, self._wait_s))
+    def was_late(self, tier: int) -> None:
+        """A wait ended before this tier had answered or delivered."""
+        self.limit_s[tier] = max(self.limit_s[tier] / 2, min(_MIN_LIMIT_S, self._wait_s))
 
-    def pleased(self, tier: int) -> None:
-        self.patience_s[tier] = min(2 * self.patience_s[tier], self._wait_s)
+    def was_in_time(self, tier: int) -> None:
+        self.limit_s[tier] = min(2 * self.limit_s[tier], self._wait_s)
 
-    def find(self, keys: Sequence[ChunkKey], asked: Asked, now_s: float) -> tuple[dict[ChunkKey, int], bool]:
-        """The hottest tier that has each of the keys, of those that any has; and whether every tier has answered."""
+    def find(self, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> tuple[dict[ChunkKey, int], bool]:
+        """The hottest tier of each key that any tier holds; and whether every tier has answered."""
         found: dict[ChunkKey, int] = {}
         lacking = list(keys)
         for tier, lane in enumerate(self._lanes):
             if not lacking:
                 break
-            held = lane.holds(lacking) if lane.holds_is_local else self._answers(tier, lacking, asked, now_s)
+            held = lane.holds(lacking) if lane.holds_is_local else self._held(tier, lacking, answers, now_s)
             if held is None:
                 return found, False
             found.update(
-                (key, tier) for key, there in zip(lacking, held, strict=True) if there and (tier, key) not in asked.lost
+                (key, tier)
+                for key, there in zip(lacking, held, strict=True)
+                if there and (tier, key) not in answers.lost
             )
             lacking = [key for key in lacking if key not in found]
         return found, True
 
-    def _answers(self, tier: int, keys: Sequence[ChunkKey], asked: Asked, now_s: float) -> list[bool] | None:
-        """None: it has not answered yet, and is waited for."""
-        answers = asked.answers.setdefault(tier, {})
-        if new := [key for key in keys if key not in answers]:
-            answers.update(dict.fromkeys(new, None))
-            self._ask(tier, new, answers)
-        if any(answers[key] is None for key in keys):
-            lately = self._lately[tier]
-            if now_s >= asked.began_s + min(self.patience_s[tier], asked.worth_s):  # it answers too late, if it does
-                answers.update((key, False) for key in keys if answers[key] is None)
-                self.disappointed(tier)
-            elif lately.is_worth_waiting_for() and lately.seconds < asked.worth_s:
+    def _held(self, tier: int, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> list[bool] | None:
+        """What a remote tier holds of these. None: it has not answered yet, and waiting for it pays."""
+        held = answers.by_tier.setdefault(tier, {})
+        if new := [key for key in keys if key not in held]:
+            held.update(dict.fromkeys(new, None))
+            self._query(tier, new, held)
+        if any(held[key] is None for key in keys):
+            recent = self._recent[tier]
+            if now_s >= answers.began_s + min(self.limit_s[tier], answers.max_wait_s):
+                held.update((key, False) for key in keys if held[key] is None)
+                self.was_late(tier)
+            elif recent.is_worth_waiting_for() and recent.seconds < answers.max_wait_s:
                 return None
-        return [bool(answers[key]) for key in keys]
+        return [bool(held[key]) for key in keys]
 
-    def _ask(self, tier: int, keys: list[ChunkKey], answers: dict[ChunkKey, bool | None]) -> None:
+    def _query(self, tier: int, keys: list[ChunkKey], held: dict[ChunkKey, bool | None]) -> None:
         sent_s = self._clock.now_s()
 
-        def answered(held: Sequence[bool]) -> None:
+        def answered(found: Sequence[bool]) -> None:
             with self._lock:
-                self._lately[tier].answered(any(held), self._clock.now_s() - sent_s)
-            for key, is_there in zip(keys, held, strict=True):
-                if answers[key] is None:
-                    answers[key] = is_there
+                self._recent[tier].add(any(found), self._clock.now_s() - sent_s)
+            for key, is_there in zip(keys, found, strict=True):
+                if held[key] is None:
+                    held[key] = is_there
 
         if not self._lanes[tier].ask(keys, answered):
-            answers.update(dict.fromkeys(keys, False))
+            held.update(dict.fromkeys(keys, False))

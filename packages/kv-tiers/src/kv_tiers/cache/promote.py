@@ -1,19 +1,20 @@
-"""The way up: chunks that only a lower tier holds are brought into the pool before anything is promised.
+"""Promotion: chunks that only a lower tier holds are loaded into the pool before anything is promised.
 
-A lookup whose hit is shorter than its prompt asks the lower tiers (`kv_tiers.cache.presence`). The longest boundary
-that the pool and they can serve together is what is worth waiting for, and what it needs is brought up, and nothing
-else: of a window the last chunks, of states the one at the boundary. It is loaded into slots that are reserved under
-one lock for as much of it as there is room, so two prefetches never wait for each other, and the lookup's answer is
-"pending" for at most `wait_s`: then the engine gets what has arrived. What arrives later is there for the next request.
+A lookup whose hit is shorter than its prompt queries the lower tiers (`kv_tiers.cache.presence`). The target is the
+longest boundary that the pool and the tiers can serve together, and only what that boundary needs is loaded: the last
+chunks of a window, the one state at the boundary. All slots of one promotion are reserved under one lock, as many as
+there is room for, so two promotions never wait for each other. The lookup answers "pending" for at most `wait_s`; then
+the engine gets what has arrived. What arrives later is there for the next request.
 
-Waiting has to pay: with an engine's costs (`kv_core.cost`), only a boundary is waited for that comes up sooner than it
-is computed, by what its tier's lane has measured, and no longer than computing takes. What does not pay is not brought
-up either, as the engine stores what it computes; but for a few chunks now and then, for nobody, that tell whether the
-tier is still as slow. Of an engine that stores nothing it is brought up for the next request, if the tier is idle.
+Waiting has to pay. With an engine's costs (`kv_core.cost`), a lookup waits only for a boundary that arrives sooner than
+it is computed, as far as the tier's lane has measured, and gives up when that is late. What does not pay is not loaded
+at all, because the engine stores what it computes. Two exceptions: a few chunks are loaded now and then to measure
+whether the tier is still as slow, and for an engine that stores nothing the chunks are loaded for the next request if
+the tier is idle.
 
-A chunk that does not come is asked of the tiers below that one, and ends the boundaries that need it where they have it
-not: then the next shorter one that can be served is waited for, as long as there is time. What a chunk of the whole
-prefix that does not come has made worthless is given up.
+A chunk that a tier fails to deliver is requested from the tiers below it. Where none has it, the boundaries that need
+it are out of reach, and the wait goes on for the next shorter one while there is time. Chunks of the whole prefix
+behind a missing one are worthless and are given up.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Left
+from kv_core.cost import Costs, Skipped
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
@@ -37,7 +38,7 @@ from kv_tiers.cache.hits import (
     whole_prefix,
 )
 from kv_tiers.cache.host import TIER, HostTier
-from kv_tiers.cache.presence import Asked, Presence
+from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.promotion import Job, Promotion
 from kv_tiers.cache.spill import Spills
@@ -51,12 +52,12 @@ from kv_tiers.tier import Read
 
 @dataclass(slots=True)
 class PromoteCounts:
-    """What is counted of the way up. It only grows.
+    """Counters of promotion. They only grow.
 
-    requested: chunks that lower tiers were told to load.
-    arrived: those of them that came up.
-    given_up: those that did not come, or that one which did not made worthless.
-    waits_over: holders whose time was over before all had come.
+    requested: chunks that loads were submitted for.
+    arrived: of those, the chunks that entered the pool.
+    given_up: of those, the chunks that were not delivered, or were behind one that was not.
+    waits_over: waits that timed out before everything had arrived.
     """
 
     requested: int = 0
@@ -67,50 +68,51 @@ class PromoteCounts:
 
 @dataclass(slots=True)
 class _Wait:
-    """One holder that waits.
+    """One holder's wait.
 
-    asked: what the tiers have said, and since when it waits.
-    until_s: how long it may.
-    over: it waits no more.
-    slots: of chunks that came up for it, leased until it is promised them or its wait is over.
-    needed: what the boundary needs that it waits for now.
-    tiers: the places of those that bring something up for it.
-    left: what it does not wait for.
-    hoped: what it waits for, to be `left` when the time is over.
+    answers: what the tiers have answered, and when the wait began.
+    until_s: when the wait times out.
+    over: the wait has ended.
+    slots: of chunks that arrived for this holder, leased until they are promised to it or the wait ends.
+    needed: the keys that the present target boundary needs from the tiers.
+    tiers: the indices of the tiers that load something for this holder.
+    skipped: what it does not wait for.
+    awaited: what it waits for; becomes `skipped` when the wait times out.
     """
 
-    asked: Asked
+    answers: Answers
     until_s: float
     over: bool = False
     slots: list[int] = field(default_factory=list)
     needed: set[ChunkKey] = field(default_factory=set)
     tiers: set[int] = field(default_factory=set)
-    left: Left | None = None
-    hoped: Left | None = None
+    skipped: Skipped | None = None
+    awaited: Skipped | None = None
 
 
 @dataclass(slots=True)
 class _View:
-    """What the pool and the tiers below have of a prompt.
+    """Where the chunks of a prompt are.
 
-    here: by place, whether the pool has it or is about to, from below.
-    writing: what engines are storing. It is not there: it will be for the next request.
-    below: of the rest, which tier has it.
-    is_whole: every tier has answered.
+    keys: the prompt's, chunk-major.
+    in_pool: for each key, whether the pool has it or a load of it is under way.
+    writing: keys that engines are storing now. They count as absent: they are there for the next request.
+    in_tiers: for the remaining keys, the index of the tier that has it.
+    all_answered: every tier that was queried has answered.
     """
 
     keys: Sequence[ChunkKey]
-    here: list[bool]
+    in_pool: list[bool]
     writing: set[ChunkKey]
-    below: dict[ChunkKey, int] = field(default_factory=dict)
-    is_whole: bool = True
+    in_tiers: dict[ChunkKey, int] = field(default_factory=dict)
+    all_answered: bool = True
 
     def has(self, place: int) -> bool:
-        return self.here[place] or self.keys[place] in self.below
+        return self.in_pool[place] or self.keys[place] in self.in_tiers
 
 
 class Promotions:
-    """All prefetches into one host tier. Every method takes the host's lock itself where it needs it."""
+    """All promotions into one host tier. Methods take the host's lock themselves, unless they say "under the lock"."""
 
     def __init__(
         self,
@@ -125,8 +127,8 @@ class Promotions:
         batch_chunks: int,
         clock: Clock,
     ) -> None:
-        """wait_s, keep_s: how long a holder may wait, and what came up stays put for one that does not ask again.
-        max_slots: how many of the pool's slots may be waiting for bytes from below at a time."""
+        """wait_s: the longest that a holder waits. keep_s: how long chunks that arrived stay leased for a holder that
+        does not come back. max_slots: how many of the pool's slots may be reserved for loads at a time."""
         self._host = host
         self._index = index
         self._lanes = list(lanes)
@@ -137,9 +139,11 @@ class Promotions:
         self._batch_chunks = batch_chunks
         self._clock = clock
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
-        self._arriving: dict[ChunkKey, int] = {}  # and the tier that brings it
+        self._arriving: dict[ChunkKey, int] = {}  # key → the tier that it is loaded from
         self._probes = [Probes() for _ in self._lanes]
-        self._source: dict[int, tuple[ChunkKey, str]] = {}  # slot → its chunk and where it came from, until it is used
+        self._source: dict[
+            int, tuple[ChunkKey, str]
+        ] = {}  # slot → its chunk and the tier it came from, until its first use
         self.counts = PromoteCounts()
 
     def is_pending(
@@ -152,68 +156,68 @@ class Promotions:
         *,
         costs: Costs | None = None,
     ) -> bool:
-        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts what is to be waited for.
+        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that it takes.
 
-        keys: whole chunks, chunk-major. Without the lock. Asking again is how a holder learns that its wait is over.
+        keys: whole chunks, chunk-major. Called without the lock, again and again while the answer is True.
         """
         with self._host.lock:
             wait = self._wait_of(holder, now_s)
             if not wait.over and now_s >= wait.until_s:
                 self.counts.waits_over += 1
-                wait.left = wait.left or wait.hoped
-                for tier in wait.tiers | wait.asked.unanswered():
-                    self._presence.disappointed(tier)
+                wait.skipped = wait.skipped or wait.awaited
+                for tier in wait.tiers | wait.answers.pending_tiers():
+                    self._presence.was_late(tier)
                 self._end_wait(wait)
             if wait.over:
                 return False
             if not wait.needed.isdisjoint(self._arriving):
                 return True
             view = self._look(keys)
-        asked = len(keys) // shape.keys_per_chunk
+        requested = len(keys) // shape.keys_per_chunk
         if costs is not None and costs.compute is not None:
             tokens = shape.chunk_tokens
-            wait.asked.worth_s = costs.compute_s(have * tokens, asked * tokens) or 0.0
+            wait.answers.max_wait_s = costs.compute_s(have * tokens, requested * tokens) or 0.0
         best = self._best_boundary(view, shape, wait, now_s)
         if best <= have:
-            if view.is_whole:
+            if view.all_answered:
                 with self._host.lock:
                     self._end_wait(wait)
-            return not view.is_whole
+            return not view.all_answered
         jobs = self._jobs(view, shape, best)
-        if not view.is_whole:
+        if not view.all_answered:
             # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
             jobs = [job for job in jobs if job.is_whole]
         limit_s = self._wait_s
         if costs is not None and costs.compute is not None:
             worth = self._worth(view, shape, jobs, costs, have=have, best=best)
-            wait.left, wait.hoped = worth.left, worth.hoped
+            wait.skipped, wait.awaited = worth.skipped, worth.awaited
             if worth.chunks <= have:
-                if not view.is_whole:
+                if not view.all_answered:
                     return True
                 with self._host.lock:
                     self._end_wait(wait)
-                self._leave(holder, asked, jobs, costs, now_s)
+                self._load_unawaited(holder, requested, jobs, costs, now_s)
                 return False
             best, limit_s = worth.chunks, worth.limit_s
             jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
         if not jobs:
-            return True  # all is here since the lookup, or on its way for somebody else
+            return True  # everything has arrived since the lookup, or is being loaded for another holder
         wait.tiers.update(job.tier for job in jobs)
-        patience_s = max(self._presence.patience_s[tier] for tier in wait.tiers)
-        wait.until_s = wait.asked.began_s + min(self._wait_s, patience_s, limit_s)
-        return self._start(Promotion(holder, asked), jobs)
+        tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
+        wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
+        return self._start(Promotion(holder, requested), jobs)
 
-    def left(self, holder: Holder) -> Left | None:
-        """What the holder does not wait for, though slower tiers have it. Under the lock."""
+    def skipped(self, holder: Holder) -> Skipped | None:
+        """What slower tiers hold and the holder does not wait for. Under the lock."""
         wait = self._waits.get(holder)
-        return None if wait is None else wait.left
+        return None if wait is None else wait.skipped
 
     def promised(self, holder: Holder, slots: Sequence[int], *, may_wait: bool) -> None:
         """The holder has a lease on these now. Under the lock.
 
-        may_wait: it will, so what else came up for it stays put.
+        may_wait: the holder goes on waiting, so what else arrived for it stays leased.
         """
         if (wait := self._waits.get(holder)) is not None and wait.slots:
             has = set(slots) if may_wait else set(wait.slots)
@@ -222,17 +226,17 @@ class Promotions:
             self._host.unlease(given)
 
     def end(self, holder: Holder) -> None:
-        """The holder waits no more. What is on its way arrives all the same. Under the lock."""
+        """End the holder's wait. Loads that are under way finish all the same. Under the lock."""
         if (wait := self._waits.pop(holder, None)) is not None:
             self._end_wait(wait)
 
     def forget_wait(self, holder: Holder) -> None:
-        """The holder may wait anew. Takes the lock."""
+        """Let the holder start a new wait. Takes the lock."""
         with self._host.lock:
             self.end(holder)
 
     def expire(self, now_s: float) -> None:
-        """End the waits of holders that never said so. Under the lock."""
+        """End the waits of holders that did not come back. Under the lock."""
         while self._waits:
             oldest, wait = next(iter(self._waits.items()))
             if now_s < wait.until_s + self._keep_s:
@@ -240,7 +244,8 @@ class Promotions:
             self.end(oldest)
 
     def sources(self, slots: Sequence[int]) -> list[str]:
-        """The tier that each slot's chunk came from, if it was not used since; else the host tier. Under the lock."""
+        """For each slot the tier that its chunk was promoted from, until its first use; then the host tier. Under the
+        lock."""
         if not self._source:
             return [TIER] * len(slots)
         key_at = self._index.key_at
@@ -248,7 +253,7 @@ class Promotions:
         return [name if key == key_at(slot) else TIER for slot, (key, name) in zip(slots, known, strict=True)]
 
     def used(self, slots: Sequence[int]) -> None:
-        """From now these are chunks of the host tier like any other. Under the lock."""
+        """The first use of these: from now on their source is the host tier. Under the lock."""
         if self._source:
             for slot in slots:
                 self._source.pop(slot, None)
@@ -256,7 +261,7 @@ class Promotions:
     def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = _Wait(Asked(now_s), now_s + self._wait_s)
+            wait = self._waits[holder] = _Wait(Answers(now_s), now_s + self._wait_s)
         return wait
 
     def _end_wait(self, wait: _Wait) -> None:
@@ -265,23 +270,26 @@ class Promotions:
         slots, wait.slots = wait.slots, []
         self._host.unlease(slots)
 
-    # What to bring.
+    # What to load.
 
     def _look(self, keys: Sequence[ChunkKey]) -> _View:
         """Under the lock."""
         find, arriving, is_held = self._index.find, self._arriving, self._index.is_held
-        here = [find(key) is not None or key in arriving for key in keys]
-        return _View(keys, here, {key for key, is_here in zip(keys, here, strict=True) if not is_here and is_held(key)})
+        in_pool = [find(key) is not None or key in arriving for key in keys]
+        writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
+        return _View(keys, in_pool, writing)
 
     def _best_boundary(self, view: _View, shape: ChunkShape, wait: _Wait, now_s: float) -> int:
-        """The longest that the pool and the tiers can serve, as far as those have answered. What each group of the
-        whole prefix has is asked first, so that of the others no more is asked than what may be of use."""
+        """The longest that the pool and the tiers can serve, as far as these have answered. Groups that need the whole
+        prefix are queried first: what they have bounds what is worth querying of the others."""
         stride = shape.keys_per_chunk
-        asked = len(view.keys) // stride
+        requested = len(view.keys) // stride
         if columns := [column for group in whole_groups(shape) for column in columns_of(group, shape)]:
-            self._ask(view, [chunk * stride + column for chunk in range(asked) for column in columns], wait, now_s)
+            self._query(
+                view, [chunk * stride + column for chunk in range(requested) for column in columns], wait, now_s
+            )
         room = self._host.share_of(view.keys[0].tenant).slots
-        prefix = whole_prefix(shape, asked, view.has)
+        prefix = whole_prefix(shape, requested, view.has)
         while needed_count(shape, prefix) > room:
             prefix -= 1
         others = other_groups(shape)
@@ -295,22 +303,22 @@ class Promotions:
                 for chunk in range(0 if is_all else shape.first_chunk(group, prefix), prefix)
                 for column in columns_of(group, shape)
             ]
-            self._ask(view, places, wait, now_s)
+            self._query(view, places, wait, now_s)
             best, _ = last_boundary(shape, prefix, view.has)
         while needed_count(shape, best) > room:  # local attention may need more for a shorter prefix
             best, _ = last_boundary(shape, best - 1, view.has)
         return best
 
-    def _ask(self, view: _View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
+    def _query(self, view: _View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
         lacking = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if lacking:
-            found, is_whole = self._presence.find(lacking, wait.asked, now_s)
-            view.below.update(found)
-            view.is_whole = view.is_whole and is_whole
+            found, all_answered = self._presence.find(lacking, wait.answers, now_s)
+            view.in_tiers.update(found)
+            view.all_answered = view.all_answered and all_answered
 
     def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[Job]:
-        """What a boundary of so many chunks needs from below: groups of the whole prefix first, in the prompt's order,
-        so that what arrives until the time is over is of use."""
+        """The loads that a boundary of so many chunks needs: groups of the whole prefix first, in the prompt's order,
+        so that whatever has arrived when the wait times out is of use."""
         began_s = self._clock.now_s()
         jobs: list[Job] = []
         for group, needed in enumerate(shape.needed(chunks)):
@@ -318,7 +326,9 @@ class Promotions:
                 keys = list(view.keys[column : chunks * shape.keys_per_chunk : shape.keys_per_chunk])
                 job: Job | None = None
                 for chunk in needed:
-                    tier = None if view.here[chunk * shape.keys_per_chunk + column] else view.below.get(keys[chunk])
+                    tier = (
+                        None if view.in_pool[chunk * shape.keys_per_chunk + column] else view.in_tiers.get(keys[chunk])
+                    )
                     if tier is None:
                         job = None
                         continue
@@ -347,8 +357,8 @@ class Promotions:
             max_wait_s=self._wait_s,
         )
 
-    def _leave(self, holder: Holder, chunks: int, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
-        """Nobody waits for these. See above."""
+    def _load_unawaited(self, holder: Holder, chunks: int, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
+        """Load what is worth it of a boundary that nobody waits for: the two exceptions at the top of this file."""
         wanted = []
         for job in jobs:
             lane = self._lanes[job.tier]
@@ -363,14 +373,14 @@ class Promotions:
             self._start(Promotion(holder, chunks), wanted)
 
     def _arriving_of(self, view: _View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
-        """What a boundary needs that is on its way for somebody else."""
+        """What a boundary needs that is being loaded already."""
         if not self._arriving:
             return []
         keys = (view.keys[place] for place in shape.needed_places(chunks))
         return [key for key in keys if key in self._arriving]
 
     def _start(self, promotion: Promotion, wanted: Sequence[Job]) -> bool:
-        """Reserve and submit. False: nothing is on its way, so there is nothing to wait for."""
+        """Reserve slots and submit the loads. False: nothing is under way, so there is nothing to wait for."""
         jobs: list[Job] = []
         with self._host.lock:
             skipped: set[int] = set()
@@ -394,7 +404,7 @@ class Promotions:
             self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
-                return bool(self._arriving)  # others' are on their way; then there will be room
+                return bool(self._arriving)  # loads for others are under way; when they end there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])
         submitted = False
         for job in jobs:
@@ -415,14 +425,14 @@ class Promotions:
         return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
-        """On the lane's thread. arrivals: none if the job was refused."""
+        """On the lane's thread. arrivals: empty if the lane refused the job."""
         with self._host.lock:
             for key in job.keys:
                 self._arriving.pop(key, None)
             wait = self._waits.get(promotion.holder)
             came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
             if wait is not None:
-                wait.asked.lost.update(
+                wait.answers.lost.update(
                     (job.tier, key) for key, is_here in zip(job.keys, came, strict=True) if not is_here
                 )
             if job.is_whole and False in came:
@@ -456,7 +466,7 @@ class Promotions:
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
             if wait is not None and not wait.over:
-                self._presence.pleased(job.tier)
+                self._presence.was_in_time(job.tier)
                 here = [slot for key, slot in pairs if self._index.key_at(slot) == key]
                 self._index.lease(here)
                 wait.slots += here

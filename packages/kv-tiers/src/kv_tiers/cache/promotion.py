@@ -1,4 +1,4 @@
-"""Chunks on their way up, as records."""
+"""Records of promotions: the chunks that are being loaded from lower tiers into the pool."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from kv_core.service import Holder
 
 @dataclass(slots=True)
 class Promotion:
-    """What one boundary needs, on its way up.
+    """The loads of one boundary.
 
-    holder: for whom.
-    broken_at: the first chunk that a group of the whole prefix did not get: from there on all is worthless.
+    holder: whose lookup started them.
+    broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
     """
 
     holder: Holder
@@ -20,18 +20,18 @@ class Promotion:
 
 @dataclass(slots=True)
 class Job:
-    """What one call of a tier brings up: neighbours of one group and shard.
+    """One load from one tier: consecutive chunks of one group and shard.
 
-    tier: its place among the lanes.
-    start: the first key's chunk.
-    is_whole: of a group that needs the whole prefix.
-    chain: all keys of this group and shard up to the last of these.
+    tier: the index of its lane.
+    start: the chunk of the first key.
+    is_whole: the group needs the whole prefix.
+    chain: all keys of this group and shard up to the last one loaded.
     touched_from: the first chunk of the chain that the boundary needs.
-    keys: what is brought.
-    slots: where they are going to be.
-    began_s: when it was submitted.
-    estimated_s: what it was expected to take; None: nothing was known.
-    is_probe: it is brought to see how quick the tier is.
+    keys: the keys that are loaded.
+    slots: their reserved slots, in the order of `keys`.
+    began_s: when the load was submitted.
+    estimated_s: the estimate of its duration; None: the tier was not measured yet.
+    is_probe: it is loaded only to measure the tier.
     """
 
     tier: int

@@ -1,8 +1,8 @@
 """What entered and left a pool, in order, for those who keep a copy of what is in it: a router's tree, by way of vLLM.
 
-Unlike a subscriber, who is told a moment later by another thread, a reader of this asks whenever it likes and gets all
-that happened before. What is kept is bounded in keys; a reader that comes too late learns that it missed something, and
-begins anew. Nothing is kept until somebody has asked.
+Unlike a subscriber, which is called a moment later on another thread, a reader polls this and gets everything that
+happened before. The record is bounded in keys; a reader that comes too late learns that it missed something, and starts
+over. Nothing is recorded before the first poll.
 """
 
 import threading

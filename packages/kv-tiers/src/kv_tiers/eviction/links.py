@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class Links:
-    """Constant time a chunk. A chunk whose parent was never told, or has left, follows none."""
+    """Constant time a chunk. A chunk whose parent is unknown, or has left, follows none."""
 
     def __init__(self) -> None:
         self._number: dict[int, int] = {}  # by slot; another for every chunk that comes to be in it

@@ -1,6 +1,6 @@
 """What an eviction policy must do: order the chunks of one tier by how little they will be missed.
 
-It knows nothing of bytes, tiers or leases, holds no lock (its caller does) and is told of every arrival, use and
+It knows nothing of bytes, tiers or leases, holds no lock (its caller does) and is notified of every arrival, use and
 departure. A chunk is named twice: by its key, which means the same after the chunk has left and come back, and by its
 slot, a small number that is the chunk's alone while it stays. Slots of chunks stored together lie together, so an order
 kept by slot is several times cheaper to touch than one kept by key once there are a million.

@@ -235,7 +235,7 @@ class Shares:
     def _of_prompt(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """As `_parted`. Nobody is told of a prompt that has moved in part: no policy knows it from its first chunk."""
+        """As `_parted`. Policies do not see a prompt that has moved in part: none knows it from its first chunk."""
         parts = self._parted(keys, slots)
         return parts if len(parts) == 1 or self._moving is None else []
 

@@ -1,8 +1,8 @@
-"""What a lane has to do, in which order, and what nobody may find meanwhile: a table, and no more.
+"""What a lane has to do, in which order, and what must not be found meanwhile: a table, and no more.
 
 Loads and questions of presence go before discards, and discards before stores: an engine waits for the first, and
-whoever was told that a chunk is gone must not find it. What is discarded or cleared is hidden from the moment it is
-said until the tier was told, and a store of it that is under way ends as if it had not begun.
+a chunk that was reported gone must not be found. What is discarded or cleared is hidden from the call on until the tier
+has done it, and a store of it that is under way ends as if it had not begun.
 
 Nothing here locks, waits, knows the time or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
 around every call.
@@ -225,7 +225,7 @@ class Jobs:
                 self._load_chunks -= _load_chunks(job)
 
     def requeue(self, job: Job) -> None:
-        """The tier was down: what it was to forget it is told when it is back."""
+        """The tier was down: what it was to forget is sent to it again when it is back."""
         match job:
             case Clear():
                 self._clear_next = True

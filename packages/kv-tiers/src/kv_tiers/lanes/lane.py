@@ -6,11 +6,11 @@ and nothing more. What goes first, and what is hidden meanwhile, is a table of i
 Here chunks become payloads with headers on the way out, and are checked and decoded on the way back (`payloads`). A
 wrong one is discarded at once, so the next question is a miss and not the same fault again.
 
-What becomes of the tier and of its chunks is told as events. Only where no log of these is kept does the lane log it.
+What becomes of the tier and of its chunks is published as events. The lane logs it only where no subscriber does.
 
-A tier that raises is rested: nothing is sent to it until a probe succeeds, at first soon and then ever more seldom. A
-job that does not come back within `stuck_s` has the same effect until it does; its memory stays lent, because nobody
-can take it back from a thread that may still write there.
+A tier that raises is rested: nothing is sent to it until a probe succeeds. Probes come soon at first, then ever more
+rarely. A job that does not return within `stuck_s` has the same effect until it does; its memory stays lent, because
+nobody can take it back from a thread that may still write there.
 """
 
 import logging
@@ -94,7 +94,7 @@ class Lane:
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
-        """Where its health and damage are told; whoever puts the lane below a cache sets it."""
+        """Where its health and damage are published; the cache above sets it."""
         self._noticed = Health.UP
         self._payloads = Payloads(format_id, codec, find_codec)
         # A store may take the medium's time to make things durable, and a load should not wait for that.
@@ -150,7 +150,7 @@ class Lane:
             return not self._jobs.queued and not self._running
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """Nobody finds these here from now, whatever the tier is doing; it is told when it can be. Never refused."""
+        """From now on these are not found here. The tier discards them as soon as it can. Never refused."""
         with self._changed:
             self._jobs.discard(keys)
             self._changed.notify()
@@ -235,7 +235,7 @@ class Lane:
 
     def _health(self) -> Health:
         now = self._tracker.now(self._running.values())
-        if now is not self._noticed:  # a call that hangs is noticed by whoever asks next, as nothing else happens then
+        if now is not self._noticed:  # a call that hangs is noticed by the next question, as nothing else happens then
             if self.events.on:
                 why = self._tracker.why(now)
                 self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, why))

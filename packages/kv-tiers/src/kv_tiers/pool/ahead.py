@@ -30,7 +30,7 @@ LEAST_AHEAD: Final = 64 << 20
 """The distance at the start, in bytes: a prompt of 1,500 tokens of a model of 135 million parameters takes 35 MB."""
 MOST_AHEAD: Final = 1 << 30
 SLICE_BYTES: Final = 512 << 10
-"""One call's: a millisecond or so, for which `stop` waits, and whoever maps or unmaps memory in this process."""
+"""Bytes a call: a millisecond or so, for which `stop` waits, and any mapping or unmapping of memory in this process."""
 WORTH_BYTES: Final = 2 << 20
 _NICENESS: Final = 5
 """No more: a thread that hardly ever runs would hold the lock of the process's mappings for long."""

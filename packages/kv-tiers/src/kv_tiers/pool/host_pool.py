@@ -2,8 +2,8 @@
 
 The mapping is reserved whole and taken from the machine a bounded distance ahead of the slots handed out
 (`kv_tiers.pool.ahead`): slots used before are handed out again first, and new ones in ascending order. It is plain
-memory. Whoever owns a device pins it, and whoever shares it maps it by name. A pool counts no leases and does not lock:
-its cache does.
+memory. The process that owns a device pins it, and the processes that share it map it by name. A pool counts no leases
+and does not lock: its cache does.
 
 An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
 what is in it (`kv_tiers.pool.directory`), which the next process to open it finds. A shared one has no name in any file
@@ -155,7 +155,7 @@ class HostPool:
 
     @classmethod
     def shared(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
-        """Memory without a name in any file system, which whoever is handed `descriptor` can map too.
+        """Memory without a name in any file system; a process that receives `descriptor` can map it too.
 
         chunk_bytes, group_bytes: as of `anonymous`.
 

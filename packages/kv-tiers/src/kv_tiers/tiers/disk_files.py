@@ -55,7 +55,7 @@ class File:
     def sync(self) -> None:
         """Return when what was written lasts.
 
-        After a failure the system may forget what it could not write and call the next sync a success, to whoever asks
+        After a failure the system may drop what it could not write and report success to the next caller
         (https://lwn.net/Articles/752063/), so all of them fail until `trust_again`.
         """
         with self._syncing:

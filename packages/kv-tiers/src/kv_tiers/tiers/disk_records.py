@@ -93,7 +93,7 @@ class ChunkRecords:
             if local := [entry // count for entry in stale if entry % count == at]:
                 directory.write_records([(entry, BLANK_RECORD) for entry in local])
                 self._last_wipe[at] = self._wipes + 1
-        # Counted when it is done: whoever makes durable reads the count first.
+        # Counted when it is done: the thread that makes records durable reads the count first.
         self._wipes += 1
         for entry in stale:
             units = self._recorded.pop(entry, ())

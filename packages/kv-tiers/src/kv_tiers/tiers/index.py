@@ -1,7 +1,7 @@
 """Which chunk is where in a tier that keeps its chunks in units of a medium, and which leaves for another.
 
 The life table, leases and policies are the host tier's own (`kv_tiers.index.residency`). This adds what a tier has to
-itself: a lock, free room, and the prompt that a chunk belongs to. The host tier is told of whole prompts at every
+itself: a lock, free room, and the prompt that a chunk belongs to. The host tier sees whole prompts at every
 lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
 before their tails.
 

@@ -7,14 +7,14 @@ under a name of its own and then renamed. What is found is believed only as far 
 header does the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is
 not there.
 
-**Whose chunks are served.** Those of this user, or with `mode: group` of whoever is in the directory's group: a file
+**Whose chunks are served.** Those of this user, or with `mode: group` of the directory's group: a file
 that is somebody else's, or that others may write to, is not there for us, and a directory that others may write to is
 not used. Where users share one on purpose they also share a key (`key_file`): each file then carries a code made with
-it over its header and payload (HMAC-SHA256, behind the header in its page), and what has no right code is damaged,
-whoever wrote it. Chunks made with another key, or with none, are in another directory. Who has the key can write what
+it over its header and payload (HMAC-SHA256, behind the header in its page), and a file without the right code is
+damaged. Chunks made with another key, or with none, are in another directory. Who has the key can write what
 others will load.
 
-No capacity is enforced, for no host knows what the others store. An age may be: whoever stores looks at a few
+No capacity is enforced, for no host knows what the others store. An age may be: each store looks at a few
 files more and removes those that are too old, as well as what a killed host left half written. Ages are measured by
 the file system's own clock.
 """
@@ -72,7 +72,7 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Where the files are, and how long they stay."""
 
     directory: str
-    """It must be there: made by whoever mounts it, so that nothing is written where it is not mounted."""
+    """It must exist already, so that nothing is written where the file system is not mounted."""
     mode: Literal["private", "group"] = "private"
     """Files and directories are for their owner (0600, 0700), or for the directory's group as well (0660, 2770)."""
     key_file: str = ""

@@ -120,7 +120,7 @@ def takes_direct_io(path: Path) -> bool:
 
 
 def file_system_of(path: Path, mounts: Path) -> str:
-    """The kind of file system that this absolute path is on, as in mountinfo (proc(5)); "unknown" if it is not told."""
+    """The kind of file system of this absolute path, as in mountinfo (proc(5)); "unknown" if it is not listed."""
     best, kind = "", "unknown"
     try:
         lines = mounts.read_text().splitlines()

@@ -225,9 +225,11 @@ def _chosen(choice: Choice) -> str:
         said.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
     elif choice.load_s != 0.0:
         said.append(f"computed, estimated at {compute}: loading takes {load}")
-    if (left := choice.left) is not None:
-        load, compute = _estimated(left.load_s), _estimated(left.compute_s)
-        said.append(f"{left.chunks} chunks in {left.tier} computed, estimated at {compute}: loading them takes {load}")
+    if (skipped := choice.skipped) is not None:
+        load, compute = _estimated(skipped.load_s), _estimated(skipped.compute_s)
+        said.append(
+            f"{skipped.chunks} chunks in {skipped.tier} computed, estimated at {compute}: loading them takes {load}"
+        )
     return f"if it were asked now: {'; '.join(said)}"
 
 

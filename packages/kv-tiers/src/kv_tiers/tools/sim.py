@@ -67,7 +67,7 @@ def simulate(
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first.
 
-    progress: told after each request how many are done.
+    progress: called after each request with how many are done.
 
     Raises:
         ConfigError: there is no policy of such a name.

@@ -167,7 +167,7 @@ def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) ->
         )
     if trace.chunk_bytes and not trace.chunk_tokens and tokens_option is None:
         raise InputError(
-            f"{trace.name} does not say how many tokens a chunk has, as no engine told the cache; give --chunk-tokens"
+            f"{trace.name} does not say how many tokens a chunk has, as no engine had registered; give --chunk-tokens"
         )
     tokens = tokens_option or trace.chunk_tokens or _CHUNK_TOKENS
     if bytes_option is None and trace.chunk_bytes:

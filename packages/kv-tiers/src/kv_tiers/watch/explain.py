@@ -99,10 +99,10 @@ def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int)
     if costs.compute is None or not parts:
         return choose(costs, shape.chunk_tokens, held)
     worth = cache.lower.worth(parts, shape, have, costs)
-    choice = choose(costs, shape.chunk_tokens, worth.chunks, worth.left)
-    if choice.load_s is None or worth.hoped is None:
+    choice = choose(costs, shape.chunk_tokens, worth.chunks, worth.skipped)
+    if choice.load_s is None or worth.awaited is None:
         return choice
-    return replace(choice, load_s=(costs.load_s(0, have * shape.chunk_tokens) or 0.0) + worth.hoped.load_s)
+    return replace(choice, load_s=(costs.load_s(0, have * shape.chunk_tokens) or 0.0) + worth.awaited.load_s)
 
 
 def is_held(state: ChunkState) -> bool:

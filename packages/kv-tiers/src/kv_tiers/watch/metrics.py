@@ -117,8 +117,8 @@ class Metrics(Subscriber):
                     self._chunks_asked[cache,] += lookup.chunks_asked
                     if lookup.choice is not None:
                         self._declined[cache, TIER] += lookup.chunks_hit - lookup.choice.chunks
-                        if (left := lookup.choice.left) is not None:
-                            self._declined[cache, left.tier] += left.chunks
+                        if (skipped := lookup.choice.skipped) is not None:
+                            self._declined[cache, skipped.tier] += skipped.chunks
                     for tier, chunks in Counter(lookup.tiers).items():
                         self._chunks_hit[cache, tier] += chunks
                     for group, needed in enumerate(lookup.shape.needed(lookup.chunks_hit)):

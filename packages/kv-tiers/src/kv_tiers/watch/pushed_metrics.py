@@ -1,4 +1,4 @@
-"""The metrics of `kv_tiers.watch.metrics`, sent by OTLP: for whoever has a collector and scrapes nothing.
+"""The metrics of `kv_tiers.watch.metrics`, pushed by OTLP, for deployments with a collector and no scraping.
 
 The standard OTEL_… environment variables say where to, how often (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds) and
 whether at all (OTEL_METRICS_EXPORTER). Names are as in a scrape, but for the `_total` of counters and the `_info` of

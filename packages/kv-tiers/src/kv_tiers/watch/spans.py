@@ -135,12 +135,12 @@ class Spans(Subscriber):
             answer["kv.choice.chunks"] = choice.chunks
             if choice.load_s is not None and choice.compute_s is not None:
                 answer |= {"kv.choice.load_s": choice.load_s, "kv.choice.compute_s": choice.compute_s}
-            if (left := choice.left) is not None:
+            if (skipped := choice.skipped) is not None:
                 answer |= {
-                    "kv.left.chunks": left.chunks,
-                    "kv.left.tier": left.tier,
-                    "kv.left.load_s": left.load_s,
-                    "kv.left.compute_s": left.compute_s,
+                    "kv.skipped.chunks": skipped.chunks,
+                    "kv.skipped.tier": skipped.tier,
+                    "kv.skipped.load_s": skipped.load_s,
+                    "kv.skipped.compute_s": skipped.compute_s,
                 }
         span.add_event("kv.lookup", answer, at_ns)
         span.set_attribute("kv.chunks.hit", lookup.chunks_hit)

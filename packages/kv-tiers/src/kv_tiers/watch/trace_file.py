@@ -94,7 +94,10 @@ def _sizes(line: str, where: str) -> tuple[int, int]:
 def _same_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str) -> tuple[int, int]:
     if before is None or before == now:
         return now
-    if before[1] == now[1] and 0 in (before[0], now[0]):  # an engine has told meanwhile how many tokens a chunk has
+    if before[1] == now[1] and 0 in (
+        before[0],
+        now[0],
+    ):  # an engine has registered since, so the tokens of a chunk are known
         return max(before, now)
     raise InputError(
         f"{where}: from here chunks have {now[0]} tokens and {now[1]} bytes, and {before[0]} and {before[1]} before; "

@@ -1,4 +1,4 @@
-"""Gather and scatter of token rows in one launch over all layers: the Triton kernel and what it must be told.
+"""Gather and scatter of token rows in one launch over all layers: the Triton kernel and its arguments.
 
 A *row* is what one token has in one layer of one part, `heads × head_dim` elements. In a chunk rows of neighbouring
 tokens lie one after another; in the engine's cache each lies where its slot says, cut into *runs* of neighbouring bytes

@@ -1,4 +1,4 @@
-"""The prefix policy: the tree, what is learnt from it, and the choice, told of every arrival, use and departure.
+"""The prefix policy: the tree, what is learnt from it, and the choice, updated at every arrival, use and departure.
 
 Prompts that share a prefix form a tree, and a tree tells what a list of chunks cannot: whether a prefix is shared by
 many, how often a session has come back before, and by how much its last turn made it longer. How likely a segment comes

@@ -82,7 +82,7 @@ class PrefixTree:
     def split(self, segment: Segment, last_slot: int, place: int) -> Segment:
         """Cut `segment` after `last_slot`, which is before `place` in the prompt. The upper part, which is new.
 
-        The upper part takes the history: whoever diverged here has used it. The lower part is stale.
+        The upper part takes the history: the prompt that diverged here has used it. The lower part is stale.
         """
         upper = Segment(segment.parent, segment.start, self.now)
         upper.end, upper.first_key, upper.branches, upper.children = place, segment.first_key, 1, 1
