@@ -334,8 +334,8 @@ def test_whatever_the_bandwidth_and_however_it_changes_no_more_is_lost_than_lear
 @pytest.mark.parametrize("slower", [0.85, 0.95, 1.0, 1.05, 1.15])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tier_that_is_about_as_quick_as_computing_loses_next_to_nothing(slower: float, seed: int) -> None:
-    """Loads vary by 20 %, so half of the awaited ones arrive after computing would have been done. Giving those up would
-    cost the wait and the computation."""
+    """Loads vary by 20 %, so half of the awaited ones arrive after computing would have been done. Giving those up
+    would cost the wait and the computation."""
     chunk_s, chunks = 0.02, 16
     lane, costs = Simulated(seed), Costs(0, (chunk_s / 256, 0.0), (0.0, 0.0))
     lane.bytes_per_s = CHUNK_BYTES / chunk_s / slower
