@@ -1,11 +1,7 @@
 """What an OTLP collector is sent says the same as a scrape, with the types that OTLP has for it."""
 
-import gzip
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -16,39 +12,11 @@ from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, ObserveConfig
 from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.wait import joined, until
+from kv_tiers.testing.otlp import otlp_collector
+from kv_tiers.testing.wait import until
 from kv_tiers.watch.build import build_bus
 from kv_tiers.watch.metrics import Metrics
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportMetricsServiceRequest]]]:
-    """An OTLP/HTTP endpoint, and what it was sent."""
-    received: list[ExportMetricsServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/metrics" and self.headers["Content-Type"] == "application/x-protobuf"
-            received.append(ExportMetricsServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        joined(thread)
-        server.server_close()
 
 
 def points(request: ExportMetricsServiceRequest) -> dict[tuple[str, frozenset[tuple[str, str]]], Any]:
@@ -86,7 +54,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], An
 
 
 def test_a_collector_is_sent_what_a_scrape_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    with collector() as (url, received):
+    with otlp_collector("/v1/metrics", ExportMetricsServiceRequest.FromString) as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")

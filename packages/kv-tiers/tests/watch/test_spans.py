@@ -1,13 +1,9 @@
 """Spans as OpenTelemetry's own SDK and protocol see them."""
 
-import gzip
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from kv_core.clock import HandClock
@@ -20,8 +16,8 @@ from kv_tiers.config import ObserveConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.otlp import otlp_collector
 from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import joined
 from kv_tiers.watch import spans
 from kv_tiers.watch.build import build_bus
 from kv_tiers.watch.spans import Spans
@@ -136,38 +132,8 @@ def test_holders_that_never_end_are_bounded(traced: Traced, monkeypatch: pytest.
     assert len(traced.exporter.get_finished_spans()) == 25
 
 
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """An OTLP/HTTP endpoint, and what it was sent."""
-    received: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
-            received.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        joined(thread)
-        server.server_close()
-
-
 def test_spans_reach_a_collector_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    with collector() as (url, received):
+    with otlp_collector("/v1/traces", ExportTraceServiceRequest.FromString) as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
