@@ -11,12 +11,18 @@ from kv_tiers.registry import tier_factory
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.objects import ObjectsConfig
+from kv_tiers.tiers.peers import PeersTierConfig
 from kv_tiers.tiers.redis import RedisConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 YAML = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
-OPTIONS: dict[str, type[msgspec.Struct]] = {"disk": DiskConfig, "redis": RedisConfig, "s3": ObjectsConfig}
+OPTIONS: dict[str, type[msgspec.Struct]] = {
+    "disk": DiskConfig,
+    "redis": RedisConfig,
+    "s3": ObjectsConfig,
+    "peers": PeersTierConfig,
+}
 
 
 def test_the_settings_it_shows_are_at_their_defaults() -> None:

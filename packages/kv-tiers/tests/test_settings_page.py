@@ -13,6 +13,7 @@ from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.dram import DramConfig
 from kv_tiers.tiers.objects import ObjectsConfig
+from kv_tiers.tiers.peers import PeersTierConfig
 from kv_tiers.tiers.redis import RedisConfig
 from kv_tiers.tiers.shared_fs import SharedFsConfig
 
@@ -25,6 +26,7 @@ REQUIRED: dict[str, object] = {
     "url": "redis://h",
     "bucket": "b",
     "name": "n",
+    "hosts": ["h:1"],
 }
 RECORDS: dict[str, type[msgspec.Struct]] = {
     "Common to all:": LaneConfig,
@@ -32,6 +34,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "`type: redis` and `type: valkey`:": RedisConfig,
     "`type: s3`:": ObjectsConfig,
     "`type: shared_fs`:": SharedFsConfig,
+    "`type: peers` ([other hosts' servers](peers.md)):": PeersTierConfig,
     "`type: dram`:": DramConfig,
     "Of each:": TenantConfig,
 }

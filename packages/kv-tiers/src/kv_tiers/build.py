@@ -24,7 +24,7 @@ from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.registry import codec_factory, tier_factory
 from kv_tiers.tenants import Tenant, quotas_of
-from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, TierContext, TierFactory
+from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, TierContext, TierFactory
 
 _NUMBERS = itertools.count()
 
@@ -135,6 +135,11 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         find_codec=lambda name: codec_factory(name)({}, context),
         threads=lane_config.threads,
     )
+    if isinstance(tier, ReadOnly):
+        if options.get("write", "never") != "never":
+            lane.close()
+            raise ConfigError(f"{where}: nothing is stored in a tier of type {options['type']}; leave out write")
+        return lane, "never"
     return lane, lane_config.write
 
 

@@ -145,6 +145,31 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     that long at most. Write more where processes share few cores."""
 
 
+class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How servers of several hosts know each other. The same files for those that listen and those that connect."""
+
+    tls_ca_file: str = ""
+    """The authorities of all peers: who shows no certificate of theirs is not served, nor believed. The three files go
+    together; without them nothing is encrypted."""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    token_file: str = ""
+    """A secret that all peers have, of mode 0600. Each proves to the other that it has it; it is never sent."""
+    unprotected: bool = False
+    """Beyond loopback with neither certificates nor a token."""
+
+
+class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where `kv-server` serves other hosts' servers; nowhere unless `listen` says so."""
+
+    listen: str = ""
+    """A host and a port, such as 10.0.0.1:9500 or 127.0.0.1:9500."""
+    max_connections: Count = 64
+    """How many are served at once. One has a thread, and reads one chunk at a time."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """How long the answer to one request may take to be read. A peer that is slower is disconnected."""
+
+
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `kv-server` serves over HTTP; nothing unless `listen` says where."""
 

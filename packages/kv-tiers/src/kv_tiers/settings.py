@@ -30,6 +30,7 @@ from kv_tiers.config import (
     HttpConfig,
     JudgeConfig,
     ObserveConfig,
+    PeersConfig,
     ServerSettings,
     Tokens,
 )
@@ -76,8 +77,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     once, whatever is said here."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
-    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, dram or a third
-    party's), name, write (through, back or never) and threads, and the options of the type."""
+    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, peers, dram or
+    a third party's), name, write (through, back or never) and threads, and the options of the type."""
     cold: ColdConfig = ColdConfig()
     cost: CostConfig = CostConfig()
     tenants: list[dict[str, Any]] = []
@@ -85,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     salt is the cache_salt that the tenant's requests carry."""
     observe: ObserveConfig = ObserveConfig()
     server: ServerSettings = ServerSettings()
+    peers: PeersConfig = PeersConfig()
     http: HttpConfig = HttpConfig()
 
     def scheme(self) -> ChainScheme:

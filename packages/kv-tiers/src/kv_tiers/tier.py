@@ -21,7 +21,7 @@ why.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
@@ -64,6 +64,7 @@ class Read:
     wanted_bytes: how many of the payload's first bytes are wanted, if it has so many: the largest chunk's size
         (`TierContext`) for all of it; less only for `ReadsPrefixes`.
     chunk_bytes: the size of this chunk, which is its payload's unless a codec made that; for the lane. 0: the largest.
+    as_stored: the payload is wanted as it is kept, checked and not decoded; for the lane.
     """
 
     key: ChunkKey
@@ -71,6 +72,7 @@ class Read:
     pages: memoryview
     wanted_bytes: int
     chunk_bytes: int = 0
+    as_stored: bool = False
 
     @property
     def room(self) -> memoryview:
@@ -164,6 +166,14 @@ class ClearsTenants(Protocol):
 
     def clear_tenant(self, tenant: bytes) -> None:
         """Discard everything of this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
+
+
+@runtime_checkable
+class ReadOnly(Protocol):
+    """What a `Tier` may say besides: others store here, and we only read. Nothing is stored, whatever `write` says, and
+    what is discarded or cleared is not found any more by us, wherever it stays."""
+
+    is_read_only: Literal[True]
 
 
 @runtime_checkable

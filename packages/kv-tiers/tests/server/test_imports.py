@@ -12,6 +12,7 @@ CLIENT = {
     "kv_tiers.events.events",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
+    "kv_tiers.messages",
     "kv_tiers.pool.ahead",
     "kv_tiers.pool.places",
     "kv_tiers.server",

@@ -22,11 +22,13 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
+from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
 from kv_tiers.cache.host import TIER, CacheTotals, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig, check_lease
@@ -78,6 +80,7 @@ class LocalCache:
         own = default if share_policy is None else share_policy
         self._bounded = BoundedGroups()
         self._costs: dict[bytes, tuple[Costs, ChunkShape]] = {}
+        self._cleared_s: float | None = None
         shares = Shares(
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
@@ -290,8 +293,17 @@ class LocalCache:
             self._host.forget(self._index.held())
             self.admin.unpin_forgotten()
             self.lower.clear()
+            self._cleared_s = self._clock.now_s()
             if self.events.on:
                 self.events.publish(events.Forgotten((), everything=True))
+
+    def cleared_for_s(self) -> float | None:
+        """How long ago everything was cleared; None: never."""
+        return None if self._cleared_s is None else self._clock.now_s() - self._cleared_s
+
+    def reads_for_peers(self, fingerprint: str) -> PeerReads:
+        """fingerprint: of the chunks' format."""
+        return PeerReads(self._host, self._index, self.lower.local_lanes(), chunk_header.format_id(fingerprint))
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()

@@ -95,6 +95,10 @@ class LowerTiers:
         """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
         return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
 
+    def local_lanes(self) -> list[Lane]:
+        """Of the tiers that answer from memory, hottest first."""
+        return [lane for lane in self._lanes if lane.holds_is_local]
+
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers of which `holding` says nothing."""
         return [lane.name for lane in self._lanes if not lane.holds_is_local]

@@ -34,7 +34,8 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What became of one chunk that was to be loaded. checksum: of its bytes, if it was."""
+    """What became of one chunk that was to be loaded. checksum: of its bytes (or payload: `Read.as_stored`), if it
+    was."""
 
     key: ChunkKey
     outcome: LoadOutcome

@@ -60,7 +60,7 @@ class Payloads:
         )
         if isinstance(header, Damaged):
             return Arrival(read.key, header)
-        if not header.codec:
+        if not header.codec or read.as_stored:
             return Arrival(read.key, loaded, header.checksum)
         codec = self._decoder(header.codec)
         if isinstance(codec, str):

@@ -11,13 +11,17 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+
+from kv_tiers.host_port import HostPort
 
 _log = limited_logger(__name__)
 
 ACCEPTED_A_TURN: Final = 8
 REST_S: Final = 0.5
 """How long to leave a listener alone whose queue cannot be taken from at all."""
+_BACKLOG: Final = 64
 _SHORTAGES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -30,6 +34,20 @@ def allow_descriptors(wanted: int) -> int:
     if allowed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
+
+
+def listen_at(address: HostPort, where: str) -> socket.socket:
+    """A listening socket. where: what the user calls this, for the error.
+
+    Raises:
+        ConfigError: nobody can listen there.
+    """
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, place = found[0]
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"{where}: nobody can listen at {address}: {error.strerror or error}") from None
 
 
 class Acceptor:

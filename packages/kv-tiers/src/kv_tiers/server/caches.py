@@ -15,10 +15,12 @@ from kv_core.log import limited_logger
 from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.events.bus import EventBus
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
+from kv_tiers.tier import TierContext
 
 _log = limited_logger(__name__)
 
@@ -42,7 +44,7 @@ def cache_name(wanted: Format) -> str:
 
 
 class Caches:
-    """Owns them and closes them. Used by the server's thread only."""
+    """Owns them and closes them. Used by the server's thread only, but where it says otherwise."""
 
     def __init__(self, config: ServerConfig, clock: Clock, bus: EventBus, wake: Callable[[], None]) -> None:
         """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new."""
@@ -53,12 +55,17 @@ class Caches:
         self._caches: dict[Format, LocalCache] = {}
         self._opening: dict[Format, threading.Thread] = {}
         self._opened: deque[Opened] = deque()
+        self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
         return dict(self._caches)
 
     def find(self, wanted: Format) -> LocalCache | None:
         return self._caches.get(wanted)
+
+    def for_peers(self, namespace: str) -> tuple[LocalCache, PeerReads] | None:
+        """The cache whose tiers have this namespace, and what peers may read of it. On any thread."""
+        return self._for_peers.get(namespace)
 
     def opening(self) -> int:
         """How many are being opened."""
@@ -82,6 +89,9 @@ class Caches:
             self._opening.pop(opened.format).join()
             if opened.cache is not None:
                 self._caches[opened.format] = opened.cache
+                fingerprint = opened.format[1]
+                context = TierContext(opened.cache.pool.chunk_bytes, opened.cache.pool.slot_bytes, fingerprint)
+                self._for_peers[context.namespace] = opened.cache, opened.cache.reads_for_peers(fingerprint)
             news.append(opened)
         return news
 

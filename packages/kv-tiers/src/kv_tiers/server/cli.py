@@ -51,14 +51,18 @@ same file, and join this server if server.socket is set in it. In YAML:
     socket: /run/…/kv.sock        # instead of the place that the name gives
     max_formats: 4                # formats of chunks (models) served at once
     max_sessions: 128             # clients served at once
+  peers:                          # other hosts' servers that read from this one (docs/peers.md)
+    listen: 10.0.0.1:9500         # nothing unless it is said; beyond loopback it needs the files or the token
+    tls_ca_file: /…/ca.pem        # with tls_cert_file and tls_key_file
+    token_file: /…/token          # a secret that all peers have
   http:                           # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
     listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; nothing unless it is said
     token_file: /…/token          # made if it is not there; without it nothing can be changed over HTTP
     archive_directory: /…/saved   # where prefixes are exported to and imported from
 
-When it serves it prints READY, its socket, its process number and the page's address on one line. SIGTERM and SIGINT
-stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the user that started
-it are served at the socket.
+When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
+SIGTERM and SIGINT stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the
+user that started it are served at the socket.
 """
 
 
@@ -89,7 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _die_with(args.parent)
     if http is not None:
         http.start(server)
-    print(f"READY {server.socket_path} {os.getpid()}{'' if http is None else ' ' + http.url}", flush=True)
+    said = ["READY", str(server.socket_path), str(os.getpid())]
+    if http is not None:
+        said.append(http.url)
+    if server.peers_address is not None:
+        said.append(f"peers={server.peers_address}")
+    print(*said, flush=True)
     server.serve()
     if http is not None:
         http.stop()
@@ -120,6 +129,7 @@ def _config(args: argparse.Namespace) -> ServerConfig:
         "server.name": args.name,
         "host.capacity_bytes": args.capacity,
         "http.listen": args.http,
+        "peers.listen": args.listen,
     }
     layers = [Layer("the command line", {path: value for path, value in given.items() if value is not None})]
     if (file := args.config) is not None:
@@ -140,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help=f"server.name; by default it listens at {default_socket()}")
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
     parser.add_argument("--owner", type=int, metavar="PID", help="stop when this process ends")
     parser.add_argument("--own-directory", action="store_true", help="remove the socket's directory at the end")

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from kv_core.errors import ConfigError
 
-from kv_tiers.config import ColdConfig, HostConfig, HttpConfig, ObserveConfig, ServerSettings
+from kv_tiers.config import ColdConfig, HostConfig, HttpConfig, ObserveConfig, PeersConfig, ServerSettings
 from kv_tiers.server.address import user_directory
 from kv_tiers.settings import Layer, Settings, resolve
 from kv_tiers.tenants import Tenant, read_tenants
@@ -26,6 +26,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host: of each format's pool. tiers, cold, tenants: below and within each of them.
     observe: what watches the caches. A trace's file and the log are the server's own.
     http: where the page is and what can be asked there.
+    peers: where other hosts' servers are served.
     socket, name, max_formats, max_sessions, answer_s: as of `ServerSettings`.
     """
 
@@ -35,6 +36,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tenants: list[Tenant] = []
     observe: ObserveConfig = ObserveConfig()
     http: HttpConfig = HttpConfig()
+    peers: PeersConfig = PeersConfig()
     socket: str = ServerSettings().socket
     name: str = ServerSettings().name
     max_formats: int = ServerSettings().max_formats
@@ -42,8 +44,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     answer_s: float = ServerSettings().answer_s
 
     def descriptors(self) -> int:
-        """How many it may have open with all its clients: a socket and a pidfd each, HTTP's, and some for the tiers."""
-        return 2 * self.max_sessions + (_HTTP_DESCRIPTORS if self.http.listen else 0) + _OTHER_DESCRIPTORS
+        """How many it may have open with all its clients: a socket and a pidfd each, a socket for each peer, HTTP's,
+        and some for the tiers."""
+        peers = self.peers.max_connections if self.peers.listen else 0
+        return 2 * self.max_sessions + peers + (_HTTP_DESCRIPTORS if self.http.listen else 0) + _OTHER_DESCRIPTORS
 
     def socket_path(self) -> Path:
         return Path(self.socket) if self.socket else default_socket(self.name)
@@ -74,6 +78,7 @@ def server_config(settings: Settings) -> ServerConfig:
         tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
         observe=settings.observe,
         http=settings.http,
+        peers=settings.peers,
         **msgspec.structs.asdict(settings.server),
     )
     if config.host.name:

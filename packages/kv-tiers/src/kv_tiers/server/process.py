@@ -30,7 +30,8 @@ _STOP_S: Final = 15.0
 class ServerProcess:
     """A running server. `stop` it, or let it end with this process.
 
-    pid: of the server. url: where it serves HTTP; empty: nowhere. stop_s: how long stopping may take.
+    pid: of the server. url: where it serves HTTP; empty: nowhere. peers: where it serves other hosts' servers; empty:
+    nowhere. stop_s: how long stopping may take.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ServerProcess:
         """process: it says on its output that it serves, and the server, which may be another, holds that open."""
         self.stop_s = stop_s
         self.socket = socket
-        self.url = ""
+        self.url = self.peers = ""
         self.pid = process.pid
         self._process = process
         self._lifeline = lifeline
@@ -126,8 +127,13 @@ def launch(
         said = process.stdout.readline()
         if not said.startswith("READY"):
             raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
-        pid, _, made.url = said.rstrip("\n").removeprefix(f"READY {socket} ").partition(" ")
+        pid, *addresses = said.removeprefix(f"READY {socket} ").split()
         made.pid = int(pid)
+        for address in addresses:
+            if address.startswith("peers="):
+                made.peers = address.removeprefix("peers=")
+            else:
+                made.url = address
     except BaseException as error:
         made.stop()
         if isinstance(error, BrokenPipeError):

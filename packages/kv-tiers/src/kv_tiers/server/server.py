@@ -16,7 +16,7 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
@@ -24,6 +24,8 @@ from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.config import PeersConfig
+from kv_tiers.host_port import HostPort
 from kv_tiers.server import wire
 from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.address import Address
@@ -37,6 +39,9 @@ from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
 from kv_tiers.server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
 from kv_tiers.server.session import Session
 from kv_tiers.watch.build import build_bus
+
+if TYPE_CHECKING:
+    from kv_tiers.server.peers import PeerServer
 
 T = TypeVar("T")
 
@@ -79,6 +84,17 @@ class CacheServer:
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self._is_stopping = False
+        self._peers: PeerServer | None = None
+        try:
+            self._peers = _open_peers(config.peers, self._caches)
+        except ConfigError:
+            self._close()
+            raise
+
+    @property
+    def peers_address(self) -> HostPort | None:
+        """Where other hosts' servers are served; None: nowhere."""
+        return None if self._peers is None else self._peers.address
 
     @property
     def socket_path(self) -> Path:
@@ -111,6 +127,8 @@ class CacheServer:
 
     def serve(self) -> None:
         """Answer until `stop`; then accept nobody, have stored below what is to be stored there, and close."""
+        if self._peers is not None:
+            self._peers.start()
         try:
             while not self._is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
@@ -332,6 +350,8 @@ class CacheServer:
     def _close(self) -> None:
         self._address.stop_listening()
         self._acceptor.close()
+        if self._peers is not None:
+            self._peers.close()  # it reads from the caches
         self._mailbox.close()
         for client in self._connections.all():
             self._connections.drop(client)
@@ -342,6 +362,19 @@ class CacheServer:
         self._wake_reader.close()
         self._wake_writer.close()
         self._address.close()
+
+
+def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
+    """Take the address that the settings say; None: they say none. TLS is not for every server to import.
+
+    Raises:
+        ConfigError: it cannot be had, or a setting cannot be honoured.
+    """
+    if not config.listen:
+        return None
+    from kv_tiers.server.peers import PeerServer
+
+    return PeerServer(config, caches.for_peers)
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:

@@ -1,16 +1,12 @@
 """What crosses the socket: one message for each verb of `CacheService` and its answer, and a few about the session.
 
-A frame is a header of five bytes (length of what follows as u32, little-endian; protocol version as u8) and one
-MessagePack array whose first element names the message. The header is the same in every version, so that either side
-can tell the other which one it speaks. Lengths are checked before anything is set aside for them, and every field
+Frames are those of `kv_tiers.messages`. Lengths are checked before anything is set aside for them, and every field
 against its type and bounds before anything is done with it. `docs/formats/wire.md` says it for other languages.
 
 Chunks never cross: their places do, as slot numbers of the pool whose descriptor came with `Pool`. Keys cross as one
 run of bytes, which is much cheaper to read than an array of them.
 """
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Final, Literal
@@ -18,20 +14,20 @@ from typing import Annotated, Final, Literal
 import msgspec
 from kv_core.cost import Choice, Costs, Measured
 from kv_core.coverage import ChunkShape, Coverage
-from kv_core.errors import InputError, MisuseError
-from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
+from kv_core.errors import InputError
+from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 
+from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
+__all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
+
 VERSION: Final = 5
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
-HEADER: Final = struct.Struct("<IB")
-MAX_KEYS: Final = 1 << 16
-"""Keys in one message: 16 million tokens in chunks of 256."""
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
@@ -40,8 +36,6 @@ MAX_REQUEST_BYTES: Final = 4 << 20
 MAX_ANSWER_BYTES: Final = 64 << 20
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
 GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
@@ -50,59 +44,21 @@ CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
 
-class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Of a fixed number of elements, all of them given."""
-
-
-class Keys(_Message):
-    """Keys of one length, one after another."""
-
-    key_bytes: Annotated[int, msgspec.Meta(ge=0, le=max(KEY_BYTES))] = 0
-    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_BYTES))] = b""
-
-    def unpack(self) -> list[ChunkKey]:
-        """
-        Raises:
-            InputError: no keys of this release.
-        """
-        nbytes, joined = self.key_bytes, self.joined
-        if not joined:
-            return []
-        if nbytes not in KEY_BYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
-            raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
-        if set(joined[::nbytes]) != {KEY_VERSION}:
-            raise InputError(f"a chunk key of another version than {KEY_VERSION}")
-        return [ChunkKey(key) for (key,) in struct.iter_unpack(f"{nbytes}s", joined)]
-
-
 @lru_cache(64)
 def _shape(chunk_tokens: int, coverages: tuple[str, ...], shards: int) -> ChunkShape:
     return ChunkShape(chunk_tokens, tuple(map(Coverage.parse, coverages)), shards)
 
 
-def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
-    """
-    Raises:
-        MisuseError: not all of one length. The keys of one prompt are, as one scheme made them.
-    """
-    if not keys:
-        return Keys()
-    nbytes, joined = len(keys[0]), b"".join(keys)
-    if nbytes * len(keys) != len(joined) or set(map(len, keys)) != {nbytes}:
-        raise MisuseError("the keys of one call have digests of one length")
-    return Keys(nbytes, joined)
-
-
 # Requests: about the session.
 
 
-class Hello(_Message, tag="hello"):
+class Hello(Message, tag="hello"):
     """The first message. package: the client's version, for the log."""
 
     package: Name
 
 
-class Register(_Message, tag="register"):
+class Register(Message, tag="register"):
     """What this session's chunks are. Answered by `Pool`, with the pool's descriptor beside it.
 
     engine: whose process this is. What follows may be asked for by its other processes (`Registered`).
@@ -126,25 +82,25 @@ class Register(_Message, tag="register"):
     is_cleared: bool
 
 
-class Unregister(_Message, tag="unregister"):
+class Unregister(Message, tag="unregister"):
     """Everything of this session is given back: the client holds nothing, and writes nothing any more."""
 
 
-class Registered(_Message, tag="registered"):
+class Registered(Message, tag="registered"):
     """Which sessions an engine has registered; those of all engines if it is not named."""
 
     engine: Name
 
 
-class Ping(_Message, tag="ping"):
+class Ping(Message, tag="ping"):
     pass
 
 
-class Status(_Message, tag="status"):
+class Status(Message, tag="status"):
     pass
 
 
-class Explain(_Message, tag="explain"):
+class Explain(Message, tag="explain"):
     """What became of a prompt's chunks. Every key space and tenant that the caches remember is looked at.
 
     digest_bytes: of one digest.
@@ -173,7 +129,7 @@ class Explain(_Message, tag="explain"):
 # Requests: the verbs of `CacheService`, with its words.
 
 
-class Lookup(_Message, tag="lookup"):
+class Lookup(Message, tag="lookup"):
     """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine."""
 
     keys: Keys
@@ -192,56 +148,56 @@ class Lookup(_Message, tag="lookup"):
         return _shape(self.chunk_tokens, self.coverages, self.shards)
 
 
-class Renew(_Message, tag="renew"):
+class Renew(Message, tag="renew"):
     holder: Name
 
 
-class Load(_Message, tag="load"):
+class Load(Message, tag="load"):
     keys: Keys
     holder: Name
 
 
-class BeginStore(_Message, tag="begin_store"):
+class BeginStore(Message, tag="begin_store"):
     keys: Keys
     holder: Name
 
 
-class Commit(_Message, tag="commit"):
+class Commit(Message, tag="commit"):
     lease: Number
 
 
-class Release(_Message, tag="release"):
+class Release(Message, tag="release"):
     lease: Number
     is_write: bool
 
 
-class Forget(_Message, tag="forget"):
+class Forget(Message, tag="forget"):
     keys: Keys
 
 
-class End(_Message, tag="end"):
+class End(Message, tag="end"):
     holder: Name
 
 
-class Allocated(_Message, tag="allocated"):
+class Allocated(Message, tag="allocated"):
     """Blocks that the engine gave, by holder. Not answered, as the next."""
 
     blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
-class EngineMeasured(_Message, tag="measured"):
+class EngineMeasured(Message, tag="measured"):
     samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
-class Clear(_Message, tag="clear"):
+class Clear(Message, tag="clear"):
     pass
 
 
-class Counts(_Message, tag="counts"):
+class Counts(Message, tag="counts"):
     pass
 
 
-class ChangesSince(_Message, tag="changes_since"):
+class ChangesSince(Message, tag="changes_since"):
     """What entered and left the pool. upto: as the last answer said, 0 at first."""
 
     upto: Number
@@ -257,19 +213,19 @@ Request = Hello | Register | Unregister | Registered | Ping | Status | Explain |
 FailedKind = Literal["misuse", "refused", "malformed", "fault"]
 
 
-class Failed(_Message, tag="failed"):
+class Failed(Message, tag="failed"):
     """misuse: a bug of the client; the session goes on. Everything else ends it."""
 
     kind: FailedKind
     text: str
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(Message, tag="welcome"):
     package: Name
     pid: int
 
 
-class Pool(_Message, tag="pool"):
+class Pool(Message, tag="pool"):
     """What a registration gives.
 
     name: of this pool and of no other, ever.
@@ -287,15 +243,15 @@ class Pool(_Message, tag="pool"):
     is_watched: bool
 
 
-class Done(_Message, tag="done"):
+class Done(Message, tag="done"):
     """Also the answer to a ping."""
 
 
-class Truth(_Message, tag="truth"):
+class Truth(Message, tag="truth"):
     value: bool
 
 
-class Planned(_Message, tag="planned"):
+class Planned(Message, tag="planned"):
     """A `LookupPlan`: with the name of its `Ended`."""
 
     chunks: int
@@ -306,7 +262,7 @@ class Planned(_Message, tag="planned"):
     choice: Choice | None
 
 
-class ReadLeased(_Message, tag="read_leased"):
+class ReadLeased(Message, tag="read_leased"):
     """A read lease, or none.
 
     lease: 0: the load has failed.
@@ -321,7 +277,7 @@ class ReadLeased(_Message, tag="read_leased"):
     reason: str
 
 
-class WriteLeased(_Message, tag="write_leased"):
+class WriteLeased(Message, tag="write_leased"):
     """A write lease, or none.
 
     lease: 0: there is none.
@@ -336,7 +292,7 @@ class WriteLeased(_Message, tag="write_leased"):
     refused: str
 
 
-class Counted(_Message, tag="counted"):
+class Counted(Message, tag="counted"):
     counts: CacheCounts
 
 
@@ -373,7 +329,7 @@ class Explained:
     choice: Choice | None
 
 
-class Explanations(_Message, tag="explanations"):
+class Explanations(Message, tag="explanations"):
     """What is known of a prompt.
 
     caches: how many there are.
@@ -390,14 +346,14 @@ class Explanations(_Message, tag="explanations"):
     explained: list[Explained]
 
 
-class Change(_Message):
+class Change(Message):
     """entered: these keys can be found from now, else no more. No keys: everything has left."""
 
     entered: bool
     keys: Keys
 
 
-class Changed(_Message, tag="changed"):
+class Changed(Message, tag="changed"):
     """upto, is_whole, changes: as of `kv_tiers.events.changes.Changes`."""
 
     upto: int
@@ -405,11 +361,11 @@ class Changed(_Message, tag="changed"):
     changes: list[Change]
 
 
-class Registrations(_Message, tag="registrations"):
+class Registrations(Message, tag="registrations"):
     sessions: list[Registration]
 
 
-class Stated(_Message, tag="stated"):
+class Stated(Message, tag="stated"):
     report: Report
 
 
@@ -482,11 +438,7 @@ class Frames:
         """
         if len(self._arrived) < HEADER.size:
             return None
-        nbytes, version = HEADER.unpack_from(self._arrived)
-        if version != VERSION:
-            raise InputError(f"this side speaks version {VERSION} of the protocol, the other {version}")
-        if nbytes > self._max_bytes:
-            raise InputError(f"a message of {nbytes} bytes; at most {self._max_bytes} are allowed")
+        nbytes = check_header(self._arrived, version=VERSION, max_bytes=self._max_bytes)
         end = HEADER.size + nbytes
         if len(self._arrived) < end:
             return None

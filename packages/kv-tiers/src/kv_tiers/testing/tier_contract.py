@@ -25,22 +25,18 @@ CHUNK_BYTES = 10_000
 FINGERPRINT = "contract"
 
 
-class TierContract:
-    """Define `make`: an empty tier with room for `chunks` chunks of `context` at least."""
+class ReadOnlyTierContract:
+    """Of a tier in which others store (`ReadOnly`).
+
+    Define `make`: an empty tier whose medium has room for `chunks` chunks of `context` at least; and `put`.
+    """
 
     def make(self, context: TierContext, chunks: int) -> Tier:
         raise NotImplementedError
 
-    def unreadable_medium(self) -> AbstractContextManager[object] | None:
-        """While it is entered the medium of `self.tier` fails every read. None: there is nothing that could."""
-        return None
-
-    def spoil(self, key: ChunkKey, at: int) -> None:
-        """Flip a bit of byte `at` of the payload that `self.tier` keeps under this key, past the tier."""
-        pytest.skip("this test cannot reach what its tier keeps")
-
-    def wait_until_tried_again(self) -> None:
-        """Until the tier reads what it could not read before, where it remembers that: by its clock."""
+    def put(self, keys: Sequence[ChunkKey]) -> None:
+        """Have the chunks of one prompt be there, each known by its key as `content` makes it."""
+        raise NotImplementedError
 
     def setup_method(self) -> None:
         self.context = TierContext(CHUNK_BYTES, slot_bytes_for(CHUNK_BYTES), FINGERPRINT)
@@ -77,9 +73,6 @@ class TierContract:
     def writes(self, keys: Sequence[ChunkKey]) -> list[Write]:
         return [self.write(key, parent) for parent, key in zip([None, *keys], keys, strict=False)]
 
-    def store(self, keys: Sequence[ChunkKey]) -> None:
-        assert self.tier.store(self.writes(keys)) == [Stored()] * len(keys)
-
     def load(self, keys: Sequence[ChunkKey]) -> list[LoadOutcome]:
         """Load and check: what is called loaded is what was stored, and its header says so."""
         reads = [self.read(key) for key in keys]
@@ -114,7 +107,7 @@ class TierContract:
 
     def test_what_was_stored_is_held_and_comes_back_whole(self) -> None:
         keys = key_chain(5)
-        self.store(keys)
+        self.put(keys)
         assert self.tier.holds(keys) == [True] * 5
         assert self.load(keys) == [Loaded(self.context.chunk_bytes)] * 5
         assert self.load(keys[::-1]) == [Loaded(self.context.chunk_bytes)] * 5
@@ -127,10 +120,79 @@ class TierContract:
 
     def test_one_batch_mixes_what_is_there_and_what_is_not(self) -> None:
         here, other = key_chain(3), key_chain(3, branch="other")
-        self.store(here)
+        self.put(here)
         mixed = [here[0], other[0], here[1], other[1], here[2]]
         assert self.tier.holds(mixed) == [True, False, True, False, True]
         assert self.loaded(mixed) == [True, False, True, False, True]
+
+    def test_every_share_of_a_chunk_is_its_own(self) -> None:
+        keys = key_chain(2, shards=2)
+        self.put(keys[::2])
+        assert self.tier.holds(keys) == [True, False, True, False]
+        self.put(keys)
+        assert self.loaded(keys) == [True] * 4
+
+    def test_more_is_asked_than_one_round_trip_should_carry(self) -> None:
+        keys = key_chain(8)
+        self.put(keys)
+        asked = [key for number in range(150) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
+        assert self.tier.holds(asked) == [key in keys for key in asked]
+
+    def test_a_larger_chunk_of_whole_pages(self) -> None:
+        self.use(TierContext(3 << 20, 3 << 20, FINGERPRINT), 4)
+        keys = key_chain(3)
+        self.put(keys)
+        assert self.loaded(keys) == [True] * 3
+
+    def test_what_was_discarded_is_gone(self) -> None:
+        keys = key_chain(4)
+        self.put(keys)
+        self.tier.discard([keys[1], keys[3], *key_chain(1, branch="never")])
+        assert self.tier.holds(keys) == [True, False, True, False]
+        assert self.loaded(keys) == [True, False, True, False]
+
+    def test_what_was_cleared_is_gone(self) -> None:
+        keys = key_chain(4)
+        self.put(keys)
+        self.tier.clear()
+        assert self.tier.holds(keys) == [False] * 4
+        assert self.load(keys) == [Absent()] * 4
+        assert self.tier.usage().chunks in (0, None)
+
+    def test_closing_twice_is_closing(self) -> None:
+        self.tier.close()
+        self.tier.close()
+
+
+class TierContract(ReadOnlyTierContract):
+    """Define `make`: an empty tier with room for `chunks` chunks of `context` at least."""
+
+    def unreadable_medium(self) -> AbstractContextManager[object] | None:
+        """While it is entered the medium of `self.tier` fails every read. None: there is nothing that could."""
+        return None
+
+    def spoil(self, key: ChunkKey, at: int) -> None:
+        """Flip a bit of byte `at` of the payload that `self.tier` keeps under this key, past the tier."""
+        pytest.skip("this test cannot reach what its tier keeps")
+
+    def wait_until_tried_again(self) -> None:
+        """Until the tier reads what it could not read before, where it remembers that: by its clock."""
+
+    def store(self, keys: Sequence[ChunkKey]) -> None:
+        assert self.tier.store(self.writes(keys)) == [Stored()] * len(keys)
+
+    def put(self, keys: Sequence[ChunkKey]) -> None:
+        self.store(keys)
+
+    def test_what_was_discarded_or_cleared_can_be_stored_again(self) -> None:
+        keys = key_chain(4)
+        self.store(keys)
+        self.tier.discard(keys[1:3])
+        self.store(keys)
+        assert self.loaded(keys) == [True] * 4
+        self.tier.clear()
+        self.store(keys)
+        assert self.loaded(keys) == [True] * 4
 
     def test_storing_again_is_stored_and_still_one_chunk(self) -> None:
         keys = key_chain(2)
@@ -146,25 +208,6 @@ class TierContract:
         for write in writes:
             write.pages[:] = bytes(len(write.pages))
         assert self.loaded(keys) == [True, True]
-
-    def test_what_was_discarded_is_gone(self) -> None:
-        keys = key_chain(4)
-        self.store(keys)
-        self.tier.discard([keys[1], keys[3], *key_chain(1, branch="never")])
-        assert self.tier.holds(keys) == [True, False, True, False]
-        assert self.loaded(keys) == [True, False, True, False]
-        self.store(keys)
-        assert self.loaded(keys) == [True] * 4
-
-    def test_cleared_is_empty_and_of_use(self) -> None:
-        keys = key_chain(4)
-        self.store(keys)
-        self.tier.clear()
-        assert self.tier.holds(keys) == [False] * 4
-        assert self.load(keys) == [Absent()] * 4
-        assert self.tier.usage().chunks in (0, None)
-        self.store(keys)
-        assert self.loaded(keys) == [True] * 4
 
     def test_a_tenant_is_cleared_and_nobody_else(self) -> None:
         if not isinstance(self.tier, ClearsTenants):
@@ -188,25 +231,6 @@ class TierContract:
         self.tier.clear_tenant(NO_TENANT)
         assert self.loaded(chains["one"]) == [True] * 3
         assert self.tier.holds(chains[None] + elsewhere[None]) == [False] * 4
-
-    def test_every_share_of_a_chunk_is_its_own(self) -> None:
-        keys = key_chain(2, shards=2)
-        self.store(keys[::2])
-        assert self.tier.holds(keys) == [True, False, True, False]
-        self.store(keys)
-        assert self.loaded(keys) == [True] * 4
-
-    def test_more_is_asked_than_one_round_trip_should_carry(self) -> None:
-        keys = key_chain(8)
-        self.store(keys)
-        asked = [key for number in range(150) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
-        assert self.tier.holds(asked) == [key in keys for key in asked]
-
-    def test_a_larger_chunk_of_whole_pages(self) -> None:
-        self.use(TierContext(3 << 20, 3 << 20, FINGERPRINT), 4)
-        keys = key_chain(3)
-        self.store(keys)
-        assert self.loaded(keys) == [True] * 3
 
     def test_payloads_of_any_size_come_back_with_their_size(self) -> None:
         sizes = [self.context.chunk_bytes - 1, 1, 4095, 4096, 4097, self.context.chunk_bytes]
@@ -332,10 +356,6 @@ class TierContract:
 
         side_by_side(work)
         assert sum(loaded) > 40
-
-    def test_closing_twice_is_closing(self) -> None:
-        self.tier.close()
-        self.tier.close()
 
 
 class BoundedTierContract(TierContract):

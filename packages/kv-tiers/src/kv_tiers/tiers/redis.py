@@ -32,7 +32,8 @@ from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers, refused_for_now
-from kv_tiers.tiers.resp import Buffer, Connection, ErrorReply, TooLarge, command, set_command
+from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
+from kv_tiers.tiers.timed_socket import Buffer
 
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands in one round trip."""

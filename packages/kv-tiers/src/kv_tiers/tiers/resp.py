@@ -1,25 +1,23 @@
 """One connection to a Redis or Valkey server that moves large values between its socket and memory lent by the caller.
 
 It speaks RESP2, the protocol's second version, without which no server of either family comes, and of it what
-commands of bulk strings need. Payloads are neither copied nor joined: a value leaves from where it lies (sendmsg) and
-arrives where it shall lie (recv_into). Which commands to send is the caller's business.
+commands of bulk strings need. Payloads are neither copied nor joined (`TimedSocket`). Which commands to send is the
+caller's business.
 
 The server is not trusted: no length that it names is allocated, and a reply that fits no expectation raises
 `ProtocolError`. After any exception the state of the conversation is unknown: close the connection.
 """
 
 import socket
-import ssl
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kv_tiers.tiers.timed_socket import Buffer, TimedSocket
+
 _BUFFER_BYTES: Final = 16 << 10
 _DRAIN_BYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
-_MAX_BUFFERS: Final = 64  # a call of sendmsg; every system takes more
-Buffer = bytes | bytearray | memoryview
 
 
 class ProtocolError(Exception):
@@ -59,17 +57,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         """It owns `sock` from now. timeout_s: for one `send`, or one reply; up to twice that if it dribbles in."""
-        self._sock, self._timeout_s = sock, timeout_s
-        # A TLS socket returns what one record holds and heeds Python's own time-outs only. Over TCP the kernel waits
-        # until the lent memory is full: one call for a value, and a tenth faster (4 MiB on 2 cores). Over a unix socket
-        # that is a tenth slower.
-        self._encrypted = isinstance(sock, ssl.SSLSocket)
-        self._whole = 0 if self._encrypted or sock.family == socket.AF_UNIX else socket.MSG_WAITALL
-        if not self._encrypted:
-            sock.settimeout(None)
-            limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, direction, limit)
+        self._socket, self._timeout_s = TimedSocket(sock, timeout_s), timeout_s
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._from = self._until = 0
@@ -80,19 +68,11 @@ class Connection:
         return self._from == self._until
 
     def close(self) -> None:
-        self._sock.close()
+        self._socket.close()
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send these one after another."""
-        deadline = time.monotonic() + self._timeout_s
-        left, at = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
-        while at < len(left):
-            sent = self._send_some(left[at : at + _MAX_BUFFERS], deadline)
-            while at < len(left) and sent >= len(left[at]):
-                sent -= len(left[at])
-                at += 1
-            if sent:
-                left[at] = left[at][sent:]
+        self._socket.send(buffers, time.monotonic() + self._timeout_s)
 
     def read_numbers(self, count: int) -> list[int | ErrorReply]:
         """So many replies to EXISTS, UNLINK and the like."""
@@ -155,38 +135,13 @@ class Connection:
             raise ProtocolError(f"a line of more than {_BUFFER_BYTES} bytes")
         self._buffer[: len(waiting)] = waiting
         self._from, self._until = 0, len(waiting)
-        self._until += self._receive(self._buffer[self._until :], 0, deadline)
+        self._until += self._socket.receive(self._buffer[self._until :], deadline)
 
     def _fill(self, part: memoryview, deadline: float) -> None:
         buffered = min(self._until - self._from, len(part))
         part[:buffered] = self._buffer[self._from : self._from + buffered]
         self._from += buffered
-        while buffered < len(part):
-            buffered += self._receive(part[buffered:], self._whole, deadline)
-
-    def _receive(self, into: memoryview, flags: int, deadline: float) -> int:
-        self._arm(deadline)
-        try:
-            received = self._sock.recv_into(into, 0, flags)
-        except BlockingIOError:
-            raise TimeoutError("no whole reply in time") from None
-        if not received:
-            raise ConnectionResetError("the server closed the connection")
-        return received
-
-    def _send_some(self, buffers: list[memoryview], deadline: float) -> int:
-        self._arm(deadline)
-        try:
-            return self._sock.send(buffers[0]) if self._encrypted else self._sock.sendmsg(buffers)
-        except BlockingIOError:
-            raise TimeoutError("the server takes nothing") from None
-
-    def _arm(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("no whole reply in time")
-        if self._encrypted:
-            self._sock.settimeout(left_s)
+        self._socket.fill(part[buffered:], deadline)
 
 
 def _number(line: bytes) -> int:

@@ -15,9 +15,9 @@ from kv_core.log import limited_logger
 from starlette.types import ASGIApp
 
 from kv_tiers.config import HttpConfig
-from kv_tiers.server.accepting import Acceptor
+from kv_tiers.server.accepting import Acceptor, listen_at
 from kv_tiers.server.http.app import make_app
-from kv_tiers.server.http.config import Listen, read_listen
+from kv_tiers.server.http.config import read_listen
 from kv_tiers.server.http.connections import IDLE_S, BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
@@ -27,7 +27,6 @@ from kv_tiers.tenants import Tenant
 
 _log = limited_logger(__name__)
 
-_BACKLOG: Final = 64
 _HEAD_BYTES: Final = 16 << 10
 _END_S: Final = 2
 _NO_ROOM: Final = (
@@ -50,7 +49,7 @@ class HttpThread:
         self._names = Names({tenant.tag: tenant.name for tenant in tenants})
         self._archive_directory = _checked_directory(config.archive_directory)
         self._hosts = names | {name.lower() for name in config.hosts} if names or config.hosts else names
-        self._listener = _bound(listen)
+        self._listener = listen_at(listen, "http: listen")
         self.url = listen.url(self._listener.getsockname()[1])
         self._server: uvicorn.Server | None = None
         self._accepting: _HttpListener | None = None
@@ -189,14 +188,3 @@ def _checked_directory(archive_directory: str) -> str:
             f"http: archive_directory: {archive_directory} is no directory that can be written to; make it"
         )
     return archive_directory
-
-
-def _bound(listen: Listen) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"http: nobody can listen at {listen.host} port {listen.port}: {error.strerror or error}"
-        ) from None

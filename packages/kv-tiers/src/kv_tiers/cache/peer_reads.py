@@ -1,0 +1,115 @@
+"""What other hosts' servers may read of a cache: chunks of the pool and of the tiers that answer from memory.
+
+Remote tiers are left out. So a question never travels on, and two servers that ask each other cannot make a loop. What
+peers read is not a use of the chunk: a copy stays where it is used. Nothing here changes what the cache holds.
+"""
+
+import mmap
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Loaded
+
+from kv_tiers.cache.host import AT_ONCE, HostTier
+from kv_tiers.chunk_header import HEADER_BYTES, pack_header
+from kv_tiers.index.residency import Residency
+from kv_tiers.lanes.jobs import Arrival
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.tier import Read
+
+_STAGED: Final = 4
+"""Chunks of lower tiers that all peers together may have in memory beside the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk's header, and the payload that it speaks of: in the pool the chunk's bytes, below as they are stored."""
+
+    header: bytes | bytearray
+    payload: memoryview
+
+
+class PeerReads:
+    """Of one cache, for any thread; it waits for lower tiers, so it is not for an engine's."""
+
+    def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], format_id: bytes) -> None:
+        """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks."""
+        self._host = host
+        self._index = index
+        self._lanes = lanes
+        self._format_id = format_id
+        self._staging: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        for _ in range(_STAGED):
+            self._staging.put(None)  # memory is taken when it is needed
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these `read` would find."""
+        held: list[bool] = []
+        for at in range(0, len(keys), AT_ONCE):  # others get the lock in between
+            with self._host.lock:
+                self._host.check_open()
+                held += [self._index.find(key) is not None for key in keys[at : at + AT_ONCE]]
+        for lane in self._lanes:
+            lacking = [at for at, is_held in enumerate(held) if not is_held]
+            for at, is_held in zip(lacking, lane.holds([keys[at] for at in lacking]), strict=True):
+                held[at] = is_held
+        return held
+
+    @contextmanager
+    def read(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
+        """The chunk, for as long as the context lasts. None: it is not here, or a lower tier did not bring it in time.
+
+        The header names no parent: who asks for chunks knows their order.
+        """
+        with self._host.lock:
+            self._host.check_open()
+            slot = self._index.find(key)
+            if slot is not None:
+                self._index.lease([slot])
+        if slot is None:
+            with self._read_lower(key, timeout_s) as stored:
+                yield stored
+            return
+        try:
+            with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
+                yield StoredChunk(pack_header(key, None, chunk, self._format_id), chunk)
+        finally:
+            with self._host.lock:
+                self._host.unlease([slot])
+
+    @contextmanager
+    def _read_lower(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
+        lane = next((lane for lane in self._lanes if lane.holds([key])[0]), None)
+        if lane is None:
+            yield None
+            return
+        try:
+            pages = self._staging.get(timeout=timeout_s)
+        except queue.Empty:
+            yield None
+            return
+        pool = self._host.pool
+        if pages is None:
+            pages = memoryview(mmap.mmap(-1, pool.slot_bytes))
+        is_lent = False
+        try:
+            read = Read(key, bytearray(HEADER_BYTES), pages, pool.chunk_bytes, pool.sizes.of(key), as_stored=True)
+            arrived = threading.Event()
+            arrivals: list[Arrival] = []
+
+            def done(answers: Sequence[Arrival]) -> None:
+                arrivals.extend(answers)
+                arrived.set()
+
+            if lane.load([read], done):
+                is_lent = not arrived.wait(timeout_s)
+            outcome = arrivals[0].outcome if arrivals else None
+            yield StoredChunk(read.header, pages[: outcome.nbytes]) if isinstance(outcome, Loaded) else None
+        finally:
+            # What a tier has not given back may be written at any time: others get other memory.
+            self._staging.put(None if is_lent else pages)

@@ -1,0 +1,42 @@
+"""A host and a port as a setting has them."""
+
+import ipaddress
+from typing import Final
+
+import msgspec
+from kv_core.errors import ConfigError
+
+LOOPBACK_NAME: Final = "localhost"
+
+
+class HostPort(msgspec.Struct, frozen=True):
+    """host: a name or an address, without brackets. port 0: one that is free."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == LOOPBACK_NAME:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def read_host_port(text: str, where: str) -> HostPort:
+    """where: what the user calls this, for the error.
+
+    Raises:
+        ConfigError: no host and port.
+    """
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
+    if not colon or not bare or not is_port or (":" in bare) != (bare != host):
+        raise ConfigError(f"{where} is {text!r}; write a host and a port, such as 127.0.0.1:9400 or [::1]:9400")
+    return HostPort(bare, int(port))

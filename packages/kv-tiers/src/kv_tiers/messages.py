@@ -1,0 +1,73 @@
+"""What messages to other processes and hosts have in common: their frames, their strictness, and keys in bulk.
+
+A frame is a header of five bytes (length of what follows as u32, little-endian; the protocol's version as u8) and one
+MessagePack array whose first element names the message. The header is the same in every version of every protocol, so
+that either side can tell the other which one it speaks.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+from kv_core.errors import InputError, MisuseError
+from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
+
+HEADER: Final = struct.Struct("<IB")
+MAX_KEYS: Final = 1 << 16
+"""Keys in one message: 16 million tokens in chunks of 256."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Of a fixed number of elements, all of them given."""
+
+
+class Keys(Message):
+    """Keys of one length, one after another."""
+
+    key_bytes: Annotated[int, msgspec.Meta(ge=0, le=max(KEY_BYTES))] = 0
+    joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_BYTES))] = b""
+
+    def unpack(self) -> list[ChunkKey]:
+        """
+        Raises:
+            InputError: no keys of this release.
+        """
+        nbytes, joined = self.key_bytes, self.joined
+        if not joined:
+            return []
+        if nbytes not in KEY_BYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
+            raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
+        if set(joined[::nbytes]) != {KEY_VERSION}:
+            raise InputError(f"a chunk key of another version than {KEY_VERSION}")
+        return [ChunkKey(key) for (key,) in struct.iter_unpack(f"{nbytes}s", joined)]
+
+
+def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
+    """
+    Raises:
+        MisuseError: not all of one length. The keys of one prompt are, as one scheme made them.
+    """
+    if not keys:
+        return Keys()
+    nbytes, joined = len(keys[0]), b"".join(keys)
+    if nbytes * len(keys) != len(joined) or set(map(len, keys)) != {nbytes}:
+        raise MisuseError("the keys of one call have digests of one length")
+    return Keys(nbytes, joined)
+
+
+def check_header(header: bytes | bytearray | memoryview, *, version: int, max_bytes: int) -> int:
+    """The length of the message behind a frame's header.
+
+    Raises:
+        InputError: another version of the protocol, or longer than is allowed.
+    """
+    nbytes, its_version = HEADER.unpack_from(header)
+    if its_version != version:
+        raise InputError(f"this side speaks version {version} of the protocol, the other {its_version}")
+    if nbytes > max_bytes:
+        raise InputError(f"a message of {nbytes} bytes; at most {max_bytes} are allowed")
+    return int(nbytes)

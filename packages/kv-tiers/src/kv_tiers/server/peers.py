@@ -1,0 +1,210 @@
+"""The second address of a server: other hosts' servers ask here what it holds, and read it (`tiers.peers_wire`).
+
+A peer only reads: nothing that it says stores, moves, evicts or forgets a chunk. Each connection has a thread of its
+own, beside the serving thread, which never waits for one. A thread has one chunk leased at a time, sends it from where
+it lies, and gives up a peer that is too slow. There are as many connections as the settings allow; who comes then is
+turned away, and is served by nobody else's expense.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kv_core.errors import InputError, MisuseError
+from kv_core.log import limited_logger
+
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.peer_reads import PeerReads
+from kv_tiers.config import PeersConfig
+from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.server.accepting import REST_S, listen_at
+from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
+from kv_tiers.tiers.peers_wire import NO_HEADER, Fetch, Held, Hello, Holds, PeerStream, Refused, unpack_keys
+
+_log = limited_logger(__name__)
+
+_WHERE: Final = "peers"
+_GREETING_S: Final = 5.0
+"""How long a newcomer may take to show who it is."""
+_IDLE_S: Final = 120.0
+"""How long a connection may ask for nothing. A host that is gone says nothing either."""
+_END_S: Final = 5.0
+
+FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
+"""The cache of a namespace, on any thread."""
+
+
+@dataclass(slots=True)
+class PeerCounts:
+    """What is served to peers. All but `connections` only grow.
+
+    connections: at this moment. turned_away: newcomers without room, or not one of us.
+    asked, held: chunks that were asked about, and those of them that were here.
+    sent, sent_bytes: chunks, and the bytes of their payloads.
+    """
+
+    connections: int = 0
+    turned_away: int = 0
+    asked: int = 0
+    held: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+
+
+class PeerServer:
+    """Takes its address at once, serves from `start` until `close`."""
+
+    def __init__(self, config: PeersConfig, find: FindCache) -> None:
+        """
+        Raises:
+            ConfigError: the settings cannot be honoured, or the address is taken.
+        """
+        listen = read_host_port(config.listen, f"{_WHERE}: listen")
+        check_protected(config, [listen], _WHERE)
+        self._config = config
+        self._find = find
+        self._token = read_token(config, _WHERE)
+        self._tls = tls_context(config, _WHERE, is_server=True)
+        self._listener = listen_at(listen, f"{_WHERE}: listen")
+        self.address = HostPort(listen.host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._counts = PeerCounts()
+        self._connected: dict[threading.Thread, socket.socket] = {}
+        self._ending = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
+
+    def start(self) -> None:
+        self._accepting.start()
+
+    def counts(self) -> PeerCounts:
+        """A snapshot, on any thread."""
+        with self._lock:
+            return replace(self._counts, connections=len(self._connected))
+
+    def close(self) -> None:
+        """Accept nobody, and end what is being answered: when this returns, no chunk is leased for a peer."""
+        self._ending.set()
+        _shut(self._listener)
+        if self._accepting.is_alive():
+            self._accepting.join(_END_S)
+        self._listener.close()
+        with self._lock:
+            connected = dict(self._connected)
+        for sock in connected.values():
+            _shut(sock)
+        until = time.monotonic() + _END_S
+        for thread in connected:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._ending.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._ending.is_set():
+                    _log.warning("peers cannot be accepted, and wait for %g s: %s", REST_S, error.strerror or error)
+                    self._ending.wait(REST_S)
+                continue
+            with self._lock:
+                if len(self._connected) >= self._config.max_connections:
+                    self._counts.turned_away += 1
+                    sock.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
+                self._connected[thread] = sock
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection, to its end, whatever that is."""
+        try:
+            self._converse(self._admitted(sock))
+        except (InputError, PermissionError) as error:
+            _log.warning("a peer is turned away: %s", error)
+            with self._lock:
+                self._counts.turned_away += 1
+        except OSError as error:
+            _log.debug("a peer has gone: %s", error)
+        except MisuseError:
+            _log.debug("a peer is left alone: the cache it reads is closed")
+        except Exception:  # noqa: BLE001  # a bug costs this connection and no other
+            _log.exception("a peer met a bug")
+        finally:
+            with self._lock:
+                sock = self._connected.pop(threading.current_thread())
+            sock.close()
+
+    def _admitted(self, sock: socket.socket) -> PeerStream:
+        """The conversation with a peer that is one of us.
+
+        Raises:
+            PermissionError: it is none. InputError: it does not speak as one. OSError: it is gone.
+        """
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_GREETING_S)
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+            except ssl.SSLError as error:
+                raise PermissionError(f"no certificate that counts here: {error.reason or error}") from None
+            with self._lock:
+                self._connected[threading.current_thread()] = sock
+        stream = PeerStream(sock)
+        try:
+            stream.admit(self._token, _GREETING_S)
+        except (InputError, PermissionError) as error:
+            with suppress(OSError):
+                stream.send_message(Refused(str(error)), time.monotonic() + _GREETING_S)
+            raise
+        return stream
+
+    def _converse(self, stream: PeerStream) -> None:
+        while not self._ending.is_set():
+            request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
+            match request:
+                case Holds():
+                    self._answer_holds(stream, request, deadline)
+                case Fetch():
+                    self._answer_fetch(stream, request, deadline)
+                case Hello():
+                    raise InputError("a peer says hello once")
+
+    def _answer_holds(self, stream: PeerStream, request: Holds, deadline: float) -> None:
+        keys = unpack_keys(request)
+        found = self._find(request.namespace)
+        held, cleared_s = [False] * len(keys), None
+        if found is not None:
+            cache, reads = found
+            cleared_s = cache.cleared_for_s()  # before: what is cleared meanwhile is not said to be newer
+            held = reads.holds(keys)
+        with self._lock:
+            self._counts.asked += len(keys)
+            self._counts.held += sum(held)
+        stream.send_message(Held(bytes(held), cleared_s), deadline)
+
+    def _answer_fetch(self, stream: PeerStream, request: Fetch, deadline: float) -> None:
+        keys = unpack_keys(request)
+        found = self._find(request.namespace)
+        for key in keys:
+            if found is None:
+                stream.send([NO_HEADER], deadline)
+                continue
+            with found[1].read(key, max(0.0, deadline - time.monotonic())) as stored:
+                if stored is None:
+                    stream.send([NO_HEADER], deadline)
+                    continue
+                stream.send([stored.header, stored.payload], deadline)
+                nbytes = stored.payload.nbytes
+            with self._lock:
+                self._counts.sent += 1
+                self._counts.sent_bytes += nbytes
+
+
+def _shut(sock: socket.socket) -> None:
+    """Have every call on it return, on whatever thread."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under its thread

@@ -1,0 +1,102 @@
+"""Peers for tests: real servers that other hosts may ask, and one that says what a test has it say."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import pytest
+from kv_core.errors import InputError
+from kv_core.keys import ChunkKey
+
+from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
+from kv_tiers.config import PeersConfig
+from kv_tiers.testing.cache_servers import ThreadedServer
+from kv_tiers.testing.contract import content
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.wait import joined
+from kv_tiers.tier import Read, TierContext
+from kv_tiers.tiers import peer_hosts
+from kv_tiers.tiers.peers_wire import Held, Holds, PeerStream, Request, unpack_keys
+
+
+def own_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Have tiers of this process take servers of this process for peers."""
+    patch.setattr(peer_hosts, "PROCESS", bytes(16))
+
+
+def listening(slots: int = 8, *, peers: Mapping[str, object] | None = None, **options: object) -> ThreadedServer:
+    """A server on a thread that peers may ask, at a free port. peers: settings of that section."""
+    config = PeersConfig(**{"listen": "127.0.0.1:0", **(peers or {})})  # type: ignore[arg-type]
+    return ThreadedServer(slots, peers=config, **options)  # type: ignore[arg-type]
+
+
+def address_of(server: ThreadedServer) -> str:
+    return str(server.server.peers_address)
+
+
+def reads_of(context: TierContext, keys: Sequence[ChunkKey]) -> list[Read]:
+    """As a lane lends them."""
+    return [
+        Read(key, bytearray(HEADER_BYTES), aligned_pages(context.slot_bytes), context.chunk_bytes, context.chunk_bytes)
+        for key in keys
+    ]
+
+
+def is_whole(context: TierContext, read: Read) -> bool:
+    """What came is what `content` makes of the key, and its header says so."""
+    chunk = read.pages[: context.chunk_bytes]
+    damage = check(read.header, chunk, key=read.key, format_id=format_id(context.fingerprint))
+    return damage is None and chunk == content(read.key, context.chunk_bytes)
+
+
+class FakePeer:
+    """Says of every chunk that it has it, and then what `answer` says: it gets each request that is no `Holds`."""
+
+    def __init__(self, answer: Callable[[PeerStream, Request], None]) -> None:
+        self._answer = answer
+        self.asked: list[Request] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        joined(*self._threads)
+        for sock in self._sockets:
+            sock.close()
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._sockets.append(sock)
+                self._run(self._converse_on, sock)
+
+    def _converse_on(self, sock: socket.socket) -> None:
+        with sock, suppress(OSError, InputError):
+            self._converse(PeerStream(sock))
+
+    def _converse(self, stream: PeerStream) -> None:
+        stream.admit(b"", 10)
+        while True:
+            request, deadline = stream.next_request(time.monotonic() + 60, 60)
+            self.asked.append(request)
+            if isinstance(request, Holds):
+                stream.send_message(Held(b"\1" * len(unpack_keys(request)), None), deadline)
+            else:
+                self._answer(stream, request)

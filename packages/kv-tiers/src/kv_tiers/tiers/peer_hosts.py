@@ -1,0 +1,222 @@
+"""Who the peers of a tier are, the connections to each, and how long one that fails is left alone.
+
+Names are looked up again and again, on a thread of their own that nobody waits for but at first. A peer that fails
+rests, at first for a moment and then ever longer; meanwhile others serve. Idle connections are kept, and one that turns
+out to be dead is replaced at once, as the peer may have been started anew.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from kv_core.errors import InputError
+from kv_core.log import limited_logger
+
+from kv_tiers.host_port import HostPort
+from kv_tiers.tiers.peers_wire import PROCESS, PeerStream
+
+_log = limited_logger(__name__)
+
+_IDLE: Final = 4
+"""Connections that are kept to each peer; its lane's threads have one each."""
+_MAX_AT_ONCE: Final = 16
+_MIN_REST_S: Final = 0.1
+_MAX_REST_S: Final = 5.0
+
+T = TypeVar("T")
+
+
+class Peer:
+    """One address. Safe to call from any thread."""
+
+    def __init__(
+        self, host: str, address: tuple[str, int], *, token: bytes, tls: ssl.SSLContext | None, connect_s: float
+    ) -> None:
+        """host: as configured, which its certificate must name. address: of it, looked up."""
+        self._host = host
+        self._address = address
+        self._token = token
+        self._tls = tls
+        self._connect_s = connect_s
+        self._lock = threading.Lock()
+        self._idle: list[PeerStream] = []
+        self._rest_s = self._rests_until_s = 0.0
+        self._is_closed = False
+        self.is_self = False
+        self.last_failure = ""
+        self.conversations = 0
+        """How many conversations there are now."""
+
+    def __str__(self) -> str:
+        return str(HostPort(*self._address))
+
+    def is_up(self) -> bool:
+        """It may be asked now. One that has failed may again after its rest, and rests longer if it fails then."""
+        return not self.is_self and time.monotonic() >= self._rests_until_s
+
+    def talk(self, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
+        """The result of a conversation, given its deadline: so much later than it begins on a connection. `work` is
+        begun again on a new one if an idle one is dead.
+
+        Raises:
+            OSError, InputError: it failed, and the peer rests.
+        """
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+            self.conversations += 1
+        try:
+            if idle is not None:
+                try:
+                    return self._talk(idle, work, timeout_s)
+                except (ConnectionResetError, BrokenPipeError):
+                    self._drop()
+            return self._talk(self._connect(), work, timeout_s)
+        except (OSError, InputError) as error:
+            self._failed(error)
+            raise
+        finally:
+            with self._lock:
+                self.conversations -= 1
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._drop()
+
+    def _talk(self, stream: PeerStream, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
+        try:
+            result = work(stream, time.monotonic() + timeout_s)
+        except BaseException:
+            stream.close()
+            raise
+        with self._lock:
+            self._rest_s = self._rests_until_s = 0.0
+            keep = len(self._idle) < _IDLE and not self._is_closed
+            if keep:
+                self._idle.append(stream)
+        if not keep:
+            stream.close()
+        return result
+
+    def _connect(self) -> PeerStream:
+        deadline = time.monotonic() + self._connect_s
+        sock = socket.create_connection(self._address, self._connect_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=self._host)
+            stream = PeerStream(sock)
+            if stream.introduce(self._token, deadline) == PROCESS:
+                self.is_self = True
+                raise ConnectionError("it is this process")
+        except BaseException:
+            sock.close()
+            raise
+        return stream
+
+    def _drop(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
+
+    def _failed(self, error: Exception) -> None:
+        self._drop()
+        with self._lock:
+            self.last_failure = str(error) or type(error).__name__
+            self._rest_s = min(_MAX_REST_S, 2 * self._rest_s or _MIN_REST_S)
+            self._rests_until_s = time.monotonic() + self._rest_s
+        if not self.is_self:
+            _log.warning("peer %s rests: %s", self, self.last_failure)
+
+
+class PeerHosts:
+    """All peers of one tier. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        hosts: Sequence[HostPort],
+        *,
+        token: bytes,
+        tls: ssl.SSLContext | None,
+        resolve_s: float,
+        connect_s: float,
+    ) -> None:
+        """Looks nothing up yet."""
+        self._hosts = hosts
+        self._token, self._tls = token, tls
+        self._resolve_s, self._connect_s = resolve_s, connect_s
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[str, str, int], Peer] = {}  # by host, address and port
+        self._resolve_at_s = 0.0
+        self._resolved = threading.Event()
+        self._threads: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def peers(self) -> list[Peer]:
+        """Those that are known, but for this process itself. Waits for names only the first time, and not for long."""
+        with self._lock:
+            if time.monotonic() >= self._resolve_at_s and not self._is_closed:
+                self._resolve_at_s = time.monotonic() + self._resolve_s
+                threading.Thread(target=self._resolve, name="kv-peers-names", daemon=True).start()
+        self._resolved.wait(self._connect_s)
+        with self._lock:
+            return [peer for peer in self._peers.values() if not peer.is_self]
+
+    def each(self, peers: Sequence[Peer], work: Callable[[Peer], T]) -> dict[Peer, T]:
+        """What `work` says of each peer, at once; nothing of those it fails for. None is at work when this returns."""
+        answers: dict[Peer, T] = {}
+
+        def run(peer: Peer) -> None:
+            with suppress(OSError, InputError):  # it rests, and says why
+                answers[peer] = work(peer)
+
+        futures = []
+        if len(peers) > 1:
+            with self._lock:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
+                futures = [self._threads.submit(run, peer) for peer in peers[1:]]
+        for peer in peers[:1]:
+            run(peer)
+        for future in futures:
+            future.result()
+        return answers
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            threads, self._threads = self._threads, None
+            peers, self._peers = self._peers, {}
+        if threads is not None:
+            threads.shutdown()
+        for peer in peers.values():
+            peer.close()
+
+    def _resolve(self) -> None:
+        """Look all names up. Of one that cannot be, the addresses of before stay."""
+        found: dict[tuple[str, str, int], Peer | None] = {}
+        for host in self._hosts:
+            try:
+                known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
+                found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
+            except OSError as error:
+                _log.warning("the peers at %s cannot be looked up: %s", host, error.strerror or error)
+                found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
+        with self._lock:
+            if self._is_closed:
+                return
+            gone = [peer for place, peer in self._peers.items() if place not in found]
+            self._peers = {place: self._peers.get(place) or self._peer(place) for place in found}
+        self._resolved.set()
+        for peer in gone:
+            peer.close()
+
+    def _peer(self, place: tuple[str, str, int]) -> Peer:
+        host, address, port = place
+        return Peer(host, (address, port), token=self._token, tls=self._tls, connect_s=self._connect_s)

@@ -1,0 +1,226 @@
+"""Other hosts' servers as a tier: what one of them holds is found here, and read over the network.
+
+Every peer is asked at once which chunks it has, and a chunk is read from one that said so. The protocol is in
+`tiers.peers_wire`, connections and peers that fail are in `tiers.peer_hosts`. This side only reads: nothing is stored
+at a peer, and what is discarded or cleared here is hidden from us, wherever it stays. After a clear, a peer counts
+again once it has been cleared later than that: nobody knows of its chunks whether they are of before.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
+
+from kv_tiers.chunk_header import stored_bytes_in
+from kv_tiers.config import PeerSecurity
+from kv_tiers.host_port import read_host_port
+from kv_tiers.messages import pack_keys
+from kv_tiers.options import read_options
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
+from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
+from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FETCHED, NO_HEADER, Fetch, Held, Holds, PeerStream
+
+_REMEMBERED: Final = 1 << 16
+"""Keys of which is known who holds them, and keys that are hidden."""
+
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who the peers are, how they are known, and how long they may take."""
+
+    hosts: list[str]
+    """A host and a port of each, such as 10.0.0.2:9500. A name may have several addresses, as a headless service of
+    Kubernetes has; this server's own is left out."""
+    resolve_s: Seconds = 30.0
+    """How often names are looked up again."""
+    connect_timeout_s: Seconds = 1.0
+    """For a connection, and for knowing each other."""
+    answer_timeout_s: Seconds = 0.5
+    """For what a peer holds."""
+    timeout_s: Seconds = 5.0
+    """For the chunks of one load."""
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    make_peers_tier(options, ANY_CHUNKS).close()  # made, it has connected to nobody yet
+
+
+@checked(_check_options)
+def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `peers`; `PeersTierConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured.
+    """
+    return PeersTier(read_options(PeersTierConfig, options, "peers"), context)
+
+
+class PeersTier:
+    """Safe to call from any thread. What is hidden is, until this process ends, or `_REMEMBERED` others are."""
+
+    holds_is_local = False
+    is_read_only: Literal[True] = True
+
+    def __init__(self, config: PeersTierConfig, context: TierContext, *, name: str = "peers") -> None:
+        """Connects to nobody yet. Raises `ConfigError`."""
+        self.name = name
+        addresses = [read_host_port(host, f"{name}: hosts") for host in config.hosts]
+        if not addresses:
+            raise ConfigError(f"{name}: hosts is empty; write a host and a port of each peer, or leave the tier out")
+        check_protected(config, addresses, f"{name}: hosts")
+        self._namespace = context.namespace
+        self._answer_s, self._load_s = config.answer_timeout_s, config.timeout_s
+        self._hosts = PeerHosts(
+            addresses,
+            token=read_token(config, name),
+            tls=tls_context(config, name, is_server=False),
+            resolve_s=config.resolve_s,
+            connect_s=config.connect_timeout_s,
+        )
+        self._lock = threading.Lock()
+        self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()
+        self._hidden: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._hidden_tenants: set[bytes] = set()
+        self._cleared_s: float | None = None
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        holders = self._ask(keys)
+        return [bool(holders.get(key)) for key in keys]
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        with self._lock:
+            holders = {read.key: self._holders[read.key] for read in reads if read.key in self._holders}
+        if unknown := [read.key for read in reads if read.key not in holders]:
+            holders |= self._ask(unknown)
+        parts: dict[Peer, list[int]] = {}
+        for number, read in enumerate(reads):
+            if peers := [peer for peer in holders.get(read.key, ()) if peer.is_up()]:
+                # Who has least to do already, so that copies of a chunk share the work.
+                peer = min(peers, key=lambda peer: peer.conversations + len(parts.get(peer, ())))
+                parts.setdefault(peer, []).append(number)
+        outcomes: list[LoadOutcome] = [Absent() for _ in reads]
+
+        def fetch(peer: Peer) -> None:
+            mine = parts[peer]
+            for at in range(0, len(mine), MAX_FETCHED):
+                peer.talk(partial(self._fetch, reads, mine[at : at + MAX_FETCHED], outcomes), self._load_s)
+
+        self._hosts.each(list(parts), fetch)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        return [Refused("peers store for themselves")] * len(writes)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.pop(key, None)
+                _remember(self._hidden, key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._cleared_s = time.monotonic()
+            self._holders.clear()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        with self._lock:
+            self._hidden_tenants.add(tenant)
+            for key in [key for key in self._holders if key.tenant == tenant]:
+                del self._holders[key]
+
+    def probe(self) -> None:
+        self._ask((), anybody=True)
+
+    def usage(self) -> TierUsage:
+        return TierUsage()
+
+    def close(self) -> None:
+        self._hosts.close()
+
+    def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
+        """Who holds these, as far as anybody does: all peers that are up are asked at once.
+
+        anybody: ask those that rest as well.
+
+        Raises:
+            TierDown: no peer answers.
+        """
+        with self._lock:
+            wanted = [key for key in keys if key not in self._hidden and key.tenant not in self._hidden_tenants]
+        if not wanted and not anybody:
+            return {}
+        began_s = time.monotonic()
+
+        def ask(peer: Peer) -> set[ChunkKey]:
+            held: set[ChunkKey] = set()
+            for at in range(0, max(1, len(wanted)), MAX_ASKED):
+                held |= peer.talk(partial(self._held, wanted[at : at + MAX_ASKED]), self._answer_s)
+            return held
+
+        peers = self._hosts.peers()
+        answers = self._hosts.each([peer for peer in peers if anybody or peer.is_up()], ask)
+        if not answers and peers:
+            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in peers))
+        found: dict[ChunkKey, tuple[Peer, ...]] = {}
+        for peer, held in answers.items():
+            for key in held:
+                found[key] = (*found.get(key, ()), peer)
+        with self._lock:
+            if self._cleared_s is None or self._cleared_s < began_s:
+                for key, holders in found.items():
+                    _remember(self._holders, key, holders)
+        return found
+
+    def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
+        sent_s = time.monotonic()
+        stream.send_message(Holds(self._namespace, pack_keys(keys)), deadline)
+        answer = stream.answer(Held, deadline)
+        if len(answer.held) != len(keys):
+            raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
+        with self._lock:
+            cleared_s = self._cleared_s
+        is_newer = answer.cleared_s is not None and cleared_s is not None and sent_s - answer.cleared_s > cleared_s
+        if cleared_s is not None and not is_newer:
+            return set()
+        return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
+
+    def _fetch(
+        self,
+        reads: Sequence[Read],
+        numbers: Sequence[int],
+        outcomes: list[LoadOutcome],
+        stream: PeerStream,
+        deadline: float,
+    ) -> None:
+        """Bring the reads of these numbers, in their order; what does not come is `Absent`."""
+        for number in numbers:
+            outcomes[number] = Absent()  # another connection may have broken after it brought some
+        stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
+        for number in numbers:
+            read = reads[number]
+            stream.fill(memoryview(read.header), deadline)
+            if read.header == NO_HEADER:
+                continue
+            nbytes = stored_bytes_in(read.header)  # nothing vouches for it yet
+            if nbytes > len(read.room):
+                outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
+                raise ConnectionError("a peer that says a wrong size")  # and where the next chunk begins nobody knows
+            stream.fill(read.pages[:nbytes], deadline)
+            outcomes[number] = Loaded(nbytes)
+
+
+def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)

@@ -1,0 +1,79 @@
+"""How two peers make sure of each other: certificates of one authority, a token that both have, or loopback."""
+
+import hmac
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.config import PeerSecurity
+from kv_tiers.host_port import HostPort
+from kv_tiers.pool.private_files import read_secret
+
+_MIN_TOKEN_BYTES: Final = 16
+
+
+def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where: str) -> None:
+    """
+    Raises:
+        ConfigError: one of the addresses is not of this machine alone, and anybody could be there.
+    """
+    if security.tls_ca_file or security.token_file or security.unprotected:
+        return
+    for address in addresses:
+        if not address.is_loopback:
+            raise ConfigError(
+                f"{where}: {address} is beyond this machine; write tls_ca_file, tls_cert_file and tls_key_file, or a "
+                "token_file, or unprotected: true where everybody who reaches the network may read and forge chunks"
+            )
+
+
+def read_token(security: PeerSecurity, where: str) -> bytes:
+    """The secret that all peers have; empty: there is none.
+
+    Raises:
+        ConfigError: others could read it, or it is short.
+    """
+    if not security.token_file:
+        return b""
+    token = read_secret(Path(security.token_file), f"{where}: token_file")
+    if len(token) < _MIN_TOKEN_BYTES:
+        raise ConfigError(
+            f"{where}: token_file {security.token_file} holds {len(token)} bytes; a token has {_MIN_TOKEN_BYTES}"
+        )
+    return token
+
+
+def tls_context(security: PeerSecurity, where: str, *, is_server: bool) -> ssl.SSLContext | None:
+    """For connections on which both sides must show a certificate; None: there are none.
+
+    Raises:
+        ConfigError: the files cannot be used.
+    """
+    files = (security.tls_ca_file, security.tls_cert_file, security.tls_key_file)
+    if not any(files):
+        return None
+    if not all(files):
+        raise ConfigError(f"{where}: tls_ca_file, tls_cert_file and tls_key_file go together")
+    # A client's context compares the certificate's names with the host that it was told to connect to.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        read_secret(Path(security.tls_key_file), f"{where}: tls_key_file")
+        context.load_verify_locations(security.tls_ca_file)
+        context.load_cert_chain(security.tls_cert_file, security.tls_key_file)
+    except OSError as error:
+        raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
+    return context
+
+
+def prove(token: bytes, side: bytes, nonces: bytes) -> bytes:
+    """That this side of this conversation has the token; nothing where there is none."""
+    return hmac.digest(token, side + nonces, "sha256") if token else b""
+
+
+def is_proof(proof: bytes, token: bytes, side: bytes, nonces: bytes) -> bool:
+    return hmac.compare_digest(proof, prove(token, side, nonces))

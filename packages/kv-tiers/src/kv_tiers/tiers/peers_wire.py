@@ -1,0 +1,202 @@
+"""What servers of several hosts say to each other: two questions, which of these chunks are there, and give me these.
+
+Frames and keys are those of `kv_tiers.messages`. The listening side begins:
+
+    Challenge                       a nonce
+    Hello                           another, and a proof of the token, if there is one
+    Welcome                         the same of the listening side
+    Holds   ->  Held
+    Fetch   ->  for each key, in order, a chunk's header (docs/formats/chunk.md) and the payload that it speaks of;
+                `NO_HEADER` where the chunk is not there
+
+`Refused` may come instead of `Welcome` and `Held`, and ends the conversation, as everything malformed does. A peer is
+believed as little as any medium: sizes are checked before use, and a chunk's header and bytes by the lane that reads.
+"""
+
+import secrets
+import socket
+import time
+from importlib.metadata import version
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from kv_core.errors import InputError
+from kv_core.keys import KEY_BYTES, ChunkKey
+
+from kv_tiers.chunk_header import HEADER_BYTES
+from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
+from kv_tiers.tiers.peers_security import is_proof, prove
+from kv_tiers.tiers.timed_socket import TimedSocket
+
+VERSION: Final = 1
+PACKAGE: Final = version("kv-tiers")
+MAX_ASKED: Final = 1 << 14
+"""Keys in one `Holds`."""
+MAX_FETCHED: Final = 1 << 10
+"""Keys in one `Fetch`."""
+MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
+MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
+NO_HEADER: Final = bytes(HEADER_BYTES)
+PROCESS: Final = secrets.token_bytes(16)
+"""Names this process, which must not take itself for a peer."""
+_WAIT_S: Final = 0.1
+_CONNECTING: Final = b"connecting"
+_LISTENING: Final = b"listening"
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Namespace = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Challenge(Message, tag="challenge"):
+    """process: as of `PROCESS`."""
+
+    nonce: Nonce
+    process: Nonce
+
+
+class Hello(Message, tag="hello"):
+    """package: the version, for the log."""
+
+    package: Name
+    nonce: Nonce
+    proof: Proof
+
+
+class Welcome(Message, tag="welcome"):
+    package: Name
+    proof: Proof
+
+
+class Holds(Message, tag="holds"):
+    """namespace: of `TierContext`. Of no keys it asks whether the server answers."""
+
+    namespace: Namespace
+    keys: Keys
+
+
+class Held(Message, tag="held"):
+    """held: a byte a key, 1 where a fetch would find it.
+    cleared_s: how long ago everything of this namespace was cleared there; None: never since the server began."""
+
+    held: Annotated[bytes, msgspec.Meta(max_length=MAX_ASKED)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+class Fetch(Message, tag="fetch"):
+    namespace: Namespace
+    keys: Keys
+
+
+class Refused(Message, tag="refused"):
+    text: Text
+
+
+Request = Hello | Holds | Fetch
+Answer = Challenge | Welcome | Held | Refused
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+
+A = TypeVar("A", Challenge, Welcome, Held)
+M = TypeVar("M")
+
+
+def frame(message: Request | Answer) -> bytes:
+    """The message as it crosses the socket."""
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body), VERSION) + body
+
+
+def unpack_keys(request: Holds | Fetch) -> list[ChunkKey]:
+    """
+    Raises:
+        InputError: too many, or no keys of this release.
+    """
+    keys = request.keys.unpack()
+    most = MAX_ASKED if isinstance(request, Holds) else MAX_FETCHED
+    if len(keys) > most:
+        raise InputError(f"{len(keys)} keys in one request; at most {most} are allowed")
+    return keys
+
+
+class PeerStream(TimedSocket):
+    """A conversation. Every call may raise `OSError`, and `InputError` for what is no message of this protocol."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, _WAIT_S)
+
+    def introduce(self, token: bytes, deadline: float) -> bytes:
+        """The connecting side's beginning; the process that listens.
+
+        Raises:
+            PermissionError: it refuses us, or does not have our token.
+        """
+        challenge = self.answer(Challenge, deadline)
+        nonce = secrets.token_bytes(16)
+        nonces = challenge.nonce + nonce
+        self.send_message(Hello(PACKAGE, nonce, prove(token, _CONNECTING, nonces)), deadline)
+        welcome = self.answer(Welcome, deadline)
+        if not is_proof(welcome.proof, token, _LISTENING, nonces):
+            raise PermissionError("it does not have the token of token_file")
+        return challenge.process
+
+    def admit(self, token: bytes, timeout_s: float) -> None:
+        """The listening side's beginning.
+
+        Raises:
+            PermissionError: the peer does not have our token.
+        """
+        nonce = secrets.token_bytes(16)
+        deadline = time.monotonic() + timeout_s
+        self.send_message(Challenge(nonce, PROCESS), deadline)
+        hello, deadline = self.next_request(deadline, timeout_s)
+        if not isinstance(hello, Hello):
+            raise InputError("the first message is a hello")
+        nonces = nonce + hello.nonce
+        if not is_proof(hello.proof, token, _CONNECTING, nonces):
+            raise PermissionError("this server is for peers that have its token")
+        self.send_message(Welcome(PACKAGE, prove(token, _LISTENING, nonces)), deadline)
+
+    def send_message(self, message: Request | Answer, deadline: float) -> None:
+        self.send([frame(message)], deadline)
+
+    def next_request(self, begins_by: float, timeout_s: float) -> tuple[Request, float]:
+        """The next request, and the deadline of its answer.
+
+        begins_by: the deadline of its first byte. timeout_s: from there on, for all of it, and for the answer.
+        """
+        first = memoryview(bytearray(HEADER.size))
+        came = self.receive(first, begins_by)
+        deadline = time.monotonic() + timeout_s
+        self.fill(first[came:], deadline)
+        body = self._body(first, MAX_REQUEST_BYTES, deadline)
+        return _decode(_REQUESTS, body), deadline
+
+    def answer(self, wanted: type[A], deadline: float) -> A:
+        """The next message, of this kind.
+
+        Raises:
+            PermissionError: the peer refuses, and says why.
+        """
+        header = memoryview(bytearray(HEADER.size))
+        self.fill(header, deadline)
+        got = _decode(_ANSWERS, self._body(header, MAX_ANSWER_BYTES, deadline))
+        if isinstance(got, Refused):
+            raise PermissionError(got.text)
+        if not isinstance(got, wanted):
+            raise InputError(f"a {type(got).__name__} instead of a {wanted.__name__}")
+        return got
+
+    def _body(self, header: memoryview, max_bytes: int, deadline: float) -> bytearray:
+        body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))
+        self.fill(memoryview(body), deadline)
+        return body
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[M]", body: bytearray) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"no message of a peer: {error}") from None

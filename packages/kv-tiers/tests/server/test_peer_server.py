@@ -1,0 +1,413 @@
+"""The address for other hosts' servers: who is served there, what malformed peers cost, and nothing stays leased."""
+
+import random
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import ConfigError, TierDown
+from kv_core.outcome import Absent, Loaded
+from kv_core.testing import key_chain
+from kv_tiers.config import PeersConfig
+from kv_tiers.messages import HEADER, Keys, pack_keys
+from kv_tiers.server import launch, peers
+from kv_tiers.server.config import read_config
+from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
+from kv_tiers.testing.certificates import Authority
+from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.peers import address_of, is_whole, listening, own_nobody, reads_of
+from kv_tiers.testing.servers import Proxy
+from kv_tiers.testing.wait import until
+from kv_tiers.tier import TierContext
+from kv_tiers.tiers.peers import PeersTier, make_peers_tier
+from kv_tiers.tiers.peers_wire import (
+    MAX_FETCHED,
+    MAX_REQUEST_BYTES,
+    VERSION,
+    Challenge,
+    Fetch,
+    Held,
+    Hello,
+    Holds,
+    PeerStream,
+    Welcome,
+    frame,
+)
+
+CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
+KEYS = key_chain(3)
+
+
+@pytest.fixture(autouse=True)
+def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_nobody(monkeypatch)
+
+
+@pytest.fixture
+def ending() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def filled(ending: ExitStack, **options: object) -> ThreadedServer:
+    """A server that peers may ask, and that has `KEYS`."""
+    server = listening(peers=options)
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, KEYS)
+    return server
+
+
+def tier_at(ending: ExitStack, port: str, **options: object) -> PeersTier:
+    tier = make_peers_tier({"hosts": [f"localhost:{port}"], **options}, CONTEXT)
+    assert isinstance(tier, PeersTier)
+    ending.callback(tier.close)
+    return tier
+
+
+def port_of(server: ThreadedServer) -> str:
+    return address_of(server).rpartition(":")[2]
+
+
+def leased_slots(server: ThreadedServer) -> list[int]:
+    (cache,) = server.server.caches.values()
+    return [slot for slot in range(cache.pool.slots) if cache._index.is_leased(slot)]
+
+
+def connections(server: ThreadedServer) -> int:
+    assert server.server._peers is not None
+    return server.server._peers.counts().connections
+
+
+def connected(ending: ExitStack, server: ThreadedServer) -> PeerStream:
+    """A peer that is served, and says what it likes."""
+    sock = socket.create_connection(("127.0.0.1", int(port_of(server))))
+    stream = PeerStream(sock)
+    ending.callback(stream.close)
+    stream.introduce(b"", time.monotonic() + 10)
+    return stream
+
+
+# Who is served.
+
+
+def test_peers_with_certificates_of_one_authority_know_each_other(ending: ExitStack, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ours")
+    server = filled(ending, **authority.issue("localhost"))
+    tier = tier_at(ending, port_of(server), **authority.issue("elsewhere"))
+    assert tier.holds(KEYS) == [True] * 3
+    assert tier._hosts.peers()[0]._idle[0]._encrypted
+
+
+@pytest.mark.parametrize(
+    ("server_name", "server_of", "client_of"),
+    [
+        ("localhost", "ours", None),  # no certificate, no TLS
+        ("localhost", "ours", "others"),
+        ("localhost", "others", "ours"),
+        ("another.host", "ours", "ours"),  # it proves a name that it was not asked by
+        ("localhost", None, "ours"),
+    ],
+)
+def test_who_has_no_right_certificate_is_nobody(
+    ending: ExitStack, tmp_path: Path, server_name: str, server_of: str | None, client_of: str | None
+) -> None:
+    authorities = {name: Authority(tmp_path / name) for name in ("ours", "others")}
+    server = filled(ending, **authorities[server_of].issue(server_name) if server_of else {})
+    options = authorities[client_of].issue("client") if client_of else {}
+    with pytest.raises(TierDown):
+        tier_at(ending, port_of(server), **options).holds(KEYS)
+    assert server.server._peers is not None and server.server._peers.counts().asked == 0
+
+
+def test_a_client_that_shows_no_certificate_is_not_served(ending: ExitStack, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ours")
+    server = filled(ending, **authority.issue("localhost"))
+    context = ssl.create_default_context(cafile=authority.ca_file)
+    with socket.create_connection(("127.0.0.1", int(port_of(server)))) as sock:
+        sock.settimeout(10)
+        # In TLS 1.3 the client's handshake ends before the server has looked at it.
+        with (
+            context.wrap_socket(sock, server_hostname="localhost") as wrapped,
+            pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+        ):
+            wrapped.recv(1)
+
+
+def token_file(path: Path, token: str) -> str:
+    path.touch(0o600)
+    path.write_text(token)
+    return str(path)
+
+
+def test_a_token_that_both_have_is_proved_and_never_sent(ending: ExitStack, tmp_path: Path) -> None:
+    ours, others = (token_file(tmp_path / name, f"{name} is a secret of some length") for name in ("ours", "others"))
+    server = filled(ending, token_file=ours)
+    line = Proxy(int(port_of(server)))
+    ending.callback(line.close)
+    crossed = bytearray()
+
+    def listen(data: bytes) -> bytes:
+        crossed.extend(data)
+        return data
+
+    line.spoil = line.spoil_questions = listen
+    assert tier_at(ending, str(line.port), token_file=ours).holds(KEYS) == [True] * 3
+    assert b"secret" not in crossed and len(crossed) > 100
+    for options in ({"token_file": others}, {}):
+        with pytest.raises(TierDown, match="for peers that have its token"):
+            tier_at(ending, port_of(server), **options).holds(KEYS)
+    open_to_all = filled(ending)
+    with pytest.raises(TierDown, match="token"):
+        tier_at(ending, port_of(open_to_all), token_file=ours).holds(KEYS)
+
+
+def test_a_hello_that_was_overheard_opens_nothing(ending: ExitStack, tmp_path: Path) -> None:
+    ours = token_file(tmp_path / "token", "a secret of some length")
+    server = filled(ending, token_file=ours)
+    line = Proxy(int(port_of(server)))
+    ending.callback(line.close)
+    heard: list[bytes] = []
+    line.spoil_questions = lambda data: heard.append(data) or data  # type: ignore[func-returns-value]
+    assert tier_at(ending, str(line.port), token_file=ours).holds(KEYS) == [True] * 3
+    with socket.create_connection(("127.0.0.1", int(port_of(server)))) as sock:
+        sock.settimeout(10)
+        stream = PeerStream(sock)
+        stream.answer(Challenge, time.monotonic() + 10)
+        sock.settimeout(10)
+        stream.send(heard, time.monotonic() + 10)
+        with pytest.raises(PermissionError, match="have its token"):
+            stream.answer(Welcome, time.monotonic() + 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"listen": "0.0.0.0:0"}, "beyond this machine"),
+        ({"listen": "example.org:1"}, "beyond this machine"),
+        ({"listen": "127.0.0.1"}, "write a host and a port"),
+        ({"listen": "127.0.0.1:0", "tls_cert_file": "/x"}, "go together"),
+        ({"listen": "127.0.0.1:0", "token": "x"}, "did you mean 'peers.token_file'"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_end_the_start(
+    options: Mapping[str, object], message: str, home: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        peers.PeerServer(read_config({"peers": options}).peers, lambda namespace: None)
+
+
+def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
+    readable = Path(token_file(tmp_path / "token", "a secret of some length"))
+    readable.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", token_file=str(readable)), lambda namespace: None)
+    files = Authority(tmp_path / "ours").issue("localhost")
+    Path(files["tls_key_file"]).chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
+
+
+def test_the_command_says_where_it_listens(home: Path) -> None:
+    server = launch({"host": {"capacity_bytes": SLOT_BYTES}, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+    try:
+        with socket.create_connection(("127.0.0.1", int(server.peers.rpartition(":")[2])), 10) as sock:
+            PeerStream(sock).introduce(b"", time.monotonic() + 10)
+    finally:
+        server.stop()
+    with pytest.raises(ConfigError, match="did not start"):
+        launch({"peers": {"listen": "0.0.0.0:0"}}, socket=home / "s")
+
+
+# What peers do wrong.
+
+
+@pytest.fixture(scope="module")
+def sturdy() -> Iterator[ThreadedServer]:
+    """A server that hostile peers share."""
+    with ExitStack() as stack:
+        yield filled(stack)
+
+
+def still_serves(server: ThreadedServer) -> bool:
+    with ExitStack() as stack:
+        stream = connected(stack, server)
+        stream.send_message(Holds(CONTEXT.namespace, pack_keys(KEYS)), time.monotonic() + 10)
+        return stream.answer(Held, time.monotonic() + 10).held == b"\1\1\1"
+
+
+MESSAGES = [
+    Hello("x", bytes(16), b""),
+    Holds(CONTEXT.namespace, pack_keys(KEYS)),
+    Fetch(CONTEXT.namespace, pack_keys(KEYS)),
+    Fetch("another namespace", pack_keys(KEYS)),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    greeted=st.booleans(),
+    data=st.one_of(
+        st.binary(max_size=200),
+        st.builds(lambda body: HEADER.pack(len(body), VERSION) + body, st.binary(max_size=200)),
+        st.lists(st.sampled_from(MESSAGES), max_size=3).map(lambda some: b"".join(map(frame, some))),
+        st.tuples(st.sampled_from(MESSAGES), st.integers(0, 1 << 16), st.integers(0, 7)).map(
+            lambda drawn: flipped(frame(drawn[0]), drawn[1], drawn[2])
+        ),
+    ),
+)
+def test_whatever_comes_costs_its_own_connection_only(sturdy: ThreadedServer, greeted: bool, data: bytes) -> None:
+    with ExitStack() as stack, suppress(ConnectionError):
+        if greeted:
+            connected(stack, sturdy).send([data], time.monotonic() + 10)
+        else:
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(port_of(sturdy)))))
+            sock.sendall(data)
+            with suppress(OSError):  # it has hung up already
+                sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(10)
+            while bytes_on(sock):
+                pass
+    assert still_serves(sturdy)
+    until(lambda: connections(sturdy) == 0)
+    assert leased_slots(sturdy) == []
+
+
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEADER.pack(MAX_REQUEST_BYTES + 1, VERSION),
+        HEADER.pack((1 << 32) - 1, VERSION),
+        HEADER.pack(10, VERSION + 1) + bytes(10),
+        frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
+        frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(Hello("again", bytes(16), b"")),
+    ],
+)
+def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: bytes) -> None:
+    with ExitStack() as stack:
+        stream = connected(stack, sturdy)
+        stream.send([data], time.monotonic() + 10)
+        with pytest.raises(ConnectionResetError):
+            stream.answer(Held, time.monotonic() + 10)
+    assert still_serves(sturdy)
+
+
+def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitStack) -> None:
+    nbytes = 8 << 20
+    server = listening(-(-2 * nbytes // SLOT_BYTES), peers={"timeout_s": 0.3})
+    ending.callback(server.close)
+    cache = server.join(group_bytes=(nbytes,))
+    ending.callback(cache.close)
+    cache.commit(cache.begin_store(KEYS[:1], "w"))
+    stream = connected(ending, server)
+    namespace = TierContext(nbytes, nbytes, "f").namespace
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
+    until(lambda: leased_slots(server) != [])
+    until(lambda: leased_slots(server) == [])
+    until(lambda: connections(server) == 0)
+
+
+def test_a_newcomer_that_says_nothing_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_GREETING_S", 0.2)
+    server = filled(ending)
+    with socket.create_connection(("127.0.0.1", int(port_of(server)))):
+        until(lambda: connections(server) == 1)
+        until(lambda: connections(server) == 0)
+
+
+def test_a_peer_whose_host_is_gone_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a half-open connection nothing is ever heard, not even its end."""
+    monkeypatch.setattr(peers, "_IDLE_S", 0.2)
+    server = filled(ending)
+    connected(ending, server)
+    until(lambda: connections(server) == 0)
+
+
+def test_there_are_no_more_connections_than_the_settings_allow(ending: ExitStack) -> None:
+    server = filled(ending, max_connections=2)
+    first, _ = connected(ending, server), connected(ending, server)
+    with pytest.raises(ConnectionResetError):
+        connected(ending, server)
+    assert server.server._peers is not None and server.server._peers.counts().turned_away == 1
+    first.close()
+    until(lambda: connections(server) == 1)
+    assert still_serves(server)
+
+
+def test_what_peers_read_changes_nothing_that_the_cache_counts_or_evicts_by(ending: ExitStack) -> None:
+    server = filled(ending)
+    (cache,) = server.server.caches.values()
+    before = cache.counts()
+    tier = tier_at(ending, port_of(server))
+    assert tier.holds([*KEYS, *key_chain(1, branch="nobody's")]) == [True] * 3 + [False]
+    assert cache.counts() == before
+    assert leased_slots(server) == []
+
+
+def test_a_chunk_that_is_forgotten_while_it_is_sent_leaves_afterwards(ending: ExitStack) -> None:
+    server = filled(ending)
+    (cache,) = server.server.caches.values()
+    reads = cache.reads_for_peers("f")
+    with reads.read(KEYS[0], 1.0) as stored:
+        assert stored is not None
+        was = bytes(stored.payload)
+        cache.forget(KEYS)
+        again = join_at(server.path)
+        store(again, key_chain(7, branch="others"))  # of eight slots
+        again.close()
+        assert bytes(stored.payload) == was
+    assert reads.holds(KEYS) == [False] * 3
+    assert cache.counts().slots_used == 7
+
+
+def test_a_server_that_stops_waits_for_no_peer(ending: ExitStack) -> None:
+    nbytes = 8 << 20
+    server = listening(-(-2 * nbytes // SLOT_BYTES))
+    cache = server.join(group_bytes=(nbytes,))
+    cache.commit(cache.begin_store(KEYS[:1], "w"))
+    stream = connected(ending, server)
+    namespace = TierContext(nbytes, nbytes, "f").namespace
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
+    until(lambda: leased_slots(server) != [])
+    cache.close()
+    server.close()  # and its pool is unmapped, which a lent slot would keep from happening
+
+
+def test_a_line_that_is_cut_anywhere_is_a_miss(ending: ExitStack) -> None:
+    """Whatever byte of a whole conversation is the last that arrives."""
+    server = filled(ending)
+    line = Proxy(int(port_of(server)))
+    ending.callback(line.close)
+    rng = random.Random(1)
+    whole = 0
+    soon = {"connect_timeout_s": 0.2, "answer_timeout_s": 0.2, "timeout_s": 0.2}
+    for _ in range(20):
+        left = [rng.randrange(1, 2500)]
+
+        def cut(data: bytes, left: list[int] = left) -> bytes | None:
+            passed, left[0] = data[: left[0]], max(0, left[0] - len(data))
+            return passed or None
+
+        line.spoil = cut
+        tier = tier_at(ending, str(line.port), **soon)
+        with suppress(TierDown):
+            assert sum(tier.holds(KEYS)) in (0, 3)
+            reads = reads_of(CONTEXT, KEYS)
+            for read, outcome in zip(reads, tier.load(reads), strict=True):
+                assert outcome == Absent() or (outcome == Loaded(CHUNK_BYTES) and is_whole(CONTEXT, read))
+                whole += isinstance(outcome, Loaded)
+    assert 0 < whole < 20 * 3
+    until(lambda: leased_slots(server) == [])
