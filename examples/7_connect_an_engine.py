@@ -7,7 +7,7 @@ each of them means is at the top of `kv_core/connect/scheduler.py` and `worker.p
 import itertools
 
 import torch
-from kv_core.connect.scheduler import RequestTokens, Scheduled
+from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_cuda import split_parts
 from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup

@@ -106,6 +106,7 @@ class Oracle:
             kv_transfer_config=transfer if connector else None,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()
+        self.vllm_config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off on a CPU
         self.vllm_config.cache_config.num_gpu_blocks = blocks
         if "state" in kinds:  # vLLM would choose its blocks by the model's real layers
             self.vllm_config.cache_config.mamba_cache_mode = "align"
@@ -214,11 +215,18 @@ class Oracle:
         if self.worker is not None:
             self.worker.handle_preemptions(output.kv_connector_metadata)
             self.worker.bind_connector_metadata(output.kv_connector_metadata)
+            if output.has_sync_kv_loads:
+                self.worker.start_load_kv(None)
         # As a forward pass does it: everyone writes first, then everyone attends.
         for work in works:
             self._write(work)
-        for work in works:
-            self._check(work)
+        failure: AssertionError | None = None
+        try:
+            self._check(works)
+        except AssertionError as error:
+            if not output.has_sync_kv_loads:
+                raise
+            failure = error  # for vLLM may hear of it at the step's end, and drop what was computed
         sampled = [[self._token(work.request_id, work.end)] if work.samples else [] for work in works]
         if works or self.worker is not None:
             result = ModelRunnerOutput(
@@ -227,6 +235,8 @@ class Oracle:
                 sampled_token_ids=sampled,
                 kv_connector_output=self._connector_output(output),
             )
+            if failure is not None and not result.kv_connector_output.invalid_block_ids:
+                raise failure
             for outputs in self.scheduler.update_from_output(output, result).values():
                 for entry in outputs.outputs:
                     if entry.request_id in self.generated:
@@ -238,7 +248,8 @@ class Oracle:
         worker = self.worker
         if worker is None:
             return None
-        worker.start_load_kv(None)
+        if not output.has_sync_kv_loads:
+            worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         made = KVConnectorOutput(
@@ -246,6 +257,7 @@ class Oracle:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
         )
+        made.invalid_block_ids = worker.get_block_ids_with_load_errors()
         made.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
         return made
@@ -284,15 +296,19 @@ class Oracle:
                     )
                 state[table[(work.end - 1) // BLOCK_TOKENS]] = _state_of(values[work.end - 1] + number, state)
 
-    def _check(self, work: Work) -> None:
-        """Everything the step attends to must be what computing it would have written."""
-        expected = _rows(_values(self.tokens[work.request_id][: work.end]))
-        for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
+    def _check(self, works: list[Work]) -> None:
+        """Everything the step attends to must be what computing it would have written, layer by layer."""
+        expected = [_rows(_values(self.tokens[work.request_id][: work.end])) for work in works]
+        for group, (kind, names) in enumerate(zip(self.kinds, self.names, strict=True)):
             if kind == "state":
                 continue  # it was looked at before it was written over
-            seen_from = max(0, work.start - int(kind.partition(":")[2]) + 1) if kind.startswith("window") else 0
             for number, name in enumerate(names):
-                self._check_layer(work, name, number, table, expected, seen_from)
+                if self.worker is not None and works:
+                    self.worker.wait_for_layer_load(name)
+                for work, rows in zip(works, expected, strict=True):
+                    window = int(kind.partition(":")[2]) if kind.startswith("window") else 0
+                    seen_from = max(0, work.start - window + 1) if window else 0
+                    self._check_layer(work, name, number, work.tables[group], rows, seen_from)
 
     def _check_layer(
         self, work: Work, name: str, number: int, table: list[int], expected: torch.Tensor, seen_from: int

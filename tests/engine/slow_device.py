@@ -6,6 +6,7 @@ whose bytes are still to come.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,19 +16,59 @@ import torch
 from kv_core.connect.testing import CopyQueue, QueuedCopier, QueuedCopy
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_cuda import PagedLayout, bind, make_copier
+from kv_cuda import CpuCopier, PagedLayout, bind, make_copier
 
 
 class LockedQueue(CopyQueue):
-    """One whose copies several threads may make."""
+    """One whose copies several threads may make, or its own thread does (`go_on`), each in so much time.
+
+    faults: what that thread has found wrong.
+    """
 
     def __init__(self, **watch: Any) -> None:
         super().__init__(**watch)
-        self._lock = threading.Lock()
+        self.faults: list[str] = []
+        self._changed = threading.Condition()
+        self._goes_on = False
+        self.copy_s = 0.0
 
     def run(self, copies: int = 1, *, failure: str = "") -> None:
-        with self._lock:
+        with self._changed:
             super().run(copies, failure=failure)
+            self._changed.notify_all()
+
+    def catch_up(self, copy: QueuedCopy) -> None:
+        with self._changed:
+            if self._goes_on:
+                self._changed.wait_for(lambda: copy.has_ended)
+        super().catch_up(copy)
+
+    def go_on(self) -> None:
+        """Make copies from now on, one after the other, each as soon as `copy_s` after it began."""
+        self._goes_on = True
+        threading.Thread(target=self._make, daemon=True).start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._goes_on = False
+            self._changed.notify_all()
+
+    def note(self) -> None:
+        """Something was asked for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _make(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.pending or not self._goes_on)
+            if not self._goes_on:
+                return
+            time.sleep(self.copy_s)
+            try:
+                self.run()
+            except AssertionError as error:
+                self.faults.append(str(error))
 
 
 class SlowDevice:
@@ -36,11 +77,11 @@ class SlowDevice:
     stores: that have been made. late: blocks that nobody but us owned any more when they were read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, layerwise: bool = False) -> None:
+        """layerwise: loads of layers are copies of their own."""
+        self._layerwise = layerwise
         self.queue = LockedQueue(asked=self._asked, before=self._before, after=self._after)
         self.stores = self.late = 0
-        self.faults: list[str] = []
-        self._stopping = threading.Event()
         self._pool: Any = None
         self._given: dict[int, int] = {}  # how often vLLM has given each block to a request
         self._sizes: dict[int, int] = {}
@@ -52,8 +93,9 @@ class SlowDevice:
     ) -> QueuedCopier:
         """Stands in for the real one, around it."""
         copier = make_copier(layout, tensors, chunk_format)
+        layers = _by_layer(layout, tensors, chunk_format) if self._layerwise else ()
         self._sizes[id(copier)] = layout.block_tokens
-        return QueuedCopier(copier, self.queue)
+        return QueuedCopier(copier, self.queue, layers)
 
     def watch(self, pool: Any, cache: Any) -> None:
         """vLLM's block pool, and our cache."""
@@ -72,20 +114,17 @@ class SlowDevice:
 
         pool.get_new_blocks, cache.commit = get_new_blocks, committed
 
+    @property
+    def faults(self) -> list[str]:
+        return self.queue.faults
+
     def go_on(self, copy_s: float) -> None:
         """Make copies from now on, each after so long. What it finds wrong is in `faults`."""
-
-        def make() -> None:
-            while not self._stopping.wait(copy_s):
-                try:
-                    self.queue.run()
-                except AssertionError as error:
-                    self.faults.append(str(error))
-
-        threading.Thread(target=make, daemon=True).start()
+        self.queue.copy_s = copy_s
+        self.queue.go_on()
 
     def stop(self) -> None:
-        self._stopping.set()
+        self.queue.stop()
 
     def _asked(self, copy: QueuedCopy) -> None:
         if copy.is_store:
@@ -96,6 +135,7 @@ class SlowDevice:
             ]
             blocks = {slot // size for slot in slots}
             self._wanted[copy] = [(block, self._given.get(block, 0)) for block in blocks]
+        self.queue.note()
 
     def _before(self, copy: QueuedCopy) -> None:
         if not copy.is_store:
@@ -112,11 +152,20 @@ class SlowDevice:
             self._arrived.update(part.extent for part in copy.plan.copies)
 
 
+def _by_layer(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> list[Any]:
+    """Copiers of the same chunks of which each writes one layer, and the others' bytes to memory that nobody reads."""
+    nowhere = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
+    return [
+        CpuCopier(layout, [tensor if at == layer else nowhere for at, tensor in enumerate(tensors)], chunk_format)
+        for layer in range(len(tensors))
+    ]
+
+
 @contextmanager
-def slow_device() -> Iterator[SlowDevice]:
+def slow_device(*, layerwise: bool = False) -> Iterator[SlowDevice]:
     """Engines that start meanwhile have one."""
     with pytest.MonkeyPatch.context() as patch:
-        device = SlowDevice()
+        device = SlowDevice(layerwise=layerwise)
         patch.setattr(bind, "make_copier", device.make_copier)
         yield device
         device.stop()

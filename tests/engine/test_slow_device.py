@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from kv_core.connect.testing import QueuedCopy
 from kv_tiers.attach.engine import engines
 from slow_device import slow_device
 
@@ -36,6 +37,29 @@ def test_tokens_are_the_same_cold_warm_and_preempted(tiny_llama: str) -> None:
         assert engine.assert_at_rest()["scheduler"]["loads"] > 0
         assert pool.get_num_free_blocks() == 13
         assert engine.llm.reset_prefix_cache()
+
+
+@pytest.mark.slow
+def test_layers_that_are_copied_while_others_are_computed_give_the_same_tokens(
+    tiny_llama: str, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a copy takes beside a layer's computation; and a pass that does not wait makes other tokens."""
+    with slow_device(layerwise=True) as device, started(tiny_llama, cache=CACHE | {"load": "layerwise"}) as engine:
+        device.go_on(copy_s=0.0)
+        began = time.perf_counter()
+        assert engine.ask_in_turn(PROMPTS) == reference
+        layer_s = (time.perf_counter() - began) / sum(12 * 2 for _ in PROMPTS)  # tokens of each, and layers
+        for factor in (0.1, 0.5, 1.0, 2.0):
+            device.queue.copy_s = factor * layer_s
+            assert engine.ask_in_turn(PROMPTS) == reference
+            assert engine.hits == WARM_HITS
+        assert engine.ask(PROMPTS) == reference
+        seen = engine.assert_at_rest()
+        assert seen["scheduler"]["loads_layerwise"] == seen["scheduler"]["loads"] > 4 * 5
+        monkeypatch.setattr(QueuedCopy, "hold_engine", lambda self: None)
+        device.queue.copy_s = 0.5
+        assert engine.ask([PROMPTS[2]]) != [reference[2]]
+        assert device.faults == []
 
 
 @pytest.mark.long

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.request import HOLDING, NEXT, Event, Phase, advance
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import LoadStep, StepPlan, StoreStep
 from kv_core.connect.testing import DictCopier, DictService

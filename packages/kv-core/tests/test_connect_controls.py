@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 from kv_core.connect.controls import Controls
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf

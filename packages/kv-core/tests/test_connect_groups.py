@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.connect.admission import StateAdmission, StateKind
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, GroupShape, load_from, stored_from, without_holes
 from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.toy_engine import BLOCK, CHUNK, SPACE, WINDOW, ToyHybrid, run

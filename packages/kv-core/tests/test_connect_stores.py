@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 from kv_core.connect.held import HeldBlocks
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StateBlock, StepPlan, StoreStep
 from kv_core.connect.testing import CopyQueue, DictCopier, DictService, QueuedCopier, QueuedCopy

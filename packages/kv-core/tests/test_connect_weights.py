@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.request import Phase
-from kv_core.connect.scheduler import RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import NO_SPACE, StepPlan
 from kv_core.connect.testing import DictCopier, DictService

@@ -7,7 +7,8 @@ from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
 from kv_core.connect.controls import Controls
 from kv_core.connect.engine_costs import EngineCosts
-from kv_core.connect.scheduler import RequestTokens, SchedulerHalf
+from kv_core.connect.inputs import RequestTokens
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.testing import DictService
 from kv_core.cost import Choice, Costs, Skipped, Wait, choose, choose_wait

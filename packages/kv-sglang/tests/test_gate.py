@@ -18,6 +18,9 @@ class FailedEvent:
     def wait(self) -> None:
         raise CopyFailed("the device is gone")
 
+    def hold_engine(self) -> None:
+        self.wait()
+
 
 def waiting(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
     answers: list[object] = []

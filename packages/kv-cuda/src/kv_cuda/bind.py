@@ -12,7 +12,7 @@ from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
 from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
-from kv_cuda.choose import Copier, make_copier
+from kv_cuda.choose import LayerwiseCopier, make_copier
 from kv_cuda.cut import cuts, runs
 from kv_cuda.layout import PagedLayout
 from kv_cuda.states import StateGroup, prove_states
@@ -36,7 +36,7 @@ class BoundGroup:
     tensors: tuple[torch.Tensor, ...]
     layout: PagedLayout
     format: ChunkFormat
-    copier: Copier
+    copier: LayerwiseCopier
     coverage: Coverage
     table: int
     block_tokens: int
@@ -54,7 +54,7 @@ class BoundGroups:
     kv_scales: str
 
     @property
-    def copiers(self) -> tuple[Copier, ...]:
+    def copiers(self) -> tuple[LayerwiseCopier, ...]:
         return tuple(group.copier for group in self.groups)
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
+from kv_core.connect import device as connect_device
 from kv_core.connect.device import DeviceCopier
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
@@ -32,11 +33,10 @@ class Copier(DeviceCopier, Protocol):
     def detach(self, pool: str) -> None: ...
 
 
-class LayerwiseCopier(Copier, Protocol):
-    """A copier that says of each layer when it is there."""
+class LayerwiseCopier(connect_device.LayerwiseCopier, Copier, Protocol):
+    """The same, layer by layer."""
 
-    def load_layers(self, plan: TransferPlan) -> Sequence[Event]:
-        """As `load`: the events of the first layer, the second and so on."""
+    def load_layers(self, plan: TransferPlan) -> Sequence[Event]: ...
 
 
 class RingCopier(LayerwiseCopier, Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
+from kv_core.connect.layerwise import LoadMode
 from kv_core.errors import ConfigError
 from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
@@ -64,6 +65,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """When what is held is used. auto: where loading it, with the wait for slower tiers, is estimated to be quicker
     than computing it (docs/cost.md). always: whatever is held is loaded, and waited for up to `cold.wait_s`. never:
     nothing is loaded. A request may say otherwise (docs/requests.md)."""
+    load: LoadMode = "async"
+    """When chunks are copied to the engine's blocks. async: between its steps, and the request waits. layerwise: in the
+    step that computes the rest of the request, each layer while those before it are computed. auto: layerwise where the
+    copy is estimated to be hidden so. vLLM only, in one process and where a model has one kind of layers; elsewhere
+    async, whatever is said here (docs/contracts/vllm.md#layerwise-loads)."""
     min_load_tokens: Tokens = 0
     """A hit of fewer tokens is not loaded: they are computed. vLLM only, as the two below; SGLang has its own
     `prefetch_threshold`. A request may say otherwise (docs/requests.md)."""

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
+from kv_core.log import limited_logger
 from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
 from kv_cuda.judge.verdict import demand
@@ -14,8 +16,10 @@ from kv_tiers.attach.neighbours import KeptFormat
 from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import rank_share, replica_of
+from kv_vllm.parallel import draft_model, rank_share, replica_of
 from kv_vllm.translate import served_model
+
+_log = limited_logger(__name__)
 
 
 def bind_worker(
@@ -26,8 +30,10 @@ def bind_worker(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     in_force: Sequence[Setting] = (),
-) -> None:
+) -> dict[str, int]:
     """Prove the layout of vLLM's cache and open ours. `off` says why not, if it cannot be proved.
+
+    Returns the numbers of the layers, in a model with one group of them, by vLLM's names.
 
     in_force: as `load` returns it beside the settings. It says whether the length of a chunk was chosen.
 
@@ -36,12 +42,12 @@ def bind_worker(
     """
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
     if isinstance(groups, Refusal):
-        return engine.refuse(groups.reason)
+        return _refused(engine, groups)
     has_states = any(group.coverage.kind == "state" for group in groups)
     settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups], has_states=has_states)
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
-        return engine.refuse(bound.reason)
+        return _refused(engine, bound)
     if settings.judge.max_kl:
         demand(settings.judge.verdict, settings.judge.max_kl, bound.formats)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
@@ -56,7 +62,10 @@ def bind_worker(
         is_queued=any(copier.is_queued for copier in bound.copiers),
     )
     model = served_model(vllm_config, kv_scales=facts.kv_scales)
-    return engine.bind_worker(
+    if settings.load != "async" and draft_model(vllm_config) is not None:
+        _log.warning("load: %s is not used, chunks are loaded between steps: there is a draft model", settings.load)
+        settings = msgspec.structs.replace(settings, load="async")  # its layers are computed apart from the model's
+    engine.bind_worker(
         settings,
         facts,
         Format(bound.group_bytes, bound.fingerprint),
@@ -68,6 +77,13 @@ def bind_worker(
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
+    numbers = {id(tensor): number for number, tensor in enumerate(bound.groups[0].tensors)}
+    return {name: numbers[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in numbers}
+
+
+def _refused(engine: Engine, refusal: Refusal) -> dict[str, int]:
+    engine.refuse(refusal.reason)
+    return {}
 
 
 def in_one_process(vllm_config: Any) -> bool:

@@ -1,9 +1,9 @@
 """The class vLLM calls. Each method is a translation and one call; what it means is in `kv_core.connect`.
 
-Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True): a synchronous load
-that fails under asynchronous scheduling delivers a token computed from blocks that were never filled. Stores are begun
-in `wait_for_save`. On a device with queues of its own they go on behind the step, and the blocks are held in vLLM's
-block pool meanwhile (`kv_vllm.held`); elsewhere they are finished there.
+Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), but for those that
+cannot fail, where the settings want them layer by layer in the step itself (`kv_vllm.layerwise`). Stores are begun in
+`wait_for_save`. On a device with queues of its own they go on behind the step, and the blocks are held in vLLM's block
+pool meanwhile (`kv_vllm.held`); elsewhere they are finished there.
 
 No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on.
 """
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.held import HeldBlocks
-from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.inputs import EngineState, RequestTokens, Scheduled
+from kv_core.connect.layerwise import LayerwiseReport
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
@@ -36,10 +38,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_worker
-from kv_vllm.held import Acknowledged, held_blocks
+from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
+from kv_vllm.layerwise import PromisedBlocks, StepBlocks
+from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.translate import request_tokens, served_model
@@ -57,20 +61,6 @@ _MAX_FAILURES = 32
 """Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
 
 
-class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data; None where it says nothing but its number.
-
-    waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
-    a worker that cannot read it.
-    number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
-    """
-
-    def __init__(self, plain: Any, waiting: tuple[str, ...] = (), number: int = 0) -> None:
-        self.plain = plain
-        self.waiting = waiting
-        self.number = number
-
-
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
     """Every request that waits for a load hears that there is none."""
     failed, self._unanswered = self._unanswered, set()
@@ -81,7 +71,8 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     """Requests that were promised a load wait for it, so one that is not planned is refused aloud."""
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     number = 0 if self._held is None else self._held.number
-    return KVTiersMetadata(StepPlan(refused=refused, number=number).to_plain(), refused, number)
+    plan = StepPlan(refused=refused, number=number)
+    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.take())
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -120,6 +111,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._number = self._acknowledged = 0  # of the last plan that this worker has been given, and has said
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
+        self._promised = PromisedBlocks()
+        self._to_fill = StepBlocks(is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling))
+        self._layers: dict[str, int] = {}
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
@@ -152,13 +146,15 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
             self._number = connector_metadata.number
+            self._to_fill.begin(connector_metadata.filling)
             self._read_plan(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads run between steps, never inside one
+        if self._to_fill:  # asked by every layer of every step
+            self._wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return  # saved whole, in wait_for_save
@@ -173,16 +169,20 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
+        self._to_fill.are_filled = self._worker.layers.forward_ended()
         report = self._worker.poll()
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._to_fill.take_unfilled()
+
     def build_connector_worker_meta(self) -> Acknowledged | None:
-        through = self._stored_through()
-        if through == self._acknowledged:
+        through, layerwise = self._stored_through(), self._take_layerwise()
+        if through == self._acknowledged and not layerwise.ended:
             return None
         self._acknowledged = through
-        return Acknowledged({self._engine.share.rank: through})
+        return Acknowledged({self._engine.share.rank: through}, layerwise)
 
     # Either half.
 
@@ -213,6 +213,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._start_events()
         self._start_holding()
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return load(extra_config, os.environ)[0].load != "async"  # a full graph leaves `wait_for_layer_load` out
+
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights()
@@ -224,7 +228,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         request.shared_prefix_boundary = max(
             request.shared_prefix_boundary, self._scheduler.junction(request.request_id)
         )
-        return matched, bool(matched)  # None: vLLM leaves the request waiting, and asks again in the next step
+        is_layerwise = self._scheduler.is_layerwise(request.request_id)
+        self._promised.promise(request.request_id, is_layerwise=is_layerwise)
+        # None: vLLM leaves the request waiting, and asks again in the next step.
+        return matched, bool(matched) and not is_layerwise
 
     @guarded(_unknown_sources)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -232,30 +239,34 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._sources.of(by_tier, num_external_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
+        if num_external_tokens and not self._promised.allocated(request.request_id, blocks.get_block_ids()[0]):
             self._unplanned.add(request.request_id)
         self._allocated(request, blocks, num_external_tokens)
 
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
-        if not (plan.loads or plan.stores or plan.refused or self._unplanned):
+        filling = self._promised.take()
+        if not (plan.loads or plan.stores or plan.refused or self._unplanned or filling):
             return KVTiersMetadata(None, (), 0 if self._held is None else self._held.number)  # most steps
-        planned = {load.request_id for load in plan.loads}.union(plan.refused)
+        planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
         if self._held is not None:
             plan = self._held.hold(plan)
-        metadata = KVTiersMetadata(plan.to_plain(), waiting, plan.number)
+        metadata = KVTiersMetadata(plan.to_plain(), waiting, plan.number, filling)
         self._unplanned.clear()
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._give_back(connector_output.kv_connector_worker_meta)
+        self._worker_said(connector_output.kv_connector_worker_meta)
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
     def has_pending_push_work(self) -> bool:
-        return self._held is not None and self._held.is_waiting  # or vLLM would fall idle before it has its blocks back
+        # Or vLLM would fall idle before it has its blocks back, or we our chunks.
+        return (self._held is not None and self._held.is_waiting) or (
+            self._scheduler is not None and self._scheduler.is_filling
+        )
 
     def has_pending_block_frees(self) -> bool:
         return self._held is not None and self._held.will_free()  # vLLM waits for these then, and preempts nobody
@@ -313,7 +324,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.off:
             return
         try:
-            bind_worker(
+            self._layers = bind_worker(
                 self._engine,
                 self._vllm_config,
                 self._kv_cache_config,
@@ -350,20 +361,40 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _stored_through(self) -> int:
         return 0 if self._worker is None else self._worker.stored_through
 
-    def _give_back(self, said: Any) -> None:
+    @guarded(always(None))
+    def _wait_for_layer(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.layers.wait_for(self._layers.get(layer_name))
+
+    @guarded(always(LayerwiseReport()))
+    def _take_layerwise(self) -> LayerwiseReport:
+        return LayerwiseReport() if self._worker is None else self._worker.take_layerwise()
+
+    def _worker_said(self, said: Any) -> None:
         """Also while the cache is off: workers in other processes may still be reading."""
-        if self._held is None:
-            return
         try:
             if isinstance(said, Acknowledged):
-                self._held.acknowledge(said.through)
+                self._heard(said)
             worker = self._engine.worker
-            if self._held.is_waiting and not self._requests and worker and not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            if (
+                self.has_pending_push_work()
+                and worker is not None
+                and not (self._requests or envs.VLLM_ENABLE_V1_MULTIPROCESSING)
+            ):
                 # Nobody steps an engine in its caller's process that has no requests, not even to get blocks back.
                 worker.finish_stores()
-                self._held.acknowledge({self._engine.share.rank: worker.stored_through})
+                through = {self._engine.share.rank: worker.stored_through}
+                self._heard(Acknowledged(through, worker.take_layerwise(wait=True)))
         except Exception as error:  # noqa: BLE001  # as `guarded` has it
             self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
+
+    def _heard(self, said: Acknowledged) -> None:
+        if self._held is not None:
+            self._held.acknowledge(said.through)
+        if said.layerwise.failed and self._scheduler is not None:
+            self._scheduler.stop_layerwise()
+        if said.layerwise.ended:
+            self._loads_ended(said.layerwise.ended, said.layerwise.failed)
 
     @guarded(always(None))
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
@@ -445,6 +476,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
+        self._promised.forget(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:

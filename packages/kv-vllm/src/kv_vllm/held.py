@@ -4,12 +4,11 @@ A block that is held counts in vLLM as one that another request shares. So nobod
 request that filled it, and it stays where it is in vLLM's own prefix cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kv_core.connect.held import HeldBlocks
 from kv_core.connect.shape import ConnectShape
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 
 class PoolBlocks:
@@ -26,16 +25,6 @@ class PoolBlocks:
 
     def is_ours_alone(self, block: int) -> bool:
         return bool(self._pool.blocks[block].ref_cnt == 1)
-
-
-class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """By rank the number of the last plan with which it is done, and with all before it."""
-
-    def __init__(self, through: Mapping[int, int]) -> None:
-        self.through = dict(through)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
-        return Acknowledged(self.through | other.through)
 
 
 def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:

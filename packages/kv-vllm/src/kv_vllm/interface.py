@@ -23,6 +23,8 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "save_kv_layer": ["layer_name", "kv_layer", "attn_metadata"],
     "wait_for_save": [],
     "get_transfer_results": ["finished_req_ids"],
+    "get_block_ids_with_load_errors": [],
+    "requires_piecewise_for_cudagraph": ["extra_config"],
     "bind_kv_cache_manager": ["kv_cache_manager"],
     "get_num_new_matched_tokens": ["request", "num_computed_tokens"],
     "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
@@ -72,7 +74,7 @@ def interface_differences() -> Iterator[str]:
     yield from call_differences(stats, {"reset": [], "aggregate": ["other"], "reduce": [], "is_empty": []})
     yield from field_differences(
         SchedulerOutput,
-        ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state"],
+        ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state", "has_sync_kv_loads"],
     )
     yield from field_differences(KVConnectorBlockState, ["boundary_state_offloads"])
     yield from call_differences(

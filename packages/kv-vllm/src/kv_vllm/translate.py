@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kv_core.connect.scheduler import RequestTokens
+from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.settings import Settings

@@ -12,6 +12,7 @@ class SchedulerCounts:
     tokens_asked, tokens_hit: in those.
     tokens_declined: of those hit, that were computed all the same as that was estimated to be quicker.
     loads: for which blocks were given.
+    loads_layerwise: of those, that ran in the step itself.
     tokens_to_load: of those, counted once a load, however often the engine asked.
     tokens_by_tier: the same by the slowest tier that they came from.
     tokens_loaded: of loads that the workers completed.
@@ -28,6 +29,7 @@ class SchedulerCounts:
     tokens_hit: int = 0
     tokens_declined: int = 0
     loads: int = 0
+    loads_layerwise: int = 0
     tokens_to_load: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     tokens_loaded: int = 0

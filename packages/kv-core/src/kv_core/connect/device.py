@@ -1,7 +1,9 @@
 """What touches the engine's memory, as the worker half sees it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from kv_core.extent import HostExtent
 from kv_core.transfer import TransferPlan
 
 
@@ -21,6 +23,10 @@ class CopyEvent(Protocol):
         Raises:
             CopyFailed: they never will.
         """
+
+    def hold_engine(self) -> None:
+        """What the engine puts into its queue from now on happens after the bytes have arrived. The caller goes on,
+        unless the engine has no queue: then this is `wait`."""
 
 
 class DeviceCopier(Protocol):
@@ -49,3 +55,18 @@ class DeviceCopier(Protocol):
         Raises:
             InputError: as for `load`.
         """
+
+
+class LayerwiseCopier(DeviceCopier, Protocol):
+    """A copier that says of each layer when it is there."""
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        """Make all ready that copies of these need beside their plan, so that it cannot be missing then.
+
+        Raises:
+            ConfigError: the system does not let this process lock so much memory.
+            InputError: the pool is not attached.
+        """
+
+    def load_layers(self, plan: TransferPlan) -> Sequence[CopyEvent]:
+        """As `load`, layer by layer: the events of the first layer, the second and so on, in the order of arrival."""

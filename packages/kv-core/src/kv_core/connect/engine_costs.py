@@ -60,6 +60,13 @@ class EngineCosts:
             return None
         return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores)
 
+    def hides(self, first_token: int, last_token: int, end: int) -> bool:
+        """Whether to load tokens `first_token … last_token` is known to take no longer than to compute those up to
+        `end` behind them."""
+        costs = Costs(first_token, self._compute_cost(), self._load_cost())
+        load_s, compute_s = costs.load_s(first_token, last_token), costs.compute_s(last_token, end)
+        return load_s is not None and compute_s is not None and load_s <= compute_s
+
     def chose(self, *, to_load: bool) -> None:
         """What the pool held is loaded, or not, as computing is estimated to be quicker. That estimate is put to the
         test now and then, ever more seldom while it turns out right."""

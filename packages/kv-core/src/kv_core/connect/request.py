@@ -2,7 +2,8 @@
 
 An engine tells us little: it asks for a match, it allocates, it says that a load ended, it finishes. A request that is
 asked about again after it ran was preempted; nobody says so. What is promised (leased by a lookup) lasts exactly while
-the request is `PENDING`, `PROMISED`, `LOADING` or `DRAINING`, so leaving those is the one place where it is given back.
+the request is `PENDING`, `PROMISED`, `LOADING`, `FILLING` or `DRAINING`, so leaving those is the one place where it is
+given back.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ class Phase(Enum):
     PROMISED = "chunks are leased for it, and the engine knows how many"
     LOADING = "the engine has given blocks and waits for us to fill them"
     RUNNING = "the engine computes it"
+    FILLING = "the engine computes it while its blocks are filled, layer by layer"
     DRAINING = "it ended while loading: its blocks stay until the load is reported"
     GONE = "the engine has forgotten it, and so have we"
 
@@ -27,6 +29,7 @@ class Event(Enum):
     MISS = "a lookup found nothing to load"
     PEND = "a lookup found that more is on its way up"
     LOAD = "blocks were allocated for what was promised"
+    FILL = "blocks were allocated for what was promised, to be filled in this very step"
     ADMIT = "blocks were allocated with nothing to load"
     LOADED = "the load ended, well or badly"
     FINISH = "the engine is done with it, for whatever reason"
@@ -46,10 +49,13 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # asked again while it waits for blocks
     (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine found as much by itself meanwhile
     (Phase.PROMISED, Event.LOAD): Phase.LOADING,
+    (Phase.PROMISED, Event.FILL): Phase.FILLING,
     (Phase.PROMISED, Event.ADMIT): Phase.RUNNING,  # the engine declined what we offered
     (Phase.PROMISED, Event.FINISH): Phase.GONE,
     (Phase.LOADING, Event.LOADED): Phase.WAITING,
     (Phase.LOADING, Event.FINISH): Phase.DRAINING,
+    (Phase.FILLING, Event.LOADED): Phase.RUNNING,
+    (Phase.FILLING, Event.FINISH): Phase.DRAINING,
     (Phase.RUNNING, Event.ADMIT): Phase.RUNNING,
     (Phase.RUNNING, Event.PROMISE): Phase.PROMISED,  # preempted, and what it had computed is still held
     (Phase.RUNNING, Event.MISS): Phase.WAITING,  # preempted
@@ -58,7 +64,7 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.DRAINING, Event.LOADED): Phase.GONE,
 }
 
-HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.DRAINING})
+HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.FILLING, Phase.DRAINING})
 """The phases in which a lookup's lease is open."""
 
 

@@ -7,132 +7,52 @@ declines, is preempted, aborted or finished. All of an engine's differences are 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kv_core.connect.admission import StateAdmission, StateKind
-from kv_core.connect.controls import NO_CONTROLS, Controls
 from kv_core.connect.counts import SchedulerCounts
 from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.layerwise import LayerwiseRule
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
+from kv_core.connect.tracked import Tracked
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.sequence import Item, KeySequence
-from kv_core.service import CacheService, Holder
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTokens:
-    """What the engine knows of a request when it asks.
-
-    request_id: the engine's.
-    tokens: all of them, the generated ones too: after a preemption those are a prompt like any other.
-    keep_tokens: how many of them may be stored (the prompt's; all of them where decoded tokens are kept as well).
-    salt: what keeps its chunks apart from other tenants'.
-    lora: the name of its adapter's content.
-    items: what the model reads besides tokens.
-    controls: what it asked for itself.
-    """
-
-    request_id: str
-    tokens: Sequence[int]
-    keep_tokens: int
-    salt: str | None = None
-    lora: str | None = None
-    items: tuple[Item, ...] = ()
-    controls: Controls = NO_CONTROLS
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """A state of linear layers that the engine hands over.
-
-    table: which of its block tables has it.
-    block: where it is after this step's forward pass.
-    boundary: it is that of the request's first so many tokens.
-    """
-
-    table: int
-    block: int
-    boundary: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A request in this step.
-
-    request: as it was when it asked.
-    computed_tokens: how many of its first tokens are computed after the forward pass.
-    blocks: its block tables.
-    states: what the engine hands over of it.
-    """
-
-    request: RequestTokens
-    computed_tokens: int
-    blocks: tuple[Sequence[int], ...]
-    states: tuple[EngineState, ...] = ()
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """One request we have heard of.
-
-    keys: its chain.
-    tenant: the tag in its keys.
-    phase: where it stands.
-    chunk_keys: of its chunks, chunk-major.
-    promised_chunks: how many are leased for it.
-    pays: loading them is worth its while.
-    tiers: of each of those, where it came from.
-    junction: the boundary, in tokens, where other prompts part from it while a window or a state is missing there.
-    offered_from: how many tokens the engine had itself when it was offered more.
-    offered_tokens: how many more.
-    has_loaded: a load was begun, so its blocks may hold what was loaded.
-    stored_chunks: how many of its leading chunks need no more thought.
-    may_wait: until slower tiers have had their chance.
-    is_counted: its lookup is in the counts.
-    mixed: its blocks may hold KV of other weights than the key space's: never stored.
-    """
-
-    keys: KeySequence
-    tenant: bytes
-    phase: Phase = Phase.WAITING
-    chunk_keys: list[ChunkKey] = field(default_factory=list)
-    promised_chunks: int = 0
-    pays: bool = True
-    tiers: tuple[str, ...] = ()
-    junction: int = 0
-    offered_from: int = 0
-    offered_tokens: int = 0
-    has_loaded: bool = False
-    stored_chunks: int = 0
-    may_wait: bool = True
-    is_counted: bool = False
-    mixed: bool = False
+from kv_core.sequence import KeySequence
+from kv_core.service import CacheService, Holder, ReadLease
 
 
 class SchedulerHalf:
     """One engine's. Not thread-safe: it belongs to the scheduler's thread."""
 
     def __init__(
-        self, service: CacheService, shape: ConnectShape, *, name: str, costs: EngineCosts | None = None
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        *,
+        name: str,
+        costs: EngineCosts | None = None,
+        layerwise: LayerwiseRule | None = None,
     ) -> None:
         """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
-        takes; without them whatever is held is loaded."""
+        takes; without them whatever is held is loaded. layerwise: which loads run in a step; None: none do. It is for
+        one group of layers that needs the whole prefix, and one shard."""
         self._service = service
         self._shape = shape
         self._space = shape.space
         self._engine_has_old_blocks = False
         self._name = name
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._loads: list[LoadStep] = []
         self._refused: list[str] = []
         self._blocks: dict[Holder, int] = {}  # given in this step
         self._pending = 0
         self._admission = StateAdmission()
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
+        self._layerwise = layerwise
+        self._filling = 0
         self.costs = costs
         self.counts = SchedulerCounts()
 
@@ -147,6 +67,8 @@ class SchedulerHalf:
         stands, nothing is hashed or looked up.
         """
         tracked = self._track(request)
+        if tracked.phase is Phase.FILLING:
+            return None  # preempted; what it had is still being copied, which will soon be over
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
         if tracked.phase is Phase.RUNNING:
@@ -165,6 +87,7 @@ class SchedulerHalf:
         may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
         if may_load and in_whole_blocks:
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
+                self._drop_layerwise(tracked)
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
                 plan = self._look_up(request, tracked, usable, computed_tokens)
@@ -182,9 +105,19 @@ class SchedulerHalf:
         if offered < worthwhile:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
+        is_another = (tracked.offered_from, tracked.offered_tokens) != (computed_tokens, offered)
         tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
+        if is_another or tracked.layerwise is None:
+            self._drop_layerwise(tracked)
+            tracked.layerwise = self._lease_layerwise(request, tracked)
         self._move(request.request_id, tracked, Event.PROMISE)
         return offered
+
+    def is_layerwise(self, request_id: str) -> bool:
+        """Whether what this request was offered last is loaded in the very step in which it gets its blocks, so that
+        the engine takes it for computed from there on. Else the engine waits until it hears that the load ended."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.layerwise is not None
 
     def allocated(self, request_id: str, external_tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
         """The engine gave blocks; `external_tokens` of what we offered are to be loaded into them.
@@ -212,10 +145,14 @@ class SchedulerHalf:
             self._refused.append(request_id)
             self.counts.loads_refused += 1
             return
-        self._move(request_id, tracked, Event.LOAD)
+        layerwise = tracked.layerwise
+        self._move(request_id, tracked, Event.LOAD if layerwise is None else Event.FILL)
         tracked.has_loaded = True
         if external_tokens != offered or not fits:
-            self._refused.append(request_id)
+            if layerwise is None:
+                self._refused.append(request_id)
+            else:  # nobody will report it: the engine goes by its own record of what the step was to fill
+                self._move(request_id, tracked, Event.LOADED)
             self.counts.loads_refused += 1
             return
         chunk_tokens = self._shape.chunk_tokens
@@ -235,9 +172,11 @@ class SchedulerHalf:
                 tuple(tuple(table) for table in blocks),
                 first,
                 last,
+                () if layerwise is None else layerwise.extents,
             )
         )
         self.counts.loads += 1
+        self.counts.loads_layerwise += layerwise is not None
         self.counts.tokens_to_load += external_tokens
         for tier, tokens in self.sources(request_id).items():
             self.counts.tokens_by_tier[tier] = self.counts.tokens_by_tier.get(tier, 0) + tokens
@@ -276,7 +215,8 @@ class SchedulerHalf:
         plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
         if self.costs is not None:
             for load in self._loads:
-                self.costs.load_began(load.request_id, load.last_token - load.first_token)
+                if not load.extents:
+                    self.costs.load_began(load.request_id, load.last_token - load.first_token)
             if measured := self.costs.take_measured():
                 self._service.measured(measured)
         self._loads, self._refused = [], []
@@ -299,7 +239,7 @@ class SchedulerHalf:
             if self.costs is not None:
                 self.costs.load_ended(request_id, failed=request_id in failed)
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.phase in (Phase.LOADING, Phase.DRAINING):
+            if tracked is not None and tracked.phase in (Phase.LOADING, Phase.FILLING, Phase.DRAINING):
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
 
@@ -334,8 +274,9 @@ class SchedulerHalf:
         """
         self._space = space
         self._engine_has_old_blocks = True
-        self._refused += [load.request_id for load in self._loads]
-        self._loads = []
+        # A layerwise load cannot be taken back: as a running request, it goes on with the KV of the weights before.
+        self._refused += [load.request_id for load in self._loads if not load.extents]
+        self._loads = [load for load in self._loads if load.extents]
         for request_id, tracked in self._tracked.items():
             tracked.stored_chunks = tracked.offered_tokens = 0
             # One that waits has blocks all the same, if a load has filled some.
@@ -365,12 +306,21 @@ class SchedulerHalf:
         for request_id in self._tracked:
             self._service.end(self._holder(request_id))
         self._tracked.clear()
-        self._pending = 0
+        self._pending = self._filling = 0
         self._loads, self._refused = [], []
 
     def is_waiting(self) -> bool:
         """Whether some request waits for what slower tiers bring up."""
         return self._pending > 0
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether chunks of layerwise loads are leased, so that the engine has to go on stepping to give them back."""
+        return self._filling > 0
+
+    def stop_layerwise(self) -> None:
+        """One of those loads has failed, which must not happen: from now on all run between steps."""
+        self._layerwise = None
 
     def tracked_phases(self) -> dict[str, Phase]:
         """Every request we know and where it stands; empty when the engine is idle."""
@@ -379,30 +329,30 @@ class SchedulerHalf:
     def _holder(self, request_id: str) -> str:
         return f"{self._name}/{request_id}"
 
-    def _track(self, request: RequestTokens) -> _Tracked:
+    def _track(self, request: RequestTokens) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             root = self._shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
             keys = KeySequence(self._shape.scheme, root=root, items=request.items)
-            tracked = self._tracked[request.request_id] = _Tracked(keys, tenant_tag(request.salt))
+            tracked = self._tracked[request.request_id] = Tracked(keys, tenant_tag(request.salt))
             self.counts.requests += 1
         return tracked
 
-    def _hash_up_to(self, request: RequestTokens, tracked: _Tracked, tokens: int) -> None:
+    def _hash_up_to(self, request: RequestTokens, tracked: Tracked, tokens: int) -> None:
         """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
         known = tracked.keys.tokens
         if tokens > known:
             tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[known:tokens]))
 
-    def _keys(self, tracked: _Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
+    def _keys(self, tracked: Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
         assert self._space is not None
         shape = self._shape
         return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
 
-    def _rename(self, tracked: _Tracked) -> None:
+    def _rename(self, tracked: Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
-    def _look_up(self, request: RequestTokens, tracked: _Tracked, usable: int, computed_tokens: int) -> LookupPlan:
+    def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
         keys, shape = tracked.chunk_keys, self._shape.chunk
         if not shape.is_plain:  # windows and states are held for whole chunks
@@ -419,7 +369,28 @@ class SchedulerHalf:
             costs=costs,
         )
 
-    def _count_lookup(self, tracked: _Tracked, usable: int) -> None:
+    def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
+        """The chunks that are offered, leased once more by where they are; None: they are loaded between steps."""
+        rule, chunk_tokens = self._layerwise, self._shape.chunk_tokens
+        first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
+        if rule is None or not (
+            rule.always or (self.costs is not None and self.costs.hides(first, last, len(request.tokens)))
+        ):
+            return None
+        keys = tracked.chunk_keys[first // chunk_tokens : -(-last // chunk_tokens)]
+        lease = self._service.load(keys, self._holder(request.request_id))
+        if isinstance(lease, ReadLease) and rule.prepare(lease.extents):
+            return lease
+        if isinstance(lease, ReadLease):
+            self._service.release(lease)
+        return None
+
+    def _drop_layerwise(self, tracked: Tracked) -> None:
+        if tracked.layerwise is not None:
+            self._service.release(tracked.layerwise)
+            tracked.layerwise = None
+
+    def _count_lookup(self, tracked: Tracked, usable: int) -> None:
         if not tracked.is_counted:
             tracked.is_counted = True
             self.counts.lookups += 1
@@ -467,7 +438,7 @@ class SchedulerHalf:
             states,
         )
 
-    def _admits(self, request: RequestTokens, tracked: _Tracked, boundary: int) -> bool:
+    def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:
         chunk_tokens = self._shape.chunk_tokens
         if boundary == tracked.junction:
             kind = StateKind.JUNCTION
@@ -479,14 +450,15 @@ class SchedulerHalf:
         self.counts.states_refused += not admitted
         return admitted
 
-    def _move(self, request_id: str, tracked: _Tracked, event: Event, *, had_promise: bool = False) -> None:
+    def _move(self, request_id: str, tracked: Tracked, event: Event, *, had_promise: bool = False) -> None:
         """Advance the request's life, and give its promise back where the table says that it ends."""
         before = tracked.phase
         tracked.phase = advance(before, event)
         self._pending += (tracked.phase is Phase.PENDING) - (before is Phase.PENDING)
+        self._filling += (event is Event.FILL) - (event is Event.LOADED and tracked.layerwise is not None)
         if (before in HOLDING or had_promise) and tracked.phase not in HOLDING:
             self._service.end(self._holder(request_id))
-            tracked.promised_chunks = 0
+            tracked.promised_chunks, tracked.layerwise = 0, None
         if before is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
             # Preempted: its blocks are gone and will be other blocks. What we hold of it we hold; the rest comes again.
             tracked.stored_chunks = 0

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kv_core.errors import InputError
+from kv_core.extent import HostExtent
 from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 5
+STEP_VERSION = 6
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
@@ -30,6 +31,8 @@ class LoadStep:
     blocks: for each of the engine's block tables, the request's from the prompt's first token on.
     first_token, last_token: places in the prompt. Of a group that does not need the whole prefix, only what it needs
         of them is to be filled (`kv_core.connect.shape.load_from`).
+    extents: of a layerwise load (`kv_core.connect.layerwise`) where each chunk is in the pool: the scheduler has leased
+        them until it hears that the load has ended. Empty: the worker leases them, and loads between two steps.
     """
 
     request_id: str
@@ -39,6 +42,7 @@ class LoadStep:
     blocks: tuple[tuple[int, ...], ...]
     first_token: int
     last_token: int
+    extents: tuple[HostExtent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class StepPlan:
                     [list(blocks) for blocks in load.blocks],
                     load.first_token,
                     load.last_token,
+                    [[extent.pool, extent.offset, extent.nbytes] for extent in load.extents],
                 ]
                 for load in self.loads
             ],
@@ -156,7 +161,7 @@ class StepReport:
 
 
 def _load(entry: Plain) -> LoadStep:
-    request_id, first_chunk, digests, tenant, blocks, first_token, last_token = _sequence(entry, 7)
+    request_id, first_chunk, digests, tenant, blocks, first_token, last_token, extents = _sequence(entry, 8)
     return LoadStep(
         _text(request_id),
         _count(first_chunk),
@@ -165,6 +170,7 @@ def _load(entry: Plain) -> LoadStep:
         _tables(blocks),
         _count(first_token),
         _count(last_token),
+        tuple(_extent(extent) for extent in _sequence(extents)),
     )
 
 
@@ -173,6 +179,11 @@ def _store(entry: Plain) -> StoreStep:
     named = tuple(_digest(digest) for digest in _sequence(digests))
     kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
     return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept)
+
+
+def _extent(entry: Plain) -> HostExtent:
+    pool, offset, nbytes = _sequence(entry, 3)
+    return HostExtent(_text(pool), _count(offset), _count(nbytes))
 
 
 def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:

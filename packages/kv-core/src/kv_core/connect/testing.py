@@ -149,6 +149,9 @@ class Done:
     def wait(self) -> None:
         return None
 
+    def hold_engine(self) -> None:
+        return None
+
 
 class Failed:
     """A copy that never will."""
@@ -158,6 +161,9 @@ class Failed:
 
     def wait(self) -> None:
         raise CopyFailed("the bus is on fire")
+
+    def hold_engine(self) -> None:
+        self.wait()
 
 
 @dataclass(slots=True)
@@ -175,6 +181,12 @@ class DictCopier:
 
     def attach(self, pool: str, view: memoryview) -> None:
         raise MisuseError(f"a dict has no memory to attach pool {pool} to ({len(view)} bytes)")
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        return None
+
+    def load_layers(self, plan: TransferPlan) -> list[Done | Failed]:
+        return [self.load(plan)]
 
     def load(self, plan: TransferPlan) -> Done | Failed:
         if self._fails():
@@ -227,6 +239,11 @@ class QueuedCopy:
             self.queue.run()
         self.done()
 
+    def hold_engine(self) -> None:
+        """As a device does it, which waits and lets the host go on."""
+        self.queue.catch_up(self)
+        self.done()
+
 
 @dataclass(slots=True)
 class CopyQueue:
@@ -258,24 +275,40 @@ class CopyQueue:
             self.pending.popleft()
             copy.has_ended = True
 
+    def catch_up(self, copy: QueuedCopy) -> None:
+        """Make all up to this one."""
+        while not copy.has_ended:
+            self.run()
+
 
 class QueuedCopier:
     """Another copier's copies, behind one another in a queue."""
 
-    def __init__(self, copier: Any, queue: CopyQueue) -> None:
-        """copier: a `DeviceCopier` that copies at once."""
+    def __init__(self, copier: Any, queue: CopyQueue, layers: Sequence[Any] = ()) -> None:
+        """copier: a `DeviceCopier` that copies at once. layers: those that copy one layer each; `copier` if it has
+        only one."""
         self._copier = copier
         self._queue = queue
+        self._layers = layers or (copier,)
+        self._copiers = (copier, *layers)
 
     @property
     def is_queued(self) -> bool:
         return True
 
     def attach(self, pool: str, view: memoryview) -> None:
-        self._copier.attach(pool, view)
+        for copier in self._copiers:
+            copier.attach(pool, view)
 
     def detach(self, pool: str) -> None:
-        self._copier.detach(pool)
+        for copier in self._copiers:
+            copier.detach(pool)
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        self._copier.prepare(extents)
+
+    def load_layers(self, plan: TransferPlan) -> list[QueuedCopy]:
+        return [self._queued(layer.load, plan, is_store=False) for layer in self._layers]
 
     def load(self, plan: TransferPlan) -> QueuedCopy:
         return self._queued(self._copier.load, plan, is_store=False)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kv_core.connect.inputs import EngineState, RequestTokens, Scheduled
 from kv_core.connect.request import HOLDING
-from kv_core.connect.scheduler import EngineState, RequestTokens, Scheduled, SchedulerHalf
+from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, GroupShape
 from kv_core.connect.step import StepPlan
 from kv_core.connect.testing import DictCopier, DictService

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_core.connect.device import CopyEvent, DeviceCopier
+from kv_core.connect.device import CopyEvent, LayerwiseCopier
+from kv_core.connect.layerwise import LayerLoads, LayerwiseReport
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, load_from, stored_from, without_holes
 from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import InputError, KVError
@@ -105,7 +106,7 @@ class WorkerHalf:
         self,
         service: CacheService,
         shape: ConnectShape,
-        copiers: Sequence[DeviceCopier],
+        copiers: Sequence[LayerwiseCopier],
         *,
         shard: int,
         name: str,
@@ -129,15 +130,19 @@ class WorkerHalf:
         self._number = 0
         self._ended: set[str] = set()
         self._failed: set[str] = set()
+        self.layers = LayerLoads(self._copiers[0])
         whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
         self._counted_group = next(whole, 0)
         self.counts = WorkerCounts()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Lease every chunk to be loaded, and start the copies."""
+        """Start every copy, the layerwise ones first; lease the chunks of the others."""
+        self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
         for step in plan.loads:
+            if step.extents:
+                continue
             load = self._loading[step.request_id] = _Load(step)
             parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
             match self._service.load([key for part in parts for key in part.keys], self._holder):
@@ -147,6 +152,13 @@ class WorkerHalf:
                 case LoadFailed(missing, reason):
                     load.fail(reason, missing)
         self._finish_loads()
+
+    def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
+        """Layerwise loads that have ended since this was asked last. wait: for all whose forward pass is over."""
+        report = self.layers.take_ended(wait=wait)
+        self.counts.loads_finished += len(report.ended - report.failed)
+        self.counts.loads_failed += len(report.failed)
+        return report
 
     def start_stores(self, plan: StepPlan) -> None:
         """Reserve room for the chunks this step completed and start gathering them, behind the forward pass."""
@@ -199,10 +211,28 @@ class WorkerHalf:
                 self._settle(event)
         for store in self._storing:
             self._settle(store.copying)
+        self.layers.close()
         self._loading.clear()
         self._storing.clear()
         self._in_flight_bytes = 0
         self._service.end(self._holder)
+
+    def _start_layers(self, steps: Sequence[LoadStep], space_id: bytes) -> None:
+        if not steps:
+            return
+        requests = [step.request_id for step in steps]
+        copies: list[Copy] = []
+        try:
+            for step in steps:
+                part = self._part(space_id, step, 0)
+                assert part is not None
+                copies += self._plan_load(step, part, step.extents).copies
+        except KVError as error:
+            self.layers.refuse(requests, str(error))
+            return
+        self.layers.start(requests, TransferPlan(tuple(copies), self._shape.chunk_tokens))
+        self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
+        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in step.extents)
 
     def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:
         return keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=tenant)

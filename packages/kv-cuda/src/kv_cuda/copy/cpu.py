@@ -22,6 +22,7 @@ from itertools import pairwise
 
 import torch
 from kv_core.errors import InputError
+from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
@@ -117,6 +118,9 @@ class CpuCopier:
     @property
     def is_queued(self) -> bool:
         return False
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        return None
 
     def load(self, plan: TransferPlan) -> DoneEvent:
         for work in self._checked(plan, to_engine=True):

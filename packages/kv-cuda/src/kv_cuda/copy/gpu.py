@@ -124,6 +124,11 @@ class GpuCopier:
     def is_queued(self) -> bool:
         return self._device.type == "cuda"
 
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        for extent in extents:
+            self._pools[extent.pool].chunk(extent)
+        self._pipelines["load"].prepare()
+
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(plan, "load", [self._all])
         return event
@@ -258,6 +263,10 @@ class _CopyPipeline:
         self._list = self._filled = 0
         for _ in range(2):
             self._add_list()
+
+    def prepare(self) -> None:
+        """Have the ring's memory, which is else taken when it is first used."""
+        self._make_ring()
 
     def begin(self) -> None:
         """What is launched from now comes after all that the engine has launched."""

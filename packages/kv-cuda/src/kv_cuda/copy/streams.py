@@ -19,6 +19,8 @@ class Event(Protocol):
 
     def wait(self) -> None: ...
 
+    def hold_engine(self) -> None: ...
+
 
 class Queue(Protocol):
     """Work that happens in order."""
@@ -43,6 +45,9 @@ class DoneEvent:
         return True
 
     def wait(self) -> None:
+        return None
+
+    def hold_engine(self) -> None:
         return None
 
 
@@ -82,6 +87,9 @@ class CudaEvent:
         except RuntimeError as error:
             raise CopyFailed(f"the device failed: {error}") from None
 
+    def hold_engine(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
 
 class CudaQueue:
     """A stream of its own."""
@@ -106,14 +114,6 @@ class CudaQueue:
 
     def follow_current(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-
-def engine_follows(event: Event) -> None:
-    """What the caller puts into its own queue, the engine's, waits for that point from now; a CPU waits at once."""
-    if isinstance(event, CudaEvent):
-        torch.cuda.current_stream(event.device).wait_event(event.event)
-    else:
-        event.wait()
 
 
 def make_queue(device: torch.device) -> Queue:

@@ -85,6 +85,10 @@ class QuantisingCopier:
     def is_queued(self) -> bool:
         return self._device.type == "cuda"
 
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        for extent in extents:
+            self._pools[extent.pool].chunk(extent)
+
     def load(self, plan: TransferPlan) -> Event:
         """Of a chunk that is loaded in part, all of it crosses the bus, and only what is asked for is written."""
         by_chunk = self._checked(plan, to_engine=True)
@@ -155,6 +159,9 @@ class _CheckedEvent:
     def wait(self) -> None:
         self._arrived.wait()
         self._judge()
+
+    def hold_engine(self) -> None:
+        self._arrived.hold_engine()
 
     def _judge(self) -> None:
         if self._largest is None:

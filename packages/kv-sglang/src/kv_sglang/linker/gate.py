@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kv_core.errors import CopyFailed
-from kv_cuda.copy.streams import Event, engine_follows
+from kv_cuda.copy.streams import Event
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class LayerGate:
             event = batch.layers[layer] if len(batch.layers) > layer else None
         if event is not None:
             with suppress(CopyFailed):  # the loading thread sees it too, and ends the batch as not landed
-                engine_follows(event)
+                event.hold_engine()
 
     def finish(self, number: int) -> bool:
         """Wait until nothing is written for this batch, and forget it. True if all of it arrived; so for no batch."""

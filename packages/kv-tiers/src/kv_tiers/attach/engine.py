@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from kv_core.connect.device import DeviceCopier
+from kv_core.connect.device import LayerwiseCopier
 from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.layerwise import LayerwiseRule, LoadMode
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf
 from kv_core.coverage import Coverage
 from kv_core.errors import ConfigError
+from kv_core.extent import HostExtent
+from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
 
 from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remote, workers_of
@@ -43,7 +46,7 @@ _SEPARATOR = "; "
 """Between the names of layouts, which hold spaces and commas."""
 
 
-class EngineCopier(DeviceCopier, Protocol):
+class EngineCopier(LayerwiseCopier, Protocol):
     """A copier that can also let a pool go."""
 
     def detach(self, pool: str) -> None: ...
@@ -149,15 +152,16 @@ class Engine(OffSwitch):
         self._roles: set[str] = set()
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
         self._in_flight_bytes = 0
+        self._load: LoadMode = "async"
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
         super().turn_off(why, error)
         self.faults.append(why)
+        if self.worker is not None:
+            self.worker.close()  # first: it waits for copies of what the other half has leased
         if self.scheduler is not None:
             self.scheduler.close()
-        if self.worker is not None:
-            self.worker.close()
 
     def refuse(self, why: str) -> None:
         """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""
@@ -209,6 +213,7 @@ class Engine(OffSwitch):
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
         self._in_flight_bytes = settings.stores_in_flight_bytes
+        self._load = settings.load
         self.copiers = copiers
         self._attach(self.cache.pool)
         return None
@@ -274,10 +279,39 @@ class Engine(OffSwitch):
             chain=self._shape.scheme.name,
         )
         self.weights = watch(space)
-        self.scheduler = SchedulerHalf(self.cache, self._shape, name=self.id, costs=self._costs)
+        self.scheduler = SchedulerHalf(
+            self.cache, self._shape, name=self.id, costs=self._costs, layerwise=self._layerwise_rule()
+        )
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)
         return self.scheduler
+
+    def _layerwise_rule(self) -> LayerwiseRule | None:
+        """Which loads run inside steps; None: none. Only those that cannot fail there, so not where chunks would be
+        made exact on the way, or come from a server that may be lost."""
+        assert self.facts is not None
+        if self._load == "async":
+            return None
+        groups, (kind, *_) = self.facts.groups, self.facts.formats
+        why = ""
+        if len(groups) > 1 or groups[0].coverage.kind != "all":
+            why = "the model has several kinds of layers, or layers that do not need the whole prefix"
+        elif not isinstance(self.cache, LocalCache):
+            why = "the cache is in a server"
+        elif is_quantised_kind(kind):
+            why = f"chunks are kept in format {kind}"
+        if why:
+            _log.warning("load: %s is not used, chunks are loaded between steps: %s", self._load, why)
+            return None
+        return LayerwiseRule(self._load == "layerwise", self._prepare)
+
+    def _prepare(self, extents: Sequence[HostExtent]) -> bool:
+        try:
+            self.copiers[0].prepare(extents)
+        except ConfigError as error:
+            _log.warning("chunks are loaded between steps: %s", error)
+            return False
+        return True
 
     def log_summary(self) -> None:
         """What has come of a cache in this process so far, in one line. A private server says so itself at its end."""

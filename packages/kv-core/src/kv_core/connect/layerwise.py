@@ -1,0 +1,145 @@
+"""Layerwise loads: the copy of layer n runs while the layers before it are computed, in one and the same step.
+
+The engine takes the tokens for computed as soon as it is promised them, and nothing takes that back. So what can go
+wrong is settled before the promise (`LayerwiseRule`): the chunks are in the pool, verified, leased until every copy has
+ended, and their memory is ready for the device. A reset or an eviction meanwhile changes nothing: leased bytes stay
+where they are. What is left is a device that fails; then `forward_ended` says that the step was wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_core.connect.device import CopyEvent, LayerwiseCopier
+from kv_core.errors import KVError
+from kv_core.extent import HostExtent
+from kv_core.log import limited_logger
+from kv_core.transfer import TransferPlan
+
+_log = limited_logger(__name__)
+
+LoadMode = Literal["async", "layerwise", "auto"]
+"""How chunks get into the engine's blocks: between its steps; in a step, layer by layer; or in a step where the copy is
+hidden by what the request has to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseRule:
+    """Which loads the scheduler half promises for the step itself.
+
+    always: all that may be; else those whose copy is estimated to hide behind the computation.
+    prepare: makes memory of the pool ready for the device (`LayerwiseCopier.prepare`); False: it cannot, and the load
+        runs between steps.
+    """
+
+    always: bool
+    prepare: Callable[[Sequence[HostExtent]], bool]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The layerwise loads of one step.
+
+    requests: whose they are.
+    layers: when the bytes of each layer have arrived.
+    waits: how often the forward pass has waited for a layer.
+    failure: why the blocks do not hold what they should, or "".
+    """
+
+    requests: tuple[str, ...]
+    layers: Sequence[CopyEvent] = ()
+    waits: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseReport:
+    """Requests whose layerwise loads have ended, the chunks not read any more. failed: those of them that failed."""
+
+    ended: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+class LayerLoads:
+    """A worker's: at most one batch in a step, and those of earlier steps whose copies have not ended."""
+
+    def __init__(self, copier: LayerwiseCopier) -> None:
+        self._copier = copier
+        self._now: _Batch | None = None
+        self._ending: list[_Batch] = []
+
+    def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
+        """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
+        before any request's second."""
+        batch = self._now = _Batch(tuple(requests))
+        try:
+            batch.layers = self._copier.load_layers(plan)
+        except KVError as error:
+            batch.failure = str(error)
+
+    def refuse(self, requests: Sequence[str], why: str) -> None:
+        """These could not even be planned."""
+        self._now = _Batch(tuple(requests), failure=why)
+
+    def wait_for(self, layer: int | None) -> None:
+        """The forward pass reads this layer next; None: a layer that may read any."""
+        batch = self._now
+        if batch is None or batch.failure:
+            return
+        batch.waits += 1
+        for event in batch.layers if layer is None else batch.layers[layer : layer + 1]:
+            self._hold(batch, event)
+
+    def forward_ended(self) -> bool:
+        """Whether the step's forward pass has found in the blocks what it was promised."""
+        batch, self._now = self._now, None
+        if batch is None:
+            return True
+        if not batch.waits and not batch.failure:
+            batch.failure = "the forward pass has waited for no layer: are full CUDA graphs in use?"
+        for event in batch.layers:  # a later pass may read what this one has not
+            self._hold(batch, event)
+        if batch.failure:
+            _log.error("a layerwise load has failed: %s", batch.failure)
+            self._settle(batch)  # nothing may be written to blocks that are computed anew
+        self._ending.append(batch)
+        return not batch.failure
+
+    def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
+        """Of those whose forward pass is over. wait: for all copies."""
+        ended: set[str] = set()
+        failed: set[str] = set()
+        for batch in list(self._ending):
+            if wait:
+                self._settle(batch)
+            if self._is_over(batch):
+                self._ending.remove(batch)
+                ended.update(batch.requests)
+                failed.update(batch.requests if batch.failure else ())
+        return LayerwiseReport(frozenset(ended), frozenset(failed))
+
+    def close(self) -> None:
+        """Wait for every copy, and forget all."""
+        for batch in (*self._ending, *([self._now] if self._now else [])):
+            self._settle(batch)
+        self._ending, self._now = [], None
+
+    def _hold(self, batch: _Batch, event: CopyEvent) -> None:
+        try:
+            event.hold_engine()
+        except KVError as error:
+            batch.failure = batch.failure or str(error)
+
+    def _is_over(self, batch: _Batch) -> bool:
+        try:
+            return all(event.done() for event in batch.layers)
+        except KVError as error:
+            batch.failure = batch.failure or str(error)
+            return True
+
+    def _settle(self, batch: _Batch) -> None:
+        for event in batch.layers:
+            try:
+                event.wait()
+            except KVError as error:
+                batch.failure = batch.failure or str(error)

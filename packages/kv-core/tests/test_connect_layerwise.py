@@ -1,0 +1,146 @@
+"""Layerwise loads in the two halves: what is promised for the step itself, and when its chunks are given back."""
+
+from collections.abc import Sequence
+
+import pytest
+from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.layerwise import LayerwiseRule
+from kv_core.connect.request import Phase
+from kv_core.connect.scheduler import SchedulerHalf
+from kv_core.connect.shape import ConnectShape, GroupShape
+from kv_core.connect.step import StepPlan
+from kv_core.connect.testing import CopyQueue, DictCopier, DictService, QueuedCopier
+from kv_core.connect.worker import WorkerHalf
+from kv_core.errors import InputError
+from kv_core.extent import HostExtent
+from kv_core.hashing import ChainScheme
+from kv_core.keys import KeySpace
+
+SPACE = KeySpace("model", "r1", "float32", "f", 1, "sha256:4")
+SHAPE = ConnectShape(ChainScheme(chunk_tokens=4), SPACE, (GroupShape(2),))
+TOKENS = list(range(8))
+BLOCKS = ([1, 2, 3, 4, 5],)
+
+
+class Clock:
+    now = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+
+class Halves:
+    """Both, on a device with a queue, and a cache that holds TOKENS."""
+
+    def __init__(self, *, always: bool = True, is_ready: bool = True, costs: EngineCosts | None = None) -> None:
+        self.service = DictService()
+        self.copier = DictCopier({slot: f"kv {slot}" for slot in range(2, 10)})
+        self.queue = CopyQueue()
+        self.prepared: list[HostExtent] = []
+        self.is_ready = is_ready
+        rule = LayerwiseRule(always, self.prepare)
+        self.scheduler = SchedulerHalf(self.service, SHAPE, name="e", costs=costs, layerwise=rule)
+        self.worker = WorkerHalf(self.service, SHAPE, [QueuedCopier(self.copier, self.queue)], shard=0, name="e")
+        stores = RequestTokens("stores", TOKENS, 8)
+        self.scheduler.match(stores, 0)
+        self.scheduler.allocated("stores", 0, ())
+        self.worker.start_stores(self.scheduler.build_step([Scheduled(stores, 8, BLOCKS)]))
+        self.worker.finish_stores()
+        self.scheduler.finished("stores")
+        self.copier.slots.clear()
+
+    def prepare(self, extents: Sequence[HostExtent]) -> bool:
+        self.prepared += extents
+        return self.is_ready
+
+    def asks(self, name: str = "a") -> int | None:
+        return self.scheduler.match(RequestTokens(name, [*TOKENS, 99], 9), 0)
+
+    def hear(self) -> None:
+        report = self.worker.take_layerwise()
+        self.scheduler.loads_ended(report.ended, report.failed)
+
+    def is_at_rest(self) -> bool:
+        return not (self.service.promised or self.scheduler.is_filling or self.queue.pending)
+
+
+def test_chunks_are_leased_until_their_copies_have_ended() -> None:
+    halves = Halves()
+    assert halves.asks() == 8 and halves.scheduler.is_layerwise("a") and len(halves.prepared) == 2
+    halves.scheduler.allocated("a", 8, BLOCKS)
+    plan = StepPlan.from_plain(halves.scheduler.build_step([]).to_plain())
+    halves.worker.start_loads(plan)
+    assert halves.asks() is None  # preempted, and its blocks are still being filled
+    halves.scheduler.reset()
+    halves.scheduler.finished("a")
+    halves.hear()
+    assert halves.scheduler.tracked_phases() == {"a": Phase.DRAINING} and halves.service.promised
+    halves.worker.layers.wait_for(0)
+    assert halves.worker.layers.forward_ended()
+    halves.hear()
+    assert halves.copier.slots == {slot: f"kv {slot}" for slot in range(2, 10)}
+    assert halves.scheduler.tracked_phases() == {} and halves.is_at_rest()
+    assert halves.worker.poll().finished == frozenset()  # the engine did not wait, and must not hear that it may go on
+
+
+def test_a_promise_that_is_asked_for_again_is_leased_once() -> None:
+    halves = Halves()
+    for _ in range(3):
+        assert halves.asks() == 8
+    assert len(halves.prepared) == 2
+    halves.scheduler.reset()
+    assert halves.asks() == 0 and not halves.scheduler.is_layerwise("a")
+    halves.scheduler.finished("a")
+    assert halves.is_at_rest()
+
+
+def test_memory_that_is_not_ready_is_loaded_between_steps() -> None:
+    halves = Halves(is_ready=False)
+    assert halves.asks() == 8 and not halves.scheduler.is_layerwise("a")
+    assert not halves.service.open_leases
+
+
+def test_other_weights_after_the_promise_leave_the_load_and_store_nothing_of_it() -> None:
+    halves = Halves()
+    assert halves.asks() == 8
+    halves.scheduler.allocated("a", 8, BLOCKS)
+    halves.scheduler.weights_changed(None)
+    plan = halves.scheduler.build_step([Scheduled(RequestTokens("a", [*TOKENS, *TOKENS], 16), 16, BLOCKS)])
+    assert [load.request_id for load in plan.loads] == ["a"] and plan.refused == () and plan.stores == ()
+
+
+def test_an_allocation_that_does_not_add_up_is_not_planned() -> None:
+    halves = Halves()
+    assert halves.asks() == 8
+    halves.scheduler.allocated("a", 6, BLOCKS)
+    plan = halves.scheduler.build_step([])
+    assert plan.loads == plan.refused == () and halves.scheduler.counts.loads_refused == 1
+    halves.scheduler.finished("a")
+    assert halves.is_at_rest()
+
+
+@pytest.mark.parametrize(("token_s", "is_layerwise"), [(0.0, False), (3.0, True)])
+def test_auto_takes_what_the_computation_hides(token_s: float, is_layerwise: bool) -> None:
+    """A load of a second each here, beside one token to compute."""
+    clock = Clock()
+    rate = 1 / token_s if token_s else 0.0
+    costs = EngineCosts(clock, use="always", prefill_tokens_per_second=rate)
+    for number in range(6):
+        costs.load_began(str(number), 4 + number)
+        clock.now += 1.0
+        costs.load_ended(str(number), failed=False)
+    halves = Halves(always=False, costs=costs)
+    assert halves.asks() == 8
+    assert halves.scheduler.is_layerwise("a") is is_layerwise
+
+
+@pytest.mark.parametrize("extent", [["p", -1, 4], ["p", 0], [1, 0, 4], "p", ["p", 0, 4.0]])
+def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
+    halves = Halves()
+    halves.asks()
+    halves.scheduler.allocated("a", 8, BLOCKS)
+    plain = halves.scheduler.build_step([]).to_plain()
+    plain["loads"][0][-1] = [extent]
+    with pytest.raises(InputError):
+        StepPlan.from_plain(plain)

@@ -1,0 +1,42 @@
+"""What the connector's two sides say to each other by way of vLLM: each step a plan, and what has ended."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kv_core.connect.layerwise import LayerwiseReport
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+_NONE_ENDED = LayerwiseReport()
+
+
+class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step plan on its way to the workers, as plain data; None where it says nothing but its number.
+
+    waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
+    a worker that cannot read it.
+    number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
+    filling: the blocks that the step takes for filled by layerwise loads, for the same reason.
+    """
+
+    def __init__(
+        self, plain: Any, waiting: tuple[str, ...] = (), number: int = 0, filling: tuple[int, ...] = ()
+    ) -> None:
+        self.plain = plain
+        self.waiting = waiting
+        self.number = number
+        self.filling = filling
+
+
+class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """What workers are done with.
+
+    through: by rank the number of the last plan that is read, and all before it.
+    layerwise: loads that have ended; of an engine in one process, so of one rank.
+    """
+
+    def __init__(self, through: Mapping[int, int], layerwise: LayerwiseReport = _NONE_ENDED) -> None:
+        self.through = dict(through)
+        self.layerwise = layerwise
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
+        return Acknowledged(self.through | other.through, self.layerwise)

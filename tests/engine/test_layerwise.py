@@ -1,0 +1,250 @@
+"""Layerwise loads under vLLM's real schedulers: each layer's bytes are there before it is attended to, a promise holds
+through resets, aborts and evictions, and what fails all the same is never answered with."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kv_core.connect.testing import QueuedCopy
+from kv_core.errors import ConfigError, CopyFailed
+from kv_cuda import CpuCopier
+from kv_tiers.settings import load
+from kv_vllm.connector import KVTiersConnector
+from oracle import Oracle
+from slow_device import SlowDevice, slow_device
+from test_stores_behind import Engine, anything
+
+SHARED = [3 + (7 * i) % 40 for i in range(400)]
+SCHEDULERS = pytest.mark.parametrize("asynchronous", [False, True], ids=["Scheduler", "AsyncScheduler"])
+
+
+@contextmanager
+def started(model: str, **options: Any) -> Iterator[tuple[Oracle, SlowDevice]]:
+    """An engine whose cache holds the first 384 tokens of SHARED."""
+    with slow_device(layerwise=True) as device:
+        oracle = Oracle(model, **{"load": "layerwise"} | options)
+        try:
+            oracle.submit("first", SHARED, 2)
+            come_to_rest(oracle, device)
+            yield oracle, device
+        finally:
+            oracle.close(drain=False)
+
+
+def come_to_rest(oracle: Oracle, device: SlowDevice) -> None:
+    for _ in range(500):
+        if not oracle.scheduler.has_requests() and not oracle._pending:
+            break
+        oracle.step()
+        device.queue.run(sum(copy.is_store for copy in device.queue.pending))
+    oracle.drain()
+    oracle.assert_at_rest()
+
+
+def layerwise(oracle: Oracle) -> int:
+    assert oracle.engine.scheduler is not None
+    return oracle.engine.scheduler.counts.loads_layerwise
+
+
+@SCHEDULERS
+def test_a_load_takes_no_step_of_its_own(tiny_llama: str, asynchronous: bool) -> None:
+    """Its request computes its first token in the step in which it gets blocks, and several load in one step."""
+    with started(tiny_llama, asynchronous=asynchronous, batch_tokens=200) as (oracle, device):
+        for name in "abc":
+            oracle.submit(name, [*SHARED[:330], 9], 3)
+        oracle.step()
+        oracle.drain()
+        assert [len(oracle.generated[name]) for name in "abc"] == [1, 1, 1]
+        assert layerwise(oracle) == 3 and oracle.loaded == 3 * 320
+        come_to_rest(oracle, device)
+        for name in "abc":
+            assert oracle.generated[name] == oracle.expected_tokens(name, 331, 3)
+
+
+@SCHEDULERS
+def test_the_oracle_sees_a_forward_pass_that_does_not_wait(
+    tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: layers whose bytes are still to come are attended to, and the tests here would see it."""
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, _):
+        monkeypatch.setattr(QueuedCopy, "hold_engine", lambda self: None)
+        oracle.submit("a", [*SHARED[:330], 9])
+        with pytest.raises(AssertionError, match="wrong K"):
+            oracle.run()
+
+
+@SCHEDULERS
+def test_a_full_hit_computes_one_token_in_a_block_that_is_loaded(tiny_llama: str, asynchronous: bool) -> None:
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, device):
+        oracle.submit("a", SHARED[:384], 4)
+        come_to_rest(oracle, device)
+        assert oracle.loaded == 384 and layerwise(oracle) == 1
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 384, 4)
+
+
+@SCHEDULERS
+def test_a_reset_between_promise_and_copy_takes_nothing_away(tiny_llama: str, asynchronous: bool) -> None:
+    """The chunks are leased until the copies have ended: nobody finds them any more, and their bytes stay."""
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, device):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        connector = oracle.scheduler.connector
+        build = connector.build_connector_meta
+
+        def build_and_reset(output: Any) -> Any:
+            made = build(output)
+            connector.reset_cache()
+            return made
+
+        connector.build_connector_meta = build_and_reset
+        oracle.step()
+        del connector.build_connector_meta
+        cache = oracle.engine.cache
+        assert cache is not None and cache.counts().chunks_resident == 0
+        oracle.submit("evicts", [5 + i % 30 for i in range(300)], 2)
+        come_to_rest(oracle, device)
+        assert oracle.loaded == 320
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+
+
+@SCHEDULERS
+def test_an_abort_while_layers_are_copied_gives_everything_back(tiny_llama: str, asynchronous: bool) -> None:
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, device):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.step()
+        oracle.abort("a")
+        come_to_rest(oracle, device)
+        oracle.submit("b", [*SHARED[:330], 9], 3)
+        come_to_rest(oracle, device)
+        assert oracle.generated["b"] == oracle.expected_tokens("b", 331, 3)
+
+
+@SCHEDULERS
+def test_requests_that_are_preempted_load_anew(tiny_llama: str, asynchronous: bool) -> None:
+    with started(tiny_llama, asynchronous=asynchronous, blocks=18, save_decode=True) as (oracle, device):
+        for name in "abc":
+            oracle.submit(name, [*SHARED[:130], ord(name) - 90], 120)
+        come_to_rest(oracle, device)
+        for name in "abc":
+            assert oracle.generated[name] == oracle.expected_tokens(name, 131, 120)
+        assert layerwise(oracle) > 3
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("seed", range(3))
+def test_anything_that_can_happen_in_any_order(tiny_llama: str, asynchronous: bool, seed: int) -> None:
+    """Requests come, are aborted and preempted; stores take long and fail; caches are reset and chunks forgotten."""
+    with slow_device(layerwise=True) as device:
+        options: dict[str, Any] = {"blocks": 28, "batch_tokens": 200, "save_decode": True, "load": "layerwise"}
+        engine = Engine(Oracle(tiny_llama, asynchronous=asynchronous, **options), device)
+        try:
+            anything(engine, random.Random(seed), 0.5)
+            assert layerwise(engine.oracle) > 2
+        finally:
+            engine.oracle.close(drain=False)
+
+
+def come_to_rest_of_all(oracle: Oracle, device: SlowDevice) -> None:
+    """Also of loads between steps."""
+    for _ in range(500):
+        if not oracle.scheduler.has_requests() and not oracle._pending:
+            break
+        oracle.step()
+        device.queue.run(len(device.queue.pending))
+    oracle.drain()
+    oracle.assert_at_rest()
+
+
+def fail_a_load(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device fails in the middle of a forward pass: some layers arrive, and the next does not."""
+    made = iter(range(100))
+
+    def hold_engine(copy: QueuedCopy) -> None:
+        device.queue.run(failure="the bus is on fire" if next(made) == 1 else "")
+        copy.wait()
+
+    monkeypatch.setattr(QueuedCopy, "hold_engine", hold_engine)
+
+
+def test_a_device_that_fails_costs_the_load_and_no_token(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's plain scheduler hears of the blocks in time, and computes the request. No load is promised so again."""
+    with started(tiny_llama) as (oracle, device):
+        fail_a_load(device, monkeypatch)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.run()
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert oracle.engine.worker is not None and oracle.engine.worker.counts.loads_failed == 1
+        monkeypatch.undo()
+        oracle.submit("b", [*SHARED[:330], 9], 3)
+        come_to_rest_of_all(oracle, device)
+        assert oracle.generated["b"] == oracle.expected_tokens("b", 331, 3)
+        assert layerwise(oracle) == 1 and oracle.engine.worker.counts.loads_finished == 1
+
+
+def test_where_vllm_would_hear_too_late_the_engine_ends(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started(tiny_llama, asynchronous=True) as (oracle, device):
+        fail_a_load(device, monkeypatch)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        with pytest.raises(CopyFailed, match="load: async"):
+            oracle.run()
+        assert oracle.generated["a"] == []
+
+
+@pytest.mark.parametrize("half", ["scheduler", "worker"])
+def test_a_fault_of_ours_in_the_step_itself_is_computed(
+    tiny_llama: str, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promise has been given, and the cache goes off before it is kept."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    with started(tiny_llama) as (oracle, _):
+        engine = oracle.engine
+        if half == "scheduler":
+            monkeypatch.setattr(engine.scheduler, "build_step", fails)
+        else:
+            monkeypatch.setattr(engine.worker, "start_loads", fails)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.run()
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert "a bug" in engine.off
+
+
+def test_a_pass_that_waits_for_no_layer_is_noticed(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with full CUDA graphs, which leave the hooks out."""
+    with started(tiny_llama) as (oracle, _):
+        monkeypatch.setattr(KVTiersConnector, "wait_for_layer_load", lambda self, name: None)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.run()
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert oracle.engine.worker is not None and oracle.engine.worker.counts.loads_failed == 1
+
+
+def test_memory_that_cannot_be_made_ready_is_loaded_between_steps(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tiny_llama) as (oracle, device):
+
+        def prepare(self: CpuCopier, extents: Any) -> None:
+            raise ConfigError("no more memory may be locked")
+
+        monkeypatch.setattr(CpuCopier, "prepare", prepare)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        come_to_rest_of_all(oracle, device)
+        assert oracle.loaded == 320 and layerwise(oracle) == 0
+
+
+@pytest.mark.parametrize("kinds", [("full", "window:100"), ("full", "full")])
+def test_models_with_several_groups_load_between_steps(tiny_llama: str, kinds: tuple[str, ...]) -> None:
+    with started(tiny_llama, kinds=kinds) as (oracle, device):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        come_to_rest_of_all(oracle, device)
+        assert oracle.loaded == 320 and layerwise(oracle) == 0
+
+
+@pytest.mark.parametrize(("mode", "piecewise"), [("async", False), ("layerwise", True), ("auto", True)])
+def test_graphs_that_leave_the_hooks_out_are_refused_only_where_hooks_are_used(mode: str, piecewise: bool) -> None:
+    assert KVTiersConnector.requires_piecewise_for_cudagraph({"load": mode}) is piecewise
+    assert load({"load": mode}, {})[0].load == mode
