@@ -1,0 +1,92 @@
+"""Two hosts on one machine: two network namespaces with a line between them, for servers that meet over it.
+
+Files are common to both, so a test joins either server at its socket. It needs no privileges where the kernel lets a
+user have namespaces. `available` says whether this machine does.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+from unittest import mock
+
+from kv_tiers.server.process import ServerProcess, launch
+
+_TOOLS_S: Final = 10
+ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+
+
+def available() -> bool:
+    with suppress(OSError, subprocess.SubprocessError):
+        TwoHosts().close()
+        return True
+    return False
+
+
+class TwoHosts:
+    """The hosts are 0 and 1, at `ADDRESSES`. `close` it when its servers have stopped."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            OSError, subprocess.SubprocessError: this machine has no namespaces for us, or lacks a tool.
+        """
+        self._holders: list[subprocess.Popen[str]] = []
+        try:
+            self._hold("unshare", "--user", "--map-root-user", "--net")
+            self._hold(*self._at(0, network=False), "unshare", "--net")
+            self._ip(0, f"link add line type veth peer name line netns {self._holders[1].pid}")
+            for host, address in enumerate(ADDRESSES):
+                self._ip(host, f"address add {address}/24 dev line")
+                self._ip(host, "link set lo up")
+                self._ip(host, "link set line up")
+        except BaseException:
+            self.close()
+            raise
+
+    def serve(self, host: int, config: Mapping[str, object], socket: Path) -> ServerProcess:
+        """A server of this host, that peers may ask at port 9500. The namespace is no protection, nor is anything."""
+        peers = {"listen": f"{ADDRESSES[host]}:9500", "unprotected": True}
+        python = socket.with_suffix(".python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.join(self._at(host))} {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o700)
+        with mock.patch.object(sys, "executable", str(python)):
+            return launch({**config, "peers": peers}, socket=socket)
+
+    def cut(self) -> None:
+        """From now nothing arrives, and nobody hears why."""
+        self._ip(0, "link set line down")
+
+    def mend(self) -> None:
+        self._ip(0, "link set line up")
+
+    def throttle(self, rate: str) -> None:
+        """What host 0 sends comes no faster. rate: as `tc` has it, such as 100mbit."""
+        self._run(*self._at(0), *f"tc qdisc replace dev line root tbf rate {rate} burst 256kb latency 50ms".split())
+
+    def close(self) -> None:
+        for holder in reversed(self._holders):
+            holder.kill()
+            holder.communicate(timeout=_TOOLS_S)
+
+    def _hold(self, *enter: str) -> None:
+        """Have a process be in namespaces of its own, so that they stay."""
+        command = [*enter, "sh", "-c", "echo; exec sleep infinity"]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            raise subprocess.SubprocessError(f"no namespace: {holder.communicate(timeout=_TOOLS_S)[1]}")
+
+    def _at(self, host: int, *, network: bool = True) -> list[str]:
+        enter = ["nsenter", "--target", str(self._holders[host].pid), "--user", "--preserve-credentials"]
+        return [*enter, "--net"] if network else enter
+
+    def _ip(self, host: int, arguments: str) -> None:
+        self._run(*self._at(host), "ip", *arguments.split())
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(command, check=True, timeout=_TOOLS_S, capture_output=True)  # noqa: S603  # ours

@@ -1,0 +1,82 @@
+"""Two servers with a line between them that is cut and throttled: two network namespaces of this machine."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from kv_core.testing import key_chain
+from kv_tiers.server.process import ServerProcess
+from kv_tiers.testing.cache_servers import held, join_server, read, report_of, settings_for, store
+from kv_tiers.testing.two_hosts import ADDRESSES, TwoHosts, available
+from kv_tiers.testing.wait import until
+
+pytestmark = pytest.mark.skipif(not available(), reason="this machine has no network namespaces for us")
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    made = TwoHosts()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ending(hosts: TwoHosts) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def serve(ending: ExitStack, hosts: TwoHosts, home: Path, host: int, slots: int = 16) -> ServerProcess:
+    """With a disk, and the other host's server as its peer. Its socket is `home`'s."""
+    home.mkdir(mode=0o700, exist_ok=True)
+    config = settings_for(home, slots, disk=True)
+    peers = {"type": "peers", "hosts": [f"{ADDRESSES[1 - host]}:9500"], "unprotected": True}
+    tiers = [*config["tiers"], peers]  # type: ignore[misc]
+    server = hosts.serve(host, {**config, "tiers": tiers, "cold": {"wait_s": 10.0}}, home / "s")
+    ending.callback(server.stop)
+    return server
+
+
+def test_what_is_on_one_host_is_found_on_the_other_but_while_the_line_is_cut(
+    ending: ExitStack, hosts: TwoHosts, home: Path
+) -> None:
+    """From the pool and from the disk of the other; a line that is cut says nothing, not even that it is."""
+    serve(ending, hosts, home / "one", 0, slots=4)
+    serve(ending, hosts, home / "two", 1)
+    one, two = join_server(home / "one"), join_server(home / "two")
+    ending.callback(one.close)
+    ending.callback(two.close)
+    prompts = [key_chain(4, branch=str(number)) for number in range(6)]
+    for number, keys in enumerate(prompts):  # the pool has room for one of them
+        store(one, keys)
+        until(lambda stored=4 * (number + 1): disk_chunks(home / "one") == stored)  # type: ignore[misc]
+    assert [held(two, keys) for keys in prompts[:2]] == [4, 4]
+    assert all(read(two, keys) for keys in prompts[:2])
+    hosts.cut()
+    assert held(two, prompts[2]) == 0
+    assert held(two, prompts[0]) == 4  # what came is here
+    hosts.mend()
+    until(lambda: held(two, prompts[3]) == 4)
+    assert read(two, prompts[3])
+    # And the other way round, as each is the other's peer.
+    store(two, keys := key_chain(3, branch="of the other"))
+    until(lambda: held(one, keys) == 3)
+    assert read(one, keys)
+
+
+def disk_chunks(home: Path) -> int:
+    (cache,) = report_of(home / "s").caches
+    return cache.tiers[0].chunks or 0
+
+
+def test_a_throttled_line_carries_what_it_can(ending: ExitStack, hosts: TwoHosts, home: Path) -> None:
+    serve(ending, hosts, home / "one", 0)
+    serve(ending, hosts, home / "two", 1)
+    hosts.throttle("1mbit")
+    one, two = join_server(home / "one"), join_server(home / "two")
+    ending.callback(one.close)
+    ending.callback(two.close)
+    store(one, keys := key_chain(8))
+    assert held(two, keys) == 8
+    assert read(two, keys)

@@ -1,0 +1,132 @@
+"""Real vLLM on two hosts: what one computed is a hit on the other, with the same tokens or not at all.
+
+The hosts are two network namespaces where this machine lets us have them, else both are this one.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PROMPTS, WARM_HITS, Answer, started
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.server.report import CacheReport
+from kv_tiers.testing.servers import Proxy
+from kv_tiers.testing.two_hosts import TwoHosts
+from kv_tiers.testing.wait import until
+
+SMALL = "2MiB"  # four of the six chunks that the prompts make
+LARGE = "64MiB"
+
+
+class Hosts:
+    """`serve` starts a server of either, with a peer or without. apart: None where both are this machine."""
+
+    def __init__(self, ending: ExitStack, home: Path, apart: TwoHosts | None) -> None:
+        self._ending, self._home, self.apart = ending, home, apart
+
+    def serve(self, host: int, capacity_bytes: str, *, peer: str = "") -> ServerProcess:
+        home = self._home / str(host)
+        home.mkdir(mode=0o700)
+        tiers: list[dict[str, Any]] = [{"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"}]
+        if peer:
+            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True})
+        config = {"host": {"capacity_bytes": capacity_bytes}, "tiers": tiers, "cold": {"wait_s": 20.0}}
+        if self.apart is None:
+            server = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+        else:
+            server = self.apart.serve(host, config, home / "s")
+        self._ending.callback(server.stop)
+        return server
+
+
+@pytest.fixture
+def ending() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def hosts(ending: ExitStack, tmp_path: Path) -> Hosts:
+    try:
+        apart = TwoHosts()
+    except (OSError, subprocess.SubprocessError):
+        return Hosts(ending, tmp_path, None)
+    ending.callback(apart.close)
+    return Hosts(ending, tmp_path, apart)
+
+
+def joined(server: ServerProcess) -> dict[str, Any]:
+    return {"server": {"socket": str(server.socket)}}
+
+
+def cache_of(server: ServerProcess) -> CacheReport:
+    answer = ask_server(server.socket, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    return answer.report.caches[0]
+
+
+@pytest.mark.parametrize("capacity_bytes", [LARGE, SMALL], ids=["from the pool", "from the disk"])
+def test_what_an_engine_computed_is_a_hit_of_another_hosts(
+    tiny_llama: str, reference: list[Answer], hosts: Hosts, capacity_bytes: str
+) -> None:
+    there = hosts.serve(0, capacity_bytes)
+    with started(tiny_llama, cache=joined(there)) as first:
+        for prompt, answer in zip(PROMPTS, reference, strict=True):
+            assert first.ask([prompt]) == [answer]
+            until(lambda: cache_of(there).tiers[0].waiting == cache_of(there).tiers[0].under_way == 0)
+    assert cache_of(there).counts.chunks_resident == (6 if capacity_bytes == LARGE else 4)
+    here = hosts.serve(1, LARGE, peer=there.peers)
+    with started(tiny_llama, cache=joined(here)) as second:
+        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.hits == WARM_HITS
+        second.assert_at_rest()
+        assert cache_of(here).tiers[1].loaded == 6
+        if hosts.apart is not None:  # what came is here, and what has not is a miss
+            hosts.apart.cut()
+            assert second.ask([PROMPTS[0]]) == [reference[0]]
+            assert second.hits == [512]
+        # Without this the comparisons above could not fail.
+        second.inside("kv_corrupt")
+        assert second.ask([PROMPTS[2]]) != [reference[2]]
+
+
+def test_a_peer_that_dies_costs_its_hits_only(tiny_llama: str, reference: list[Answer], hosts: Hosts) -> None:
+    there = hosts.serve(0, LARGE)
+    with started(tiny_llama, cache=joined(there)) as first:
+        assert first.ask_in_turn(PROMPTS) == reference
+    here = hosts.serve(1, LARGE, peer=there.peers)
+    with started(tiny_llama, cache=joined(here)) as second:
+        assert second.ask(PROMPTS[:1]) == reference[:1]
+        assert second.hits == [512]
+        there.stop(timeout_s=0)
+        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.hits == [512, 512, 512, 768, 0, 0]
+        second.assert_at_rest()
+
+
+def test_bytes_that_are_flipped_on_the_way_are_a_miss_and_the_same_tokens(
+    tiny_llama: str, reference: list[Answer], ending: ExitStack, tmp_path: Path
+) -> None:
+    def flipped(data: bytes) -> bytes:
+        at = len(data) - 1000
+        return data if at < 0 else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    loopback = Hosts(ending, tmp_path, None)
+    there = loopback.serve(0, LARGE)
+    line = Proxy(int(there.peers.rpartition(":")[2]))
+    ending.callback(line.close)
+    line.spoil = flipped
+    with started(tiny_llama, cache=joined(there)) as first:
+        assert first.ask_in_turn(PROMPTS) == reference
+    here = loopback.serve(1, LARGE, peer=f"127.0.0.1:{line.port}")
+    with started(tiny_llama, cache=joined(here)) as second:
+        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.hits == [0, 512, 512, 768, 0, 0]  # as if there were no peer
+        second.assert_at_rest()
+        assert cache_of(here).tiers[1].damaged >= 1
+        assert cache_of(here).tiers[1].loaded == 0
