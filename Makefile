@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -92,6 +92,10 @@ bench-hybrid: ## real vLLM with models that are not full attention alone (JSON=1
 bench-hooks: ## what our hooks cost a step of vLLM's that has nothing for us (JSON=1)
 	@scripts/setup.sh vllm
 	@$(ONE_THREAD) $(VLLM)/python benchmarks/hooks.py $(if $(JSON),--json)
+
+bench-layerwise: ## what of a load is hidden behind the computation, layer by layer, on a slow device (JSON=1)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python benchmarks/layerwise.py $(if $(JSON),--json)
 
 bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
 	@scripts/setup.sh workspace

@@ -44,7 +44,8 @@ class LockedQueue(CopyQueue):
         super().catch_up(copy)
 
     def go_on(self) -> None:
-        """Make copies from now on, one after the other, each as soon as `copy_s` after it began."""
+        """Make copies from now on, one after the other, each in `copy_s` for a layer, or for all where they are
+        one copy."""
         self._goes_on = True
         threading.Thread(target=self._make, daemon=True).start()
 
@@ -64,7 +65,7 @@ class LockedQueue(CopyQueue):
                 self._changed.wait_for(lambda: self.pending or not self._goes_on)
             if not self._goes_on:
                 return
-            time.sleep(self.copy_s)
+            time.sleep(self.copy_s * self.pending[0].layers)
             try:
                 self.run()
             except AssertionError as error:

@@ -12,6 +12,7 @@ from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StepPlan
 from kv_core.connect.testing import CopyQueue, DictCopier, DictService, QueuedCopier
 from kv_core.connect.worker import WorkerHalf
+from kv_core.cost import Costs
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
@@ -120,9 +121,11 @@ def test_an_allocation_that_does_not_add_up_is_not_planned() -> None:
     assert halves.is_at_rest()
 
 
-@pytest.mark.parametrize(("token_s", "is_layerwise"), [(0.0, False), (3.0, True)])
-def test_auto_takes_what_the_computation_hides(token_s: float, is_layerwise: bool) -> None:
-    """A load of a second each here, beside one token to compute."""
+@pytest.mark.parametrize(
+    ("token_s", "others", "is_layerwise"), [(0.0, 0, False), (3.0, 1, True), (0.5, 1, False), (0.5, 0, True)]
+)
+def test_auto_takes_what_is_hidden_or_makes_nobody_else_wait(token_s: float, others: int, is_layerwise: bool) -> None:
+    """A load of a second each here, beside one token to compute; and nothing before both are known."""
     clock = Clock()
     rate = 1 / token_s if token_s else 0.0
     costs = EngineCosts(clock, use="always", prefill_tokens_per_second=rate)
@@ -131,8 +134,17 @@ def test_auto_takes_what_the_computation_hides(token_s: float, is_layerwise: boo
         clock.now += 1.0
         costs.load_ended(str(number), failed=False)
     halves = Halves(always=False, costs=costs)
+    for number in range(others):
+        halves.scheduler.match(RequestTokens(f"other {number}", [7], 1), 0)
+        halves.scheduler.allocated(f"other {number}", 0, ())
     assert halves.asks() == 8
     assert halves.scheduler.is_layerwise("a") is is_layerwise
+
+
+def test_what_is_computed_meanwhile_is_no_part_of_a_loads_price() -> None:
+    costs = Costs(0, (1.0, 0.0), (2.0, 0.5), layerwise_tokens=20)
+    assert costs.load_s(0, 16) == 2.0 + 8.0 - 4.0
+    assert costs.load_s(0, 8) == 0.0
 
 
 @pytest.mark.parametrize("extent", [["p", -1, 4], ["p", 0], [1, 0, 4], "p", ["p", 0, 4.0]])

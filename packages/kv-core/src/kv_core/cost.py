@@ -2,9 +2,10 @@
 
 Both are estimates in seconds, and both are straight arithmetic: `compute_s` of tokens `a … b` is
 `token_s · (b - a) + pair_s · (b² - a²) / 2`, as attention reads for each token all before it; `load_s` is
-`fixed_s + token_s · tokens` for the copy from the pool, after a wait for what is not there yet. The coefficients are
-learnt elsewhere (`kv_core.estimate`), the engine's by its scheduler half and the tiers' by their lanes, and meet in a
-lookup. What is not known yet decides nothing: then everything that is held is used, and waited for as configured.
+`fixed_s + token_s · tokens` for the copy from the pool, less what is computed while layers are copied, after a wait for
+what is not there yet. The coefficients are learnt elsewhere (`kv_core.estimate`), the engine's by its scheduler half
+and the tiers' by their lanes, and meet in a lookup. What is not known yet decides nothing: then everything that is held
+is used, and waited for as configured.
 """
 
 from collections.abc import Iterable
@@ -25,12 +26,15 @@ class Costs:
     compute: seconds a token, and seconds a pair of tokens, to compute them; None: not known yet.
     load: seconds a load, and seconds a token of it, from the pool to its blocks; None: not known yet.
     stores: whether the engine stores what it computes of this request.
+    layerwise_tokens: the prompt's, if the load is copied while what it leaves of them is computed; 0: it is copied
+        before that.
     """
 
     computed_tokens: int = 0
     compute: tuple[float, float] | None = None
     load: tuple[float, float] | None = None
     stores: bool = True
+    layerwise_tokens: int = 0
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """To compute these tokens, the last excluded; None: not known."""
@@ -43,11 +47,12 @@ class Costs:
         return (last_token - first_token) * (token_s + pair_s * 0.5 * (last_token + first_token))
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
-        """To load them from the pool; None: not known."""
+        """To load them from the pool, beyond what is computed in the meantime; None: not known."""
         if self.load is None:
             return None
         tokens = last_token - max(first_token, self.computed_tokens)
-        return self.load[0] + tokens * self.load[1] if tokens > 0 else 0.0
+        copy_s = self.load[0] + tokens * self.load[1] if tokens > 0 else 0.0
+        return max(0.0, copy_s - (self.compute_s(last_token, self.layerwise_tokens) or 0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,21 +51,22 @@ class EngineCosts:
         self._retry_after_s = _RETRY_S
         self._measured: list[Measured] = []
 
-    def of(self, computed_tokens: int, use: Use | None = None, *, stores: bool = True) -> Costs | None:
+    def of(
+        self, computed_tokens: int, use: Use | None = None, *, stores: bool = True, layerwise_tokens: int = 0
+    ) -> Costs | None:
         """For a lookup of a request that has so many tokens already; None: whatever is held is to be used.
 
-        use: what the request says itself.
+        use: what the request says itself. layerwise_tokens: as of `Costs`.
         """
         if (use or self.use) != "auto":
             return None
-        return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores)
+        return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores, layerwise_tokens)
 
-    def hides(self, first_token: int, last_token: int, end: int) -> bool:
-        """Whether to load tokens `first_token … last_token` is known to take no longer than to compute those up to
-        `end` behind them."""
-        costs = Costs(first_token, self._compute_cost(), self._load_cost())
-        load_s, compute_s = costs.load_s(first_token, last_token), costs.compute_s(last_token, end)
-        return load_s is not None and compute_s is not None and load_s <= compute_s
+    def prolonged_s(self, first_token: int, last_token: int, prompt_tokens: int) -> float | None:
+        """By how much a layerwise load of `first_token … last_token` makes its step longer than to compute what it
+        leaves of the prompt; None: not known."""
+        costs = Costs(first_token, self._compute_cost(), self._load_cost(), layerwise_tokens=prompt_tokens)
+        return None if costs.compute is None else costs.load_s(first_token, last_token)
 
     def chose(self, *, to_load: bool) -> None:
         """What the pool held is loaded, or not, as computing is estimated to be quicker. That estimate is put to the

@@ -19,15 +19,15 @@ from kv_core.transfer import TransferPlan
 _log = limited_logger(__name__)
 
 LoadMode = Literal["async", "layerwise", "auto"]
-"""How chunks get into the engine's blocks: between its steps; in a step, layer by layer; or in a step where the copy is
-hidden by what the request has to compute."""
+"""How chunks get into the engine's blocks: between its steps; in a step, layer by layer; or as pays better."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseRule:
     """Which loads the scheduler half promises for the step itself.
 
-    always: all that may be; else those whose copy is estimated to hide behind the computation.
+    always: all that may be; else those whose copy is estimated to be hidden by the computation, or makes nobody else
+        wait.
     prepare: makes memory of the pool ready for the device (`LayerwiseCopier.prepare`); False: it cannot, and the load
         runs between steps.
     """

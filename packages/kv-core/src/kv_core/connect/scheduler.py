@@ -360,7 +360,11 @@ class SchedulerHalf:
         costs = None
         if self.costs is not None:
             stores = self._shape.stores and request.controls.stores
-            costs = self.costs.of(computed_tokens, request.controls.use, stores=stores)
+            rule = self._layerwise
+            layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
+            costs = self.costs.of(
+                computed_tokens, request.controls.use, stores=stores, layerwise_tokens=layerwise_tokens
+            )
         return self._service.lookup(
             keys,
             self._holder(request.request_id),
@@ -373,9 +377,7 @@ class SchedulerHalf:
         """The chunks that are offered, leased once more by where they are; None: they are loaded between steps."""
         rule, chunk_tokens = self._layerwise, self._shape.chunk_tokens
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
-        if rule is None or not (
-            rule.always or (self.costs is not None and self.costs.hides(first, last, len(request.tokens)))
-        ):
+        if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
             return None
         keys = tracked.chunk_keys[first // chunk_tokens : -(-last // chunk_tokens)]
         lease = self._service.load(keys, self._holder(request.request_id))
@@ -384,6 +386,16 @@ class SchedulerHalf:
         if isinstance(lease, ReadLease):
             self._service.release(lease)
         return None
+
+    def _suits_layerwise(self, tracked: Tracked, first: int, last: int, prompt_tokens: int) -> bool:
+        """What of a copy is not hidden makes all requests of the step wait."""
+        prolonged_s = None if self.costs is None else self.costs.prolonged_s(first, last, prompt_tokens)
+        return prolonged_s is not None and (prolonged_s == 0.0 or self._is_alone(tracked))
+
+    def _is_alone(self, tracked: Tracked) -> bool:
+        """Whether no other request would be in a step with this one."""
+        running = (Phase.RUNNING, Phase.FILLING)
+        return not any(other.phase in running for other in self._tracked.values() if other is not tracked)
 
     def _drop_layerwise(self, tracked: Tracked) -> None:
         if tracked.layerwise is not None:

@@ -219,12 +219,14 @@ class QueuedCopy:
     move: makes it.
     plan: what was asked for.
     is_store: off the device, rather than onto it.
+    layers: how many it moves.
     """
 
     queue: "CopyQueue"
     move: Callable[[TransferPlan], Any]
     plan: TransferPlan
     is_store: bool
+    layers: int = 1
     failure: str = ""
     has_ended: bool = False
 
@@ -308,16 +310,18 @@ class QueuedCopier:
         self._copier.prepare(extents)
 
     def load_layers(self, plan: TransferPlan) -> list[QueuedCopy]:
-        return [self._queued(layer.load, plan, is_store=False) for layer in self._layers]
+        return [self._queued(layer.load, plan) for layer in self._layers]
 
     def load(self, plan: TransferPlan) -> QueuedCopy:
-        return self._queued(self._copier.load, plan, is_store=False)
+        return self._queued(self._copier.load, plan, layers=len(self._layers))
 
     def store(self, plan: TransferPlan) -> QueuedCopy:
-        return self._queued(self._copier.store, plan, is_store=True)
+        return self._queued(self._copier.store, plan, is_store=True, layers=len(self._layers))
 
-    def _queued(self, move: Callable[[TransferPlan], Any], plan: TransferPlan, *, is_store: bool) -> QueuedCopy:
-        copy = QueuedCopy(self._queue, move, plan, is_store)
+    def _queued(
+        self, move: Callable[[TransferPlan], Any], plan: TransferPlan, *, is_store: bool = False, layers: int = 1
+    ) -> QueuedCopy:
+        copy = QueuedCopy(self._queue, move, plan, is_store, layers)
         self._queue.pending.append(copy)
         self._queue.asked(copy)
         return copy
