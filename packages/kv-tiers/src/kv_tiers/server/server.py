@@ -33,6 +33,7 @@ from kv_tiers.server.caches import Caches, Format, Opened
 from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.connections import ClientConnection, Connections, turn_away
+from kv_tiers.server.engine_loads import EngineLoads
 from kv_tiers.server.explain import explain_prompt
 from kv_tiers.server.mailbox import ServerMailbox
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
@@ -76,6 +77,8 @@ class CacheServer:
         self._selector = selectors.DefaultSelector()  # of callables
         self._caches = Caches(config, self._clock, self.bus, self._wake)
         made.append(self._caches)
+        self.engine_loads = EngineLoads(self._clock)
+        """For the serving thread."""
         self._mailbox = ServerMailbox(self._wake)
         self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._mailbox.submit)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
@@ -177,10 +180,10 @@ class CacheServer:
             case wire.Status():
                 send(wire.Stated(self.report()))
             case wire.Explain():
-                sessions = self._registrations()
+                sessions = self.registrations()
                 send(explain_prompt(request, self.caches, sessions, self._history, self.bus.now_s()))
             case wire.Registered(engine):
-                send(wire.Registrations([one for one in self._registrations() if engine in (one.engine, "")]))
+                send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
                 self._register(client, request)
             case wire.Unregister():
@@ -232,6 +235,7 @@ class CacheServer:
             lease_s=self._lease_s,
             clock=self._clock,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
+            on_lookup=partial(self.engine_loads.looked_up, request),
         )
         chunk_tokens = request.facts.get("chunk_tokens", "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
@@ -288,7 +292,8 @@ class CacheServer:
 
     # Reports.
 
-    def _registrations(self) -> list[Registration]:
+    def registrations(self) -> list[Registration]:
+        """For the serving thread: the sessions that have registered a cache."""
         return [
             Registration(
                 one.number,
@@ -322,7 +327,7 @@ class CacheServer:
         return Report(
             os.getpid(),
             PACKAGE,
-            self._registrations(),
+            self.registrations(),
             len(self._orphans),
             caches,
             opening=self._caches.opening(),

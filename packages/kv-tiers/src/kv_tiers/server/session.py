@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.cache.hits import needed_count
@@ -70,8 +72,10 @@ class Session:
         lease_s: float,
         clock: Clock,
         is_open_elsewhere: Callable[[int], bool],
+        on_lookup: Callable[[Sequence[ChunkKey], ChunkShape, Costs | None, LookupPlan], None],
     ) -> None:
-        """is_open_elsewhere: whether a lease of this number is open in another session of the same cache."""
+        """is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
+        on_lookup: called after each lookup."""
         self.cache = cache
         self.writes: dict[int, OpenWrite] = {}
         self._prefix = f"{number}/"
@@ -79,6 +83,7 @@ class Session:
         self._lease_s = lease_s
         self._clock = clock
         self._is_open_elsewhere = is_open_elsewhere
+        self._on_lookup = on_lookup
         self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
         self._holders: OrderedDict[Holder, None] = OrderedDict()
         self._keys_held = 0
@@ -158,6 +163,7 @@ class Session:
             wait_for_promotion=verb.wait_for_promotion,
             costs=verb.costs,
         )
+        self._on_lookup(keys, shape, verb.costs, plan)
         self._forget_timed(verb.holder)
         if plan.chunks:
             self._remember_timed(verb.holder, needed_count(shape, plan.chunks))

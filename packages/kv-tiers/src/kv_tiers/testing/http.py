@@ -41,7 +41,8 @@ class Served:
             socket=str(self.path),
             http=msgspec.convert(given, HttpConfig),
         )
-        self.server = CacheServer(config, clock=HandClock())
+        self.clock = HandClock()
+        self.server = CacheServer(config, clock=self.clock)
         opened = open_http(config.http, config.tenants)
         assert opened is not None
         self.http = opened
@@ -50,8 +51,8 @@ class Served:
         self.thread.start()
         self.client = httpx.Client(base_url=self.http.url, timeout=30)
 
-    def join(self, fingerprint: str = "f") -> RemoteCache:
-        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint)
+    def join(self, fingerprint: str = "f", engine: str = "") -> RemoteCache:
+        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, engine=engine)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=headers)

@@ -8,7 +8,7 @@ reason yet.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kv_core.cost import Choice, choose
+from kv_core.cost import Choice, Costs, choose
 from kv_core.coverage import ALL, ChunkShape
 from kv_core.keys import ChunkKey
 
@@ -81,11 +81,18 @@ def explain(
 
 
 def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int) -> Choice | None:
-    """Of a hit of so many chunks."""
+    """Of a hit of so many chunks, by the engine that looked chunks up last; None: there was none."""
     known = cache.costs_of(columns[0][0].space_id)
-    if known is None:
-        return None
-    costs, shape = replace(known[0], computed_tokens=0), known[1]
+    return None if known is None else weigh(cache, columns, held, replace(known[0], computed_tokens=0), known[1])
+
+
+def weigh(
+    cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int, costs: Costs, shape: ChunkShape
+) -> Choice:
+    """What a lookup would advise an engine with these costs, of a hit of so many chunks.
+
+    columns: for each group and shard the keys of all chunks, from the first.
+    """
     nbytes: dict[tuple[int, str], int] = {}  # by chunk and tier
     for keys in columns:
         first = shape.first_chunk(keys[0].group, held) if keys[0].group < len(shape.groups) else held

@@ -15,8 +15,9 @@ from kv_core.errors import MisuseError, TierDown
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
+from kv_tiers.server.engine_loads import EngineLoads
 from kv_tiers.server.http.problem import Problem
-from kv_tiers.server.report import Report
+from kv_tiers.server.report import Registration, Report
 from kv_tiers.server.server import CacheServer
 
 ANSWER_S: Final = 2.0
@@ -63,6 +64,21 @@ class Relay:
             Problem: as of `report`.
         """
         return await _answer(self._server.submit(lambda: self._server.caches))
+
+    async def registrations(self) -> list[Registration]:
+        """
+        Raises:
+            Problem: as of `report`.
+        """
+        return await _answer(self._server.submit(self._server.registrations))
+
+    async def of_loads(self, work: Callable[[EngineLoads], T]) -> T:
+        """What `work` makes of the engines' loads, on the serving thread: it must be quick.
+
+        Raises:
+            Problem: as of `report`.
+        """
+        return await _answer(self._server.submit(lambda: work(self._server.engine_loads)))
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` on another thread.

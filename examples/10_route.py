@@ -1,0 +1,155 @@
+"""A router for OpenAI-compatible engines: each prompt goes where its first token is expected soonest.
+
+It asks every host's kv-server (POST /route), which knows what is held there, how quickly each of its engines computes
+and loads, and what they still have to compute. vLLM and SGLang turn text into tokens for it (POST /tokenize).
+
+    python 10_route.py --listen 127.0.0.1:8080 --server http://host-a:9400=token-a --server http://host-b:9400=token-b \
+        --engine engine-0=http://host-a:8000 --engine engine-1=http://host-b:8000
+
+The name of an engine is its engine_id (vLLM's --kv-transfer-config). Without arguments it shows what it does: two hosts
+with an engine each, both made up.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from kv_core import ChainScheme, KeySpace, digests_of, tenant_tag
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
+from kv_tiers.server import RemoteCache, launch
+
+SCHEME = ChainScheme(chunk_tokens=256)  # as the engines' settings have it
+
+
+def post(url: str, body: Any, token: str = "") -> Any:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=5) as answer:
+        return json.load(answer)
+
+
+def token_in(path: str) -> str:
+    return Path(path).read_text().strip()
+
+
+class Router:
+    """servers: the kv-servers' URLs and tokens. engines: their names and URLs."""
+
+    def __init__(self, servers: Mapping[str, str], engines: Mapping[str, str]) -> None:
+        self.servers, self.engines = servers, engines
+        self._turns = itertools.cycle(engines)
+
+    def tokens_of(self, body: dict[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return prompt
+        wanted = {name: body[name] for name in ("model", "prompt", "messages") if name in body}
+        tokens = post(f"{next(iter(self.engines.values()))}/tokenize", wanted)["tokens"]
+        assert isinstance(tokens, list)
+        return tokens
+
+    def choose(self, tokens: list[int], salt: str | None = None) -> str:
+        """The name of the engine. One that nobody has measured yet gets its turn, or it would never be measured."""
+        digests = digests_of(SCHEME, tokens, root=SCHEME.root(salt=salt))
+        expected: dict[str, float] = {}
+        for server, token in self.servers.items() if digests else ():
+            question = {"digests": [digest.hex() for digest in digests], "tokens": len(tokens)}
+            try:
+                answer = post(f"{server}/route", question | {"tenant": tenant_tag(salt).hex()}, token)
+            except OSError as error:  # a server that is away: its engines take their turn
+                print(f"{server} does not answer: {error}")
+                continue
+            expected |= {one["engine"]: one["ttft_s"] for one in answer["engines"] if one["ttft_s"] is not None}
+        for engine in itertools.islice(self._turns, len(self.engines)):
+            if engine not in expected:
+                return engine
+        return min(self.engines, key=expected.__getitem__)
+
+    def serve(self, host: str, port: int) -> None:
+        router = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["content-length"]))
+                body = json.loads(data)
+                engine = router.choose(router.tokens_of(body), body.get("cache_salt"))
+                forwarded = Request(router.engines[engine] + self.path, data, {"content-type": "application/json"})
+                try:
+                    answer = urlopen(forwarded, timeout=600)
+                except HTTPError as refused:  # the engine's own answer, an error
+                    answer = refused
+                with answer:
+                    self.send_response(answer.status)
+                    self.send_header("content-type", answer.headers["content-type"])
+                    self.send_header("x-engine", engine)
+                    self.end_headers()
+                    while part := answer.read1():  # as it comes: the answer may be a stream
+                        self.wfile.write(part)
+
+        ThreadingHTTPServer((host, port), Handler).serve_forever()
+
+
+def demonstrate() -> None:
+    """Two hosts. A prompt is held on the first, so it goes there, until the engine there has much to compute."""
+    with tempfile.TemporaryDirectory() as home:
+        hosts = [
+            launch(
+                {
+                    "host": {"capacity_bytes": "8MiB"},
+                    "http": {"listen": "127.0.0.1:0", "token_file": f"{home}/token-{number}"},
+                }
+            )
+            for number in range(2)
+        ]
+        servers = {host.url.rstrip("/"): token_in(f"{home}/token-{at}") for at, host in enumerate(hosts)}
+        router = Router(servers, {"engine-0": "", "engine-1": ""})
+        space = KeySpace("made-up/model", "", "bfloat16", "made-up", 1, SCHEME.name)
+        caches = [
+            RemoteCache(host.socket, group_bytes=(256 << 10,), fingerprint="made-up", engine=f"engine-{number}")
+            for number, host in enumerate(hosts)
+        ]
+
+        def look_up(number: int, tokens: list[int]) -> None:
+            """What an engine does with a request: it computes 10,000 tokens a second, and loads a million."""
+            keys = space.keys(digests_of(SCHEME, tokens))
+            shape, costs = ChunkShape(SCHEME.chunk_tokens), Costs(0, (1e-4, 0.0), (0.001, 1e-6))
+            caches[number].lookup(keys, "request", shape=shape, costs=costs)
+            caches[number].end("request")
+
+        document, other = [7] * 2048, [8] * 16384
+        for number in range(2):
+            look_up(number, [number] * 256)  # so that both are measured
+        lease = caches[0].begin_store(space.keys(digests_of(SCHEME, document)), "request")
+        caches[0].commit(lease)
+        print(f"a document that host 0 holds goes to {router.choose(document)}")
+        look_up(0, other)
+        print(f"the same while that engine computes something long goes to {router.choose(document)}")
+        for cache, host in zip(caches, hosts, strict=True):
+            cache.close()
+            host.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: 127.0.0.1:8080")
+    parser.add_argument("--server", action="append", default=[], metavar="URL=TOKEN_FILE", help="of a host; repeat")
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=URL", help="repeat")
+    args = parser.parse_args()
+    if not args.engine:
+        demonstrate()
+        return
+    tokens = {url.rstrip("/"): token_in(path) for url, _, path in (one.rpartition("=") for one in args.server)}
+    host, _, port = args.listen.rpartition(":")
+    engines = {name: url.rstrip("/") for name, _, url in (one.partition("=") for one in args.engine)}
+    Router(tokens, engines).serve(host, int(port))
+
+
+if __name__ == "__main__":
+    main()

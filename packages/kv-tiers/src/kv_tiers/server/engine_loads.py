@@ -1,0 +1,142 @@
+"""What the engines of a server have measured of themselves, and how much each still has to compute: for routers.
+
+Both come from lookups. A lookup carries its engine's costs (`kv_core.cost.Costs`), and what it does not find, the
+engine computes. So an engine's backlog is estimated by adding up what each lookup leaves to it, less the time that has
+passed since: it is right where an engine's time goes into prompts, and knows nothing of requests that are generating.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
+from kv_core.keys import NO_TENANT, ChunkKey, keys_in
+from kv_core.lookup import Ended, LookupPlan
+
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.server import wire
+from kv_tiers.server.caches import Format
+from kv_tiers.watch.explain import explain, weigh
+
+_MAX_KEY_SPACES: Final = 256
+_MAX_BACKLOG_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSpace:
+    """A key space that an engine has looked prompts up in.
+
+    engine: its name, as registered.
+    format: of the cache.
+    space_id: the key space's fingerprint.
+    shape: what a hit needs.
+    costs: what the engine's last lookup said; None: that it uses whatever is held.
+    """
+
+    engine: str
+    format: Format
+    space_id: bytes
+    shape: ChunkShape
+    costs: Costs | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEstimate:
+    """What one engine would do with a prompt.
+
+    engine: its name, as registered.
+    held_chunks: leading chunks that the server holds for it, in the pool or in a tier that answers from memory.
+    loaded_chunks: of those, how many the engine would load, as that is estimated to be quicker than computing.
+    queue_s: until it has computed what it looked up before.
+    load_s, compute_s: what it loads, and what it computes of the prompt; None: not measured yet.
+    ttft_s: the sum: the time to the first token; None: not measured yet.
+    """
+
+    engine: str
+    held_chunks: int
+    loaded_chunks: int
+    queue_s: float
+    load_s: float | None
+    compute_s: float | None
+    ttft_s: float | None
+
+
+class EngineLoads:
+    """Of one server. For its thread only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spaces: OrderedDict[tuple[str, bytes], ServedSpace] = OrderedDict()
+        self._busy_until_s: dict[str, float] = {}
+
+    def looked_up(
+        self,
+        client: wire.Register,
+        keys: Sequence[ChunkKey],
+        shape: ChunkShape,
+        costs: Costs | None,
+        plan: LookupPlan,
+    ) -> None:
+        """A lookup of this client was answered. Constant time."""
+        if not keys or plan.ended in (Ended.PENDING, Ended.REFUSED):
+            return
+        engine, space_id = client.engine, keys[0].space_id
+        name, format = (engine, space_id), (client.group_bytes, client.fingerprint)
+        self._spaces[name] = ServedSpace(engine, format, space_id, shape, costs)
+        self._spaces.move_to_end(name)
+        if len(self._spaces) > _MAX_KEY_SPACES:
+            (oldest, _), _ = self._spaces.popitem(last=False)
+            self._busy_until_s.pop(oldest, None)
+        if costs is None:
+            return
+        loaded = plan.chunks if plan.choice is None else plan.choice.chunks
+        tokens = len(keys) // shape.keys_per_chunk * shape.chunk_tokens
+        seconds = costs.compute_s(loaded * shape.chunk_tokens, tokens) or 0.0
+        now_s = self._clock.now_s()
+        busy_s = max(0.0, self._busy_until_s.get(engine, now_s) - now_s)
+        self._busy_until_s[engine] = now_s + min(busy_s + seconds, _MAX_BACKLOG_S)
+
+    def spaces(self) -> list[ServedSpace]:
+        return list(self._spaces.values())
+
+    def queue_s(self, engine: str) -> float:
+        """How long until the engine has computed what it looked up."""
+        now_s = self._clock.now_s()
+        return max(0.0, self._busy_until_s.get(engine, now_s) - now_s)
+
+
+def estimate(
+    cache: LocalCache,
+    served: ServedSpace,
+    digests: Sequence[bytes],
+    *,
+    tokens: int,
+    queue_s: float,
+    tenant: bytes = NO_TENANT,
+) -> EngineEstimate:
+    """What the engine would do with a prompt. Reads the cache and changes nothing; on any thread.
+
+    digests: of the prompt's whole chunks. tokens: of the whole prompt.
+
+    Raises:
+        InputError: no digests or no tag.
+    """
+    shape = served.shape
+    columns = [
+        keys_in(served.space_id, digests, groups=(group,), shards=(shard,), tenant=tenant)
+        for group in range(len(shape.groups))
+        for shard in range(shape.shards)
+    ]
+    held = explain(cache, None, columns, 0.0).held
+    if served.costs is None:
+        return EngineEstimate(served.engine, held, held, queue_s, None, None, None)
+    costs = replace(served.costs, computed_tokens=0)
+    choice = weigh(cache, columns, held, costs, shape)
+    loaded_tokens = choice.chunks * shape.chunk_tokens
+    load_s = choice.load_s if choice.chunks else 0.0
+    compute_s = costs.compute_s(min(loaded_tokens, tokens - 1), tokens)
+    ttft_s = None if load_s is None or compute_s is None else queue_s + load_s + compute_s
+    return EngineEstimate(served.engine, held, choice.chunks, queue_s, load_s, compute_s, ttft_s)

@@ -1,0 +1,71 @@
+"""Which engine would answer a prompt soonest: for a router that has several to choose from."""
+
+from functools import partial
+from typing import Annotated, Final
+
+import msgspec
+from kv_core.keys import TENANT_BYTES
+from msgspec import UNSET, Meta, UnsetType
+
+from kv_tiers.server.engine_loads import EngineEstimate, EngineLoads, ServedSpace, estimate
+from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.http.selector import FormatSelector, select_caches
+
+MAX_DIGESTS: Final = 1 << 15
+
+Digest = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", description="As `kv keys` prints it.")]
+
+
+class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """digests: of the prompt's whole chunks, from the first: the chain that begins with its salt, if it has one.
+    tokens: of the whole prompt; left out, whole chunks alone are counted.
+    tenant: the tag of the salt (`kv_core.tenant_tag`), hex.
+    """
+
+    digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_DIGESTS)]
+    tokens: Annotated[int, Meta(gt=0, lt=1 << 32)] | UnsetType = UNSET
+    tenant: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$")] = "0" * 2 * TENANT_BYTES
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """engines: the soonest first, and last those whose costs are not known. One that serves several models has an
+        entry for each.
+    unknown: engines that are connected and have looked nothing up yet.
+    """
+
+    engines: list[EngineEstimate]
+    unknown: list[str]
+
+
+def operations(relay: Relay) -> list[Operation]:
+    async def route(body: Prompt) -> Routes:
+        caches = await select_caches(relay, body)
+        connected = {one.engine for one in await relay.registrations() if (one.group_bytes, one.fingerprint) in caches}
+        queues: dict[ServedSpace, float] = await relay.of_loads(partial(_queues, connected=connected))
+        digests, tenant = [bytes.fromhex(text) for text in body.digests], bytes.fromhex(body.tenant)
+        estimates = []
+        for served, queue_s in queues.items():
+            whole_tokens = len(digests) * served.shape.chunk_tokens
+            tokens = whole_tokens if body.tokens is UNSET else max(body.tokens, whole_tokens)
+            of_engine = partial(estimate, caches[served.format], served, digests, tokens=tokens, queue_s=queue_s)
+            estimates.append(await relay.call(partial(of_engine, tenant=tenant)))
+        estimates.sort(key=lambda one: (one.ttft_s is None, one.ttft_s or 0.0, -one.held_chunks))
+        return Routes(estimates, sorted(connected - {served.engine for served in queues}))
+
+    return [
+        Operation(
+            "POST",
+            "/route",
+            "The expected time to a prompt's first token, by engine",
+            route,
+            Routes,
+            Prompt,
+            failures=(404, 503),
+        )
+    ]
+
+
+def _queues(loads: EngineLoads, connected: set[str]) -> dict[ServedSpace, float]:
+    """What is served by engines that are connected, and how long each engine's queue is."""
+    return {served: loads.queue_s(served.engine) for served in loads.spaces() if served.engine in connected}
