@@ -74,7 +74,7 @@ lint: ## formatting, types, imports
 
 bench: ## the benchmarks' tables (JSON=1 for one object a line)
 	@scripts/setup.sh workspace
-	@status=0; for name in keys lookup copy codecs tiers policy server; do \
+	@status=0; for name in keys lookup copy codecs tiers policy server peers; do \
 	  $(WORKSPACE)/python benchmarks/$$name.py $(if $(JSON),--json) || status=1; done; exit $$status
 
 bench-engine: ## a real engine with and without us, on workloads that a cache can only lose (ENGINE=sglang, JSON=1)

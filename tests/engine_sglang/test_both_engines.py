@@ -5,8 +5,10 @@ vLLM lives in an environment beside SGLang's. A page of SGLang is a chunk, so vL
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +107,32 @@ def test_each_finds_at_a_server_what_the_other_computed(
             assert_sglang_finds_it(sglang, reference)
     finally:
         server.stop()
+
+
+@pytest.mark.slow
+def test_each_finds_at_another_hosts_server_what_the_other_computed(
+    tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Each engine has a server of its own, and the other's as its peer."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [free.getsockname()[1] for free in (one, other)]
+    with ExitStack() as ending:
+        caches = []
+        for name, mine, theirs in (("sglang", *ports), ("vllm", *ports[::-1])):
+            config = {
+                "host": {"capacity_bytes": "32MiB"},
+                "peers": {"listen": f"127.0.0.1:{mine}"},
+                "tiers": [{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"]}],
+                "cold": {"wait_s": 10.0},
+            }
+            server = launch(config, socket=tmp_path / name / "s", detached=True)
+            ending.callback(server.stop)
+            caches.append({"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}})
+        with started(tiny_llama, page=PAGE, cache=caches[0]) as sglang:
+            assert sglang.ask_in_turn(of(PROMPTS, FIRST)) == of(reference, FIRST)
+            assert sglang.hits == [0, 512]
+            assert_vllm_finds_it(tiny_llama, caches[1], of_vllm)
+            assert_sglang_finds_it(sglang, reference)
 
 
 @pytest.mark.slow

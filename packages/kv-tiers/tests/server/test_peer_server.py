@@ -21,7 +21,7 @@ from kv_tiers.server.config import read_config
 from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
 from kv_tiers.testing.certificates import Authority
 from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import address_of, is_whole, listening, own_nobody, reads_of
+from kv_tiers.testing.peers import address_of, is_whole, listening, own_nobody, reads_of, served_by
 from kv_tiers.testing.servers import Proxy
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import TierContext
@@ -81,11 +81,6 @@ def leased_slots(server: ThreadedServer) -> list[int]:
     return [slot for slot in range(cache.pool.slots) if cache._index.is_leased(slot)]
 
 
-def connections(server: ThreadedServer) -> int:
-    assert server.server._peers is not None
-    return server.server._peers.counts().connections
-
-
 def connected(ending: ExitStack, server: ThreadedServer) -> PeerStream:
     """A peer that is served, and says what it likes."""
     sock = socket.create_connection(("127.0.0.1", int(port_of(server))))
@@ -124,7 +119,7 @@ def test_who_has_no_right_certificate_is_nobody(
     options = authorities[client_of].issue("client") if client_of else {}
     with pytest.raises(TierDown):
         tier_at(ending, port_of(server), **options).holds(KEYS)
-    assert server.server._peers is not None and server.server._peers.counts().asked == 0
+    assert served_by(server).asked == 0
 
 
 def test_a_client_that_shows_no_certificate_is_not_served(ending: ExitStack, tmp_path: Path) -> None:
@@ -276,7 +271,7 @@ def test_whatever_comes_costs_its_own_connection_only(sturdy: ThreadedServer, gr
             while bytes_on(sock):
                 pass
     assert still_serves(sturdy)
-    until(lambda: connections(sturdy) == 0)
+    until(lambda: served_by(sturdy).connections == 0)
     assert leased_slots(sturdy) == []
 
 
@@ -317,15 +312,15 @@ def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitSt
     stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     until(lambda: leased_slots(server) == [])
-    until(lambda: connections(server) == 0)
+    until(lambda: served_by(server).connections == 0)
 
 
 def test_a_newcomer_that_says_nothing_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GREETING_S", 0.2)
     server = filled(ending)
     with socket.create_connection(("127.0.0.1", int(port_of(server)))):
-        until(lambda: connections(server) == 1)
-        until(lambda: connections(server) == 0)
+        until(lambda: served_by(server).connections == 1)
+        until(lambda: served_by(server).connections == 0)
 
 
 def test_a_peer_whose_host_is_gone_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +328,7 @@ def test_a_peer_whose_host_is_gone_is_given_up(ending: ExitStack, monkeypatch: p
     monkeypatch.setattr(peers, "_IDLE_S", 0.2)
     server = filled(ending)
     connected(ending, server)
-    until(lambda: connections(server) == 0)
+    until(lambda: served_by(server).connections == 0)
 
 
 def test_there_are_no_more_connections_than_the_settings_allow(ending: ExitStack) -> None:
@@ -341,9 +336,9 @@ def test_there_are_no_more_connections_than_the_settings_allow(ending: ExitStack
     first, _ = connected(ending, server), connected(ending, server)
     with pytest.raises(ConnectionResetError):
         connected(ending, server)
-    assert server.server._peers is not None and server.server._peers.counts().turned_away == 1
+    assert served_by(server).turned_away == 1
     first.close()
-    until(lambda: connections(server) == 1)
+    until(lambda: served_by(server).connections == 1)
     assert still_serves(server)
 
 

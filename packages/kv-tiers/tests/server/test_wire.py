@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
 from kv_tiers.server import wire
-from kv_tiers.server.report import CacheReport, Registration, Report, TenantReport, TierReport
+from kv_tiers.server.report import CacheReport, PeersServed, Registration, Report, TenantReport, TierReport
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 COUNTS = CacheCounts(*range(18))
@@ -61,6 +61,7 @@ REPORT = Report(
             1,
         )
     ],
+    peers=PeersServed(1, 2, 3, 4, 5, 6),
 )
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from kv_core.errors import InputError, MisuseError
@@ -23,6 +23,7 @@ from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.server.accepting import REST_S, listen_at
+from kv_tiers.server.report import PeersServed
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import NO_HEADER, Fetch, Held, Hello, Holds, PeerStream, Refused, unpack_keys
 
@@ -37,23 +38,6 @@ _END_S: Final = 5.0
 
 FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
 """The cache of a namespace, on any thread."""
-
-
-@dataclass(slots=True)
-class PeerCounts:
-    """What is served to peers. All but `connections` only grow.
-
-    connections: at this moment. turned_away: newcomers without room, or not one of us.
-    asked, held: chunks that were asked about, and those of them that were here.
-    sent, sent_bytes: chunks, and the bytes of their payloads.
-    """
-
-    connections: int = 0
-    turned_away: int = 0
-    asked: int = 0
-    held: int = 0
-    sent: int = 0
-    sent_bytes: int = 0
 
 
 class PeerServer:
@@ -73,7 +57,7 @@ class PeerServer:
         self._listener = listen_at(listen, f"{_WHERE}: listen")
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
-        self._counts = PeerCounts()
+        self._counts = PeersServed()
         self._connected: dict[threading.Thread, socket.socket] = {}
         self._ending = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
@@ -81,7 +65,7 @@ class PeerServer:
     def start(self) -> None:
         self._accepting.start()
 
-    def counts(self) -> PeerCounts:
+    def counts(self) -> PeersServed:
         """A snapshot, on any thread."""
         with self._lock:
             return replace(self._counts, connections=len(self._connected))
@@ -117,7 +101,13 @@ class PeerServer:
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
                 self._connected[thread] = sock
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for us
+                _log.warning("a peer is turned away: %s", error)
+                with self._lock:
+                    self._counts.turned_away += 1
+                    self._connected.pop(thread).close()
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, to its end, whatever that is."""

@@ -103,6 +103,24 @@ class CacheReport:
     tenants_known: int = 0
 
 
+@dataclass(slots=True)
+class PeersServed:
+    """What other hosts' servers read from this one. All but `connections` only grow.
+
+    connections: at this moment.
+    turned_away: newcomers without room, or who are none of us.
+    asked, held: chunks that were asked about, and those of them that were here.
+    sent, sent_bytes: chunks, and the bytes of their payloads.
+    """
+
+    connections: int = 0
+    turned_away: int = 0
+    asked: int = 0
+    held: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The server at this moment.
@@ -114,6 +132,7 @@ class Report:
     caches: one for each format.
     opening: how many caches are being opened.
     uptime_s: since it began.
+    peers: what is served to other hosts' servers; None: there is no address for them.
     """
 
     pid: int
@@ -123,3 +142,4 @@ class Report:
     caches: list[CacheReport]
     opening: int = 0
     uptime_s: float = 0.0
+    peers: PeersServed | None = None

@@ -332,6 +332,7 @@ class CacheServer:
             caches,
             opening=self._caches.opening(),
             uptime_s=self._clock.now_s() - self._started_s,
+            peers=None if self._peers is None else self._peers.counts(),
         )
 
     # Waking and ending.

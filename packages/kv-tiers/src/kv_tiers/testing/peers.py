@@ -12,6 +12,7 @@ from kv_core.keys import ChunkKey
 
 from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
 from kv_tiers.config import PeersConfig
+from kv_tiers.server.report import PeersServed
 from kv_tiers.testing.cache_servers import ThreadedServer
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -34,6 +35,13 @@ def listening(slots: int = 8, *, peers: Mapping[str, object] | None = None, **op
 
 def address_of(server: ThreadedServer) -> str:
     return str(server.server.peers_address)
+
+
+def served_by(server: ThreadedServer) -> PeersServed:
+    """What the server says of its peers."""
+    served = server.report().peers
+    assert served is not None
+    return served
 
 
 def reads_of(context: TierContext, keys: Sequence[ChunkKey]) -> list[Read]:

@@ -205,8 +205,8 @@ class PeerHosts:
             try:
                 known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
                 found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
-            except OSError as error:
-                _log.warning("the peers at %s cannot be looked up: %s", host, error.strerror or error)
+            except (OSError, UnicodeError) as error:  # the second of what cannot be a name
+                _log.warning("the peers at %s cannot be looked up: %s", host, error)
                 found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
         with self._lock:
             if self._is_closed:

@@ -39,6 +39,8 @@ MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
 NO_HEADER: Final = bytes(HEADER_BYTES)
 PROCESS: Final = secrets.token_bytes(16)
 """Names this process, which must not take itself for a peer."""
+_MAX_HELLO_BYTES: Final = 1 << 10
+"""Of somebody of whom nothing is known yet."""
 _WAIT_S: Final = 0.1
 _CONNECTING: Final = b"connecting"
 _LISTENING: Final = b"listening"
@@ -151,7 +153,7 @@ class PeerStream(TimedSocket):
         nonce = secrets.token_bytes(16)
         deadline = time.monotonic() + timeout_s
         self.send_message(Challenge(nonce, PROCESS), deadline)
-        hello, deadline = self.next_request(deadline, timeout_s)
+        hello, deadline = self.next_request(deadline, timeout_s, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, Hello):
             raise InputError("the first message is a hello")
         nonces = nonce + hello.nonce
@@ -162,7 +164,9 @@ class PeerStream(TimedSocket):
     def send_message(self, message: Request | Answer, deadline: float) -> None:
         self.send([frame(message)], deadline)
 
-    def next_request(self, begins_by: float, timeout_s: float) -> tuple[Request, float]:
+    def next_request(
+        self, begins_by: float, timeout_s: float, *, max_bytes: int = MAX_REQUEST_BYTES
+    ) -> tuple[Request, float]:
         """The next request, and the deadline of its answer.
 
         begins_by: the deadline of its first byte. timeout_s: from there on, for all of it, and for the answer.
@@ -171,7 +175,7 @@ class PeerStream(TimedSocket):
         came = self.receive(first, begins_by)
         deadline = time.monotonic() + timeout_s
         self.fill(first[came:], deadline)
-        body = self._body(first, MAX_REQUEST_BYTES, deadline)
+        body = self._body(first, max_bytes, deadline)
         return _decode(_REQUESTS, body), deadline
 
     def answer(self, wanted: type[A], deadline: float) -> A:

@@ -61,7 +61,10 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     head.append(f"{report.package}, process {report.pid}, up {_span(report.uptime_s)}, at {where}\n")
     opening = f", opening {report.opening}" if report.opening else ""
     orphans = f", {report.orphans} ended while writing" if report.orphans else ""
-    return head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}\n")
+    peers = ""
+    if report.peers is not None:
+        peers = f", {report.peers.connections} connections of peers, {_bytes(report.peers.sent_bytes)} sent to them"
+    return head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
 
 
 def _cache(row: CacheRow) -> Table:

@@ -1,0 +1,252 @@
+"""What it costs to read from another host's server: chunks over TCP and TLS, lookups, and what its engines notice.
+
+The server is a process of its own, reached over loopback, and the reader is a tier as a lane calls it, with the check
+of header and bytes that the lane makes: so a checksum is taken on either side. Bare sockets move the same bytes between
+two processes in the same run, in turn, from memory into the same pages; with a checksum on either side, and without.
+
+    python benchmarks/peers.py [--json] [--line 1gbit]
+
+--line: on a loopback of that rate, in a network namespace of its own; as `tc` has it.
+"""
+
+import sys
+
+# This folder holds a copy.py, which must not stand in for the standard library's.
+sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
+
+import multiprocessing
+import os
+import shlex
+import socket
+import ssl
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import xxhash
+from kv_core import ChunkKey
+from kv_core.outcome import Loaded
+from kv_core.testing import key_chain
+from kv_tiers import chunk_header
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.server import RemoteCache, launch
+from kv_tiers.testing.certificates import Authority
+from kv_tiers.tier import Read, TierContext
+from kv_tiers.tiers.peers import PeersTier, make_peers_tier
+from kv_tiers.tiers.peers_wire import PeerStream
+
+from benchmarks._report import Row, paired_medians_s, parser, report
+
+CHUNK_BYTES = 4 << 20
+BATCH = 8
+CONTEXT = TierContext(CHUNK_BYTES, CHUNK_BYTES, "benchmark")
+KEYS = key_chain(BATCH)
+LOOKED_UP = 512
+
+_SENDER = """
+import mmap, os, socket, ssl, sys, xxhash
+chunks, nbytes, certificate, key = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+pool = memoryview(mmap.mmap(-1, chunks * nbytes))  # shared memory, as a server's pool is
+pool[:] = os.urandom(4096) * (chunks * nbytes // 4096)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sock, _ = listener.accept()
+sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+if certificate:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    sock = context.wrap_socket(sock, server_side=True)
+while asked := sock.recv(1):
+    for number in range(chunks):
+        data = pool[number * nbytes : (number + 1) * nbytes]
+        if asked == b"c":
+            xxhash.xxh3_128_digest(data)
+        sock.sendall(data)
+"""
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--line", metavar="RATE", help="on a loopback of this rate, such as 1gbit")
+    options = arguments.parse_args()
+    if options.line:
+        _begin_again(options.line, ["--json"] if options.json else [])
+    with ExitStack() as ending:
+        home = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        rows = [*_rows(ending, home / "plain", None)]
+        rows += _rows(ending, home / "tls", Authority(home / "authority"))
+    return report(rows, options.json)
+
+
+def _begin_again(rate: str, arguments: list[str]) -> None:
+    """Become this program where the loopback is as slow as this line."""
+    line = f"ip link set lo up && tc qdisc add dev lo root tbf rate {shlex.quote(rate)} burst 256kb latency 50ms"
+    again = shlex.join([sys.executable, __file__, *arguments])
+    os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"{line} && exec {again}"])
+
+
+def _rows(ending: ExitStack, home: Path, authority: Authority | None) -> list[Row]:
+    home.mkdir(mode=0o700)
+    files = {} if authority is None else authority.issue("localhost")
+    disk = {"type": "disk", "directory": str(home / "disk"), "capacity_bytes": 64 * CHUNK_BYTES}
+    config = {
+        "host": {"capacity_bytes": 2 * BATCH * CHUNK_BYTES},
+        "tiers": [disk],
+        "peers": {"listen": "127.0.0.1:0", **files},
+    }
+    server = launch(config, socket=home / "s")
+    ending.callback(server.stop)
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="benchmark", timeout_s=10)
+    ending.callback(cache.close)
+    port = server.peers.rpartition(":")[2]
+    tier = make_peers_tier({"hosts": [f"localhost:{port}"], **files}, CONTEXT)
+    assert isinstance(tier, PeersTier)
+    ending.callback(tier.close)
+    _store(cache, KEYS)
+    pool = HostPool.anonymous("benchmark", CHUNK_BYTES, BATCH)
+    reads = _reads(pool)
+    lent = [read.pages for read in reads]
+    bare = _bare(ending, files)
+
+    def load() -> None:
+        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
+        for read in reads:
+            found = chunk_header.verify(
+                read.header,
+                read.pages,
+                key=read.key,
+                format_id=chunk_header.format_id("benchmark"),
+                decoded_bytes=CHUNK_BYTES,
+            )
+            assert isinstance(found, chunk_header.Header)
+
+    load()
+    name = "TLS" if authority else "TCP"
+    ours_s, bare_s = paired_medians_s(load, lambda: _receive(bare, lent, with_checksums=False))
+    again_s, checked_s = paired_medians_s(load, lambda: _receive(bare, lent, with_checksums=True))
+    rows = [
+        _rate(f"chunks of 4 MiB from a peer's pool over {name}, against a bare socket", ours_s, bare_s),
+        _rate("  the same, against a bare socket with checksums", again_s, checked_s),
+    ]
+    if authority is None:
+        rows += [_round_trips(tier), *_engines_wait(cache, f"localhost:{port}")]
+        rows.append(_from_disk(cache, tier, reads, ours_s))
+    return rows
+
+
+def _rate(name: str, ours_s: float, limit_s: float) -> Row:
+    nbytes = BATCH * CHUNK_BYTES
+    return Row(name, nbytes / ours_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / ours_s, 0.9, False)
+
+
+def _store(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
+    lease = cache.begin_store(keys, "w")
+    for extent in lease.extents:
+        cache.pool.view[extent.offset : extent.offset + extent.nbytes] = os.urandom(4096) * (extent.nbytes // 4096)
+    cache.commit(lease)
+
+
+def _bare(ending: ExitStack, files: dict[str, str]) -> socket.socket:
+    """A connection to a process that sends a batch for each byte it gets."""
+    certificate = [files.get(f"tls_{name}_file", "") for name in ("cert", "key")]
+    command = [sys.executable, "-c", _SENDER, str(BATCH), str(CHUNK_BYTES), *certificate]
+    sender = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    ending.callback(sender.communicate)
+    assert sender.stdout is not None
+    sock = socket.create_connection(("127.0.0.1", int(sender.stdout.readline())))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if files:
+        sock = ssl.create_default_context(cafile=files["tls_ca_file"]).wrap_socket(sock, server_hostname="localhost")
+    ending.callback(sock.close)
+    return sock
+
+
+def _receive(sock: socket.socket, lent: Sequence[memoryview], *, with_checksums: bool) -> None:
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
+    sock.sendall(b"c" if with_checksums else b"x")
+    for pages in lent:
+        received = 0
+        while received < CHUNK_BYTES:
+            received += sock.recv_into(pages[received:CHUNK_BYTES], 0, flags)
+        if with_checksums:
+            xxhash.xxh3_128_digest(pages[:CHUNK_BYTES])
+
+
+def _round_trips(tier: PeersTier) -> Row:
+    """What a lookup of many chunks sends to a peer."""
+    keys = key_chain(LOOKED_UP, branch="nobody's")
+    with mock.patch.object(PeerStream, "send_message", autospec=True, side_effect=PeerStream.send_message) as sent:
+        assert tier.holds(keys) == [False] * LOOKED_UP
+    return Row(f"round trips for {LOOKED_UP} chunks", sent.call_count, "", 1.0, sent.call_count, 1.0, True)
+
+
+def _engines_wait(cache: RemoteCache, host: str) -> list[Row]:
+    """Lookups of an engine beside a peer, another process, that reads as fast as it can."""
+    alone = [_lookup_s(cache) for _ in range(501)]
+    reader = multiprocessing.get_context("fork").Process(target=_read_on, args=(host,), daemon=True)
+    reader.start()
+    time.sleep(0.5)
+    beside = [_lookup_s(cache) for _ in range(501)]
+    reader.kill()
+    reader.join()
+    alone_s, beside_s = statistics.median(alone), statistics.median(beside)
+    last_s = statistics.quantiles(beside, n=100)[98]
+    return [
+        Row(
+            "an engine's lookup while a peer reads", beside_s * 1e3, "ms", alone_s * 1e3, beside_s / alone_s, 5.0, True
+        ),
+        Row("  99th percentile", last_s * 1e3, "ms", 2.0, last_s / 2e-3, 1.0, True),
+    ]
+
+
+def _read_on(host: str) -> None:
+    tier = make_peers_tier({"hosts": [host]}, CONTEXT)
+    pages = HostPool.anonymous("reader", CHUNK_BYTES, BATCH)
+    reads = _reads(pages)
+    while True:
+        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
+
+
+def _reads(pool: HostPool) -> list[Read]:
+    return [
+        Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), CHUNK_BYTES) for slot, key in enumerate(KEYS)
+    ]
+
+
+def _lookup_s(cache: RemoteCache) -> float:
+    start = time.perf_counter()
+    assert cache.lookup(KEYS, "r").chunks == BATCH
+    return time.perf_counter() - start
+
+
+def _from_disk(cache: RemoteCache, tier: PeersTier, reads: Sequence[Read], pooled_s: float) -> Row:
+    """Chunks that have left the peer's pool."""
+    cache.end("r")
+    for number in range(3):  # more than the pool has room for
+        _store(cache, key_chain(BATCH, branch=str(number)))
+        time.sleep(0.5)
+    samples = []
+    for _ in range(7):
+        start = time.perf_counter()
+        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
+        samples.append(time.perf_counter() - start)
+    disk_s = statistics.median(samples)
+    nbytes = BATCH * CHUNK_BYTES
+    return Row(
+        "  from its disk, against its pool",
+        nbytes / disk_s / 1e9,
+        "GB/s",
+        nbytes / pooled_s / 1e9,
+        pooled_s / disk_s,
+        0.2,
+        False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
