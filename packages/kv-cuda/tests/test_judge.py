@@ -1,6 +1,7 @@
 """The judge's parts that need no model: keys and values through a format, and the verdict that settings demand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, RoundTrip
-from kv_cuda.judge.verdict import Finding, Verdict, demand, read_verdict, write_verdict
+from kv_cuda.judge.verdict import APPROXIMATION, Finding, Verdict, demand, read_verdict, write_verdict
 
 BOUND = {"int8": 1 / 254, "fp8": 1 / 16}
 LAST_ROUNDING = 2.0**-8
@@ -81,6 +82,20 @@ def test_a_format_is_refused_with_its_figure(tmp_path: Path) -> None:
         demand(str(path), 0.01, [stored("int8"), stored("int8", head_dim=128)])
     with pytest.raises(ConfigError, match=r"set judge\.verdict"):
         demand("", 0.01, [stored("int8")])
+
+
+def test_approximations_need_numbers_that_have_first_parts_and_a_verdict_if_one_is_demanded(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    exact = ChunkFormat("canonical", ("k", "v"), 30, 256, 3, 64, "bfloat16", 2)
+    write_verdict(path, verdict(finding(0.004, APPROXIMATION)))
+    demand("", 0, [exact], approximate=True)
+    demand(str(path), 0.004, [exact], approximate=True)
+    with pytest.raises(ConfigError, match=r"format progressive has a KL divergence of 0.004"):
+        demand(str(path), 0.003, [exact], approximate=True)
+    with pytest.raises(ConfigError, match="bfloat16 in format canonical, and these are float32"):
+        demand("", 0, [replace(exact, dtype="float32", itemsize=4)], approximate=True)
+    with pytest.raises(ConfigError, match="in format int8"):
+        demand("", 0, [stored("int8")], approximate=True)
 
 
 def test_a_divergence_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
 from kv_cuda.judge.verdict import demand
 from kv_tiers import LocalCache
+from kv_tiers.approximate import is_approximate
 from kv_tiers.attach.connect import Format, check_replicas, open_in_process, open_remote
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
@@ -188,8 +189,8 @@ def attach(
     """
     if rank.replicas > 1:
         check_replicas(settings)
-    if settings.judge.max_kl:
-        demand(settings.judge.verdict, settings.judge.max_kl, [pages.format for pages in pools.values()])
+    judge, approximate = settings.judge, is_approximate(settings.tiers)
+    demand(judge.verdict, judge.max_kl, [pages.format for pages in pools.values()], approximate=approximate)
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(

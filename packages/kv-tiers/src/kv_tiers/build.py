@@ -11,6 +11,7 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
+from kv_tiers.approximate import check_approximate, exact_fingerprint
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.codec import Codec
@@ -24,7 +25,7 @@ from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.registry import codec_factory, tier_factory
 from kv_tiers.tenants import Tenant, quotas_of
-from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, TierContext, TierFactory
+from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, ReadsPrefixes, TierContext, TierFactory
 
 _NUMBERS = itertools.count()
 
@@ -52,6 +53,7 @@ def build_local_cache(
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
+    check_approximate(tiers, fingerprint)
     chunk_bytes = PayloadSizes(group_bytes).largest
     slots = config.capacity_bytes // slot_bytes_for(chunk_bytes)
     if slots < 1:
@@ -77,7 +79,7 @@ def build_local_cache(
     lanes: list[tuple[Lane, WriteMode]] = []
     try:
         for number, options in enumerate(tiers):
-            context = TierContext(chunk_bytes, pool.slot_bytes, fingerprint)
+            context = TierContext(chunk_bytes, pool.slot_bytes, exact_fingerprint(fingerprint))
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         return LocalCache(
@@ -128,11 +130,15 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     codec = _codec(lane_config, context, where)
     tier = factory(rest, context)
     tier.name = lane_config.name
+    if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
+        tier.close()
+        raise ConfigError(f"{where}: a tier of this type reads whole chunks only: leave out approximate")
     lane = Lane(
         tier,
         chunk_header.format_id(context.fingerprint),
         codec=codec,
         find_codec=lambda name: codec_factory(name)({}, context),
+        approximate=lane_config.approximate,
         threads=lane_config.threads,
     )
     if isinstance(tier, ReadOnly):

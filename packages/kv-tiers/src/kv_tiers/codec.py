@@ -9,7 +9,7 @@ lane reads all whose codec is installed, whatever it is set to write. docs/exten
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from kv_tiers.tier import TierContext
 
@@ -38,6 +38,22 @@ class Codec(Protocol):
 
         Raises:
             CodecError: this is no encoded chunk of `len(out)` bytes.
+        """
+
+
+APPROXIMATE_SHARE: Final = 4
+"""A payload's first part ends within the chunk's size divided by this, so a reader knows how much to ask for."""
+
+
+@runtime_checkable
+class DecodesPrefixes(Protocol):
+    """What a `Codec` may do besides: make an approximation of a chunk from the first bytes of its payload."""
+
+    def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
+        """As `decode`, from those parts of the payload that `prefix` holds whole. How many of its parts that are.
+
+        Raises:
+            CodecError: it is no prefix of an encoded chunk of `len(out)` bytes, or shorter than the first part.
         """
 
 

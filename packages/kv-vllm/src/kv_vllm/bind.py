@@ -9,6 +9,7 @@ from kv_core.log import limited_logger
 from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
 from kv_cuda.judge.verdict import demand
+from kv_tiers.approximate import is_approximate
 from kv_tiers.attach.chunk_size import fitted
 from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
@@ -48,8 +49,8 @@ def bind_worker(
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
         return _refused(engine, bound)
-    if settings.judge.max_kl:
-        demand(settings.judge.verdict, settings.judge.max_kl, bound.formats)
+    judge, approximate = settings.judge, is_approximate(settings.tiers)
+    demand(judge.verdict, judge.max_kl, bound.formats, approximate=approximate)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,

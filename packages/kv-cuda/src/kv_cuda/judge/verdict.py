@@ -87,20 +87,28 @@ def read_verdict(path: Path) -> Verdict:
         raise ConfigError(f"judge.verdict {path} is no file of `kv judge`: {error!r}") from error
 
 
-def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat]) -> None:
+APPROXIMATION: Final = "progressive"
+"""What findings call the first part of a chunk that the codec of this name stored."""
+
+
+def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False) -> None:
     """Refuse formats that lose more than the operator allows, or of which nothing is known.
 
     path: of the verdict; "" where only a bound was given.
-    max_kl: in nats.
+    max_kl: in nats; 0: nothing is demanded.
     formats: of the engine's groups, as they were proved, of all heads or a rank's. Exact ones are always allowed.
+    approximate: whether first parts of chunks are read alone.
 
     Raises:
-        ConfigError: a lossy format was not measured, or not on such a model, or loses more.
+        ConfigError: a lossy format was not measured, or not on such a model, or loses more; or chunks of these formats
+            have no first parts.
     """
-    lossy = [one for one in formats if one.is_quantised]
-    if not lossy:
+    if approximate:
+        _check_approximable(formats)
+    lossy = list(formats) if approximate else [one for one in formats if one.is_quantised]
+    if not lossy or not max_kl:
         return
-    kind = lossy[0].kind
+    kind = APPROXIMATION if approximate else lossy[0].kind
     if not path:
         raise ConfigError(
             f"judge.max_kl is {max_kl:g} and format {kind} is lossy: measure it with `kv judge MODEL --out FILE` and "
@@ -121,3 +129,12 @@ def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat]) -> None:
             f"format {kind} has a KL divergence of {finding.kl:.2g} on {verdict.model}, and judge.max_kl allows "
             f"{max_kl:g}: take format auto, or a bound of at least {finding.kl:.2g}"
         )
+
+
+def _check_approximable(formats: Sequence[ChunkFormat]) -> None:
+    for one in formats:
+        if one.kind != "canonical" or one.dtype != "bfloat16":
+            raise ConfigError(
+                f"tiers: approximate needs chunks of bfloat16 in format canonical, and these are {one.dtype} in format "
+                f"{one.kind}: leave out approximate"
+            )

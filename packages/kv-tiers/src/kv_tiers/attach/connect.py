@@ -14,6 +14,7 @@ import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
 
+from kv_tiers.approximate import fingerprint_above
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
@@ -74,7 +75,7 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
         cache = build_local_cache(
             settings.host,
             group_bytes=chunks.group_bytes,
-            fingerprint=chunks.fingerprint,
+            fingerprint=fingerprint_above(settings.tiers, chunks.fingerprint),
             tiers=settings.tiers,
             cold=settings.cold,
             tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
@@ -110,6 +111,8 @@ def open_remote(
         ConfigError: no server could be started or joined; the text says why.
     """
     socket = socket_of(settings, engine_id, replica)
+    # A server that is joined has tiers of its own.
+    fingerprint = fingerprint_above(() if settings.server.socket else settings.tiers, chunks.fingerprint)
     server = None
     if not settings.server.socket and rank == 0 and (replica is None or replica.leads):
         if settings.host.name:
@@ -128,7 +131,7 @@ def open_remote(
             remote = RemoteCache(
                 socket,
                 group_bytes=chunks.group_bytes,
-                fingerprint=chunks.fingerprint,
+                fingerprint=fingerprint,
                 engine=engine_id,
                 facts=facts,
                 on_new_pool=on_new_pool,

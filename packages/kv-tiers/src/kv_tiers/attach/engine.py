@@ -24,6 +24,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
 
+from kv_tiers.approximate import exact_fingerprint
 from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remote, workers_of
 from kv_tiers.attach.guard import OffSwitch
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
@@ -235,7 +236,7 @@ class Engine(OffSwitch):
         workers = workers_of(settings, self.id, replica)
         if len(workers) < ranks:
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
-        formats = {Format(worker.group_bytes, worker.fingerprint) for worker in workers}
+        formats = {Format(worker.group_bytes, exact_fingerprint(worker.fingerprint)) for worker in workers}
         if len(formats) > 1:
             return self.refuse(
                 "the ranks' chunks are of different formats, as those of stages with unequal numbers of layers: "

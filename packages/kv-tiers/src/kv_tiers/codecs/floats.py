@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.zstd import Contexts, zstandard_for
+from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, Bytes
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
 _HEAD: Final = struct.Struct("<B3x")
 _FRAME_BYTES: Final = struct.Struct("<I")
-_BLOCK_NUMBERS: Final = 1 << 17
+_BLOCK_NUMBERS: Final = FRAME_SYMBOLS
 """A part of the encoding: every block but the last has so many numbers, and a frame of its own."""
 _CACHED_NUMBERS: Final = 1 << 15
 """How many are worked on at a time, so that numpy's passes over them stay in the processor's cache."""
@@ -33,7 +33,6 @@ _SAMPLE: Final = (16, 256)
 _WORTH_BITS: Final = 0.25
 """By how much a number must get smaller, in bits, for its chunk to be tried at all."""
 
-Bytes = NDArray[np.uint8]
 Words = NDArray[Any]
 
 
@@ -142,20 +141,7 @@ class FloatsCodec:
 
     def __init__(self) -> None:
         """Raises `ConfigError`."""
-        self._zstandard = zstandard_for(self.name)
-        # Repetitions cost four times the time of the Huffman coder to look for, and there are none; a small table that
-        # seldom matches lets it stride over them.
-        parameters = self._zstandard.ZstdCompressionParameters(
-            strategy=self._zstandard.STRATEGY_FAST,
-            window_log=17,
-            hash_log=6,
-            chain_log=6,
-            search_log=1,
-            min_match=7,
-            write_content_size=1,
-            write_checksum=0,
-        )
-        self._mine = Contexts(self._zstandard, parameters, _BLOCK_NUMBERS)
+        self._coder = ByteCoder(self.name)
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         kind = _likeliest(chunk)
@@ -172,7 +158,7 @@ class FloatsCodec:
             planes = _planes(kind, rest, block.size)
             for some in _pieces(block.size):
                 kind.split(block[some], coded[some], [plane[some] for plane in planes])
-            frame = self._mine.compressor.compress(coded)
+            frame = self._coder.encode(coded)
             end = at + _FRAME_BYTES.size + len(frame) + rest.size
             if end + len(tail) > len(out):
                 return None
@@ -199,7 +185,7 @@ class FloatsCodec:
             end = rest_at + kind.plane_bytes(block.size)
             if end > len(payload):
                 raise CodecError(f"it ends behind {len(payload)} bytes, within a block that ends at {end}")
-            coded = self._frame(payload[at:rest_at], block.size)
+            coded = self._coder.decode(payload[at:rest_at], block.size)
             planes = _planes(kind, np.frombuffer(payload, np.uint8, end - rest_at, rest_at), block.size)
             for some in _pieces(block.size):
                 kind.join(coded[some], [plane[some] for plane in planes], block[some])
@@ -208,20 +194,6 @@ class FloatsCodec:
         if len(payload) - at != len(tail):
             raise CodecError(f"{len(payload) - at} bytes behind the numbers instead of {len(tail)}")
         tail[:] = payload[at:]
-
-    def _frame(self, frame: memoryview, numbers: int) -> Bytes:
-        """What the coded plane of so many numbers was. Nothing that the frame says is believed before it is checked:
-        decoding takes the memory that it names."""
-        try:
-            said = self._zstandard.get_frame_parameters(frame)
-            if said.content_size != numbers or said.window_size > _BLOCK_NUMBERS:
-                raise CodecError(f"a frame of {said.content_size} bytes instead of {numbers}")
-            decoded = self._mine.decompressor.decompress(frame, max_output_size=numbers, allow_extra_data=False)
-        except self._zstandard.ZstdError as error:
-            raise CodecError(f"no frame of zstd: {error}") from error
-        if len(decoded) != numbers:
-            raise CodecError(f"a frame of {len(decoded)} bytes instead of {numbers}")
-        return np.frombuffer(decoded, np.uint8)
 
 
 def _pieces(numbers: int) -> list[slice]:

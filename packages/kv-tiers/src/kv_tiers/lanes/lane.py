@@ -32,9 +32,9 @@ from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
+from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, first_part, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -46,6 +46,7 @@ class LaneCounts:
     queued: chunks to be loaded or stored, and questions, at the moment of the snapshot.
     loaded, absent, damaged, read_failed: chunks that were to be loaded, by what became of them.
     stored, refused: chunks that were to be stored, by what became of them.
+    approximate: of those loaded, the chunks of which a first part was read.
     discarded: chunks.
     downs: how often the tier failed after it had served.
     seconds_loading, seconds_storing: in the tier's calls, those of all threads together.
@@ -58,6 +59,7 @@ class LaneCounts:
     read_failed: int = 0
     stored: int = 0
     refused: int = 0
+    approximate: int = 0
     discarded: int = 0
     downs: int = 0
     seconds_loading: float = 0.0
@@ -78,6 +80,7 @@ class Lane:
         *,
         codec: Codec | None = None,
         find_codec: FindCodec = no_codec,
+        approximate: bool = False,
         threads: int = 2,
         max_load_chunks: int = 1024,
         max_store_chunks: int = 256,
@@ -87,6 +90,7 @@ class Lane:
         clock: Clock | None = None,
     ) -> None:
         """codec, find_codec: as of `Payloads`.
+        approximate: read first parts alone where chunks have them. Only for a tier that `ReadsPrefixes`.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
         clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
         the machine's."""
@@ -97,6 +101,7 @@ class Lane:
         """Where its health and damage are published; the cache above sets it."""
         self._noticed = Health.UP
         self._payloads = Payloads(format_id, codec, find_codec)
+        self._approximate = approximate
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, max_stores=max(1, threads - 1)
@@ -358,11 +363,13 @@ class Lane:
         with self._changed:
             # A load that follows from an answer of before these were discarded would bring them back.
             wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
+        approximated = self._load_first_parts(wanted) if self._approximate else {}
+        wanted = [read for read in wanted if id(read) not in approximated]
         brought = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
         for read in reads:
-            outcome = brought.get(id(read), Absent())
-            arrival = Arrival(read.key, outcome)
-            if isinstance(outcome, Loaded):
+            arrival = approximated.get(id(read)) or Arrival(read.key, brought.get(id(read), Absent()))
+            outcome = arrival.outcome
+            if isinstance(outcome, Loaded) and id(read) not in approximated:
                 arrival = self._payloads.arrival(read, outcome, self.name)
                 outcome = arrival.outcome
             if isinstance(outcome, Damaged):
@@ -375,6 +382,7 @@ class Lane:
         with self._changed:
             self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
+            self._counts.approximate += sum(isinstance(one.outcome, Loaded) for one in approximated.values())
             self._counts.damaged += len(wrong)
             self._counts.read_failed += len(failures)
         if wrong:
@@ -383,6 +391,20 @@ class Lane:
                 self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
             self.discard(wrong)
         return arrivals, list(dict.fromkeys(failures))
+
+    def _load_first_parts(self, reads: list[Read]) -> dict[int, Arrival]:
+        """By the id of the read. Those that are not here have no first part to be read alone: read them whole."""
+        if not reads:
+            return {}
+        assert isinstance(self.tier, ReadsPrefixes)
+        outcomes = self.tier.load_prefixes([first_part(read) for read in reads])
+        arrivals = {
+            id(read): Arrival(read.key, outcome)
+            if not isinstance(outcome, Loaded)
+            else self._payloads.approximation(read, outcome)
+            for read, outcome in zip(reads, outcomes, strict=True)
+        }
+        return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
 
     def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:

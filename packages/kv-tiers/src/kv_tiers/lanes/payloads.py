@@ -8,6 +8,7 @@ each chunk of it.
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from kv_core.checksum import checksum_of
@@ -16,8 +17,8 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded
 
 from kv_tiers import chunk_header
-from kv_tiers.chunk_header import Header, checksums_of, make_header, pack_header
-from kv_tiers.codec import Codec, CodecError
+from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
+from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError, DecodesPrefixes
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.tier import Read, Write
 
@@ -68,6 +69,29 @@ class Payloads:
             return Arrival(read.key, Absent())
         return self._decode(codec, header, payload, read)
 
+    def approximation(self, read: Read, loaded: Loaded) -> Arrival | None:
+        """As `arrival`, of a chunk whose `first_part` came, decoded from that. None: it has none, or not there.
+
+        The checksum is of the approximation's bytes, which are what is in the pool from now.
+        """
+        prefix = read.pages[: loaded.nbytes]
+        size = chunk_bytes(read)
+        header = chunk_header.verify_prefix(
+            read.header, prefix, key=read.key, format_id=self._format_id, decoded_bytes=size
+        )
+        if isinstance(header, Damaged):
+            return Arrival(read.key, header)
+        if isinstance(header, WholeOnly) or not header.codec:
+            return None
+        codec = self._decoder(header.codec)
+        if not isinstance(codec, DecodesPrefixes):
+            return None
+        try:
+            codec.decode_prefix(self._copied(prefix, read), chunk := read.pages[:size])
+        except CodecError as error:
+            return Arrival(read.key, Damaged(f"{header.codec}: {error}"))
+        return Arrival(read.key, Loaded(size), checksum_of(chunk))
+
     def _write(self, chunk: Outgoing, at: int) -> Write:
         bytes_ = chunk.pages[: chunk.nbytes]
         if self._codec is not None and chunk.nbytes > _PAGE_BYTES:
@@ -92,18 +116,22 @@ class Payloads:
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
 
     def _decode(self, codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
-        import numpy as np  # a server whose tiers encode nothing starts faster and smaller without it
-
-        encoded = self._buffer(0, len(read.pages))[: header.stored_bytes]
-        np.copyto(np.frombuffer(encoded, np.uint8), np.frombuffer(payload, np.uint8))  # without the interpreter's lock
         try:
-            codec.decode(encoded, chunk := read.pages[: header.decoded_bytes])
+            codec.decode(self._copied(payload, read), chunk := read.pages[: header.decoded_bytes])
         except CodecError as error:
             return Arrival(read.key, Damaged(f"{codec.name}: {error}"))
         checksum = checksum_of(chunk)
         if header.decoded_checksum not in (None, checksum):
             return Arrival(read.key, Damaged(f"{codec.name} made other bytes of it than were encoded"))
         return Arrival(read.key, Loaded(header.decoded_bytes), checksum)
+
+    def _copied(self, payload: memoryview, read: Read) -> memoryview:
+        """In this thread's memory, so that the chunk can be decoded to where the payload was read."""
+        import numpy as np  # a server whose tiers encode nothing starts faster and smaller without it
+
+        copied = self._buffer(0, len(read.pages))[: payload.nbytes]
+        np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(payload, np.uint8))  # without the interpreter's lock
+        return copied
 
     def _decoder(self, name: str) -> Codec | str:
         """The codec, or why there is none."""
@@ -123,6 +151,12 @@ class Payloads:
         while len(buffers) <= at:
             buffers.append(memoryview(mmap.mmap(-1, nbytes)))
         return buffers[at]
+
+
+def first_part(read: Read) -> Read:
+    """The same chunk, read as far as an approximation needs."""
+    size = chunk_bytes(read)
+    return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // APPROXIMATE_SHARE, size))
 
 
 def chunk_bytes(read: Read) -> int:

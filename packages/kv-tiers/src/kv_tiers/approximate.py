@@ -1,0 +1,48 @@
+"""Caches that may hold approximations: which they are, and how they are kept apart from exact ones.
+
+A tier with `approximate: true` hands out what the first parts of exact chunks decode to. Whatever an engine computes
+behind such a chunk is no longer exact either. So the whole cache is another one: its fingerprint says so, wherever
+caches are found by it (a named pool, a server), and nothing of it is ever written to a tier (docs/adr/0023).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+_MARK: Final = " approximate"
+
+
+def is_approximate(tiers: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a cache with these tiers may hold approximations."""
+    return any(tier.get("approximate") is True for tier in tiers)
+
+
+def fingerprint_above(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> str:
+    """Of the cache above these tiers. fingerprint: what exact chunks' bytes mean, or this function's answer."""
+    return exact_fingerprint(fingerprint) + _MARK if is_approximate(tiers) else fingerprint
+
+
+def exact_fingerprint(fingerprint: str) -> str:
+    """What the exact chunks' bytes mean: the fingerprint that tiers keep them under."""
+    return fingerprint.removesuffix(_MARK)
+
+
+def check_approximate(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> None:
+    """
+    Raises:
+        ConfigError: approximations could reach a tier, or an engine that did not allow them.
+    """
+    if not is_approximate(tiers):
+        return
+    for number, tier in enumerate(tiers):
+        if tier.get("write") != "never":
+            raise ConfigError(
+                f"tiers[{number}]: a cache that reads approximations must not write any: give each of its tiers "
+                "write: never, and let engines without `approximate` fill them"
+            )
+    if exact_fingerprint(fingerprint) == fingerprint:
+        raise ConfigError(
+            "tiers: approximate is an engine's own to allow: set it in the engine's settings, not in those of a "
+            "kv-server that engines join"
+        )

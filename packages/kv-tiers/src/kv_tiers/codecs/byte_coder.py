@@ -1,0 +1,65 @@
+"""The entropy coder of codecs of numbers: bytes in frames of zstandard, by its Huffman coder.
+
+Its search for repetitions is as good as off: planes of numbers have none, and looking for them would cost four times
+the time of the coder.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_tiers.codec import CodecError
+from kv_tiers.codecs.zstd import Contexts, zstandard_for
+
+FRAME_SYMBOLS: Final = 1 << 17
+"""The most that a frame holds."""
+
+Bytes = NDArray[np.uint8]
+
+
+class ByteCoder:
+    """Safe to call from several threads at once."""
+
+    def __init__(self, codec: str) -> None:
+        """codec: who needs it, for the error.
+
+        Raises:
+            ConfigError: the package zstandard is not installed.
+        """
+        self._zstandard = zstandard_for(codec)
+        # A small table that seldom matches lets zstandard stride over what does not repeat.
+        parameters = self._zstandard.ZstdCompressionParameters(
+            strategy=self._zstandard.STRATEGY_FAST,
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            write_content_size=1,
+            write_checksum=0,
+        )
+        self._mine = Contexts(self._zstandard, parameters, FRAME_SYMBOLS)
+
+    def encode(self, symbols: Bytes) -> bytes:
+        """A frame of at most `FRAME_SYMBOLS`."""
+        frame: bytes = self._mine.compressor.compress(symbols)
+        return frame
+
+    def decode(self, frame: memoryview, symbols: int) -> Bytes:
+        """So many symbols. Nothing that the frame says is believed before it is checked: decoding takes the memory
+        that it names.
+
+        Raises:
+            CodecError: it is no frame of so many.
+        """
+        try:
+            said = self._zstandard.get_frame_parameters(frame)
+            if said.content_size != symbols or said.window_size > FRAME_SYMBOLS:
+                raise CodecError(f"a frame of {said.content_size} bytes instead of {symbols}")
+            decoded = self._mine.decompressor.decompress(frame, max_output_size=symbols, allow_extra_data=False)
+        except self._zstandard.ZstdError as error:
+            raise CodecError(f"no frame of zstd: {error}") from error
+        if len(decoded) != symbols:
+            raise CodecError(f"a frame of {len(decoded)} bytes instead of {symbols}")
+        return np.frombuffer(decoded, np.uint8)

@@ -1,0 +1,243 @@
+"""Approximations from first parts, through real tiers: a quarter is read, and nothing of it is taken for exact."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
+from kv_core.service import ReadLease, WriteLease
+from kv_core.testing import key_chain
+from kv_tiers import HostConfig, build, build_local_cache, chunk_header
+from kv_tiers.approximate import exact_fingerprint, fingerprint_above
+from kv_tiers.build import build_lane
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.codec import Codec
+from kv_tiers.codecs.floats import FloatsCodec
+from kv_tiers.codecs.progressive import ProgressiveCodec
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lanes.jobs import Arrival, Outgoing
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
+from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.testing.redis_servers import VALKEY, end_all, running
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.wait import until
+from kv_tiers.tier import Read, Tier, TierContext
+from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_tiers.tiers.dram import DramTier
+from kv_tiers.tiers.redis import make_redis_tier
+from kv_tiers.tiers.shared_fs import make_shared_fs_tier
+
+RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
+CONTEXT = TierContext(len(RECORDED), slot_bytes_for(len(RECORDED)), "approximations")
+FORM = chunk_header.format_id(CONTEXT.fingerprint)
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ProgressiveCodec(), FloatsCodec())}
+KEYS = key_chain(3)
+_NUMBERS = itertools.count()
+
+
+def disk(path: Path) -> Tier:
+    config = DiskConfig(directory=str(path), capacity_bytes=bytes_for(CONTEXT, 8), durability="process")
+    return DiskTier(config, CONTEXT, LruPolicy())
+
+
+def dram(path: Path) -> Tier:
+    return DramTier(HostPool.anonymous("approximations", CONTEXT.chunk_bytes, 8), LruPolicy())
+
+
+def shared_fs(path: Path) -> Tier:
+    return make_shared_fs_tier({"directory": str(path)}, CONTEXT)
+
+
+def valkey(path: Path) -> Tier:
+    options = {"url": f"unix://{running('valkey', VALKEY).unix}", "prefix": f"approximate{next(_NUMBERS)}"}
+    return make_redis_tier(options, CONTEXT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    end_all()
+
+
+@pytest.fixture(params=[disk, dram, shared_fs, valkey])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["CountingTier"]:
+    make: Callable[[Path], Tier] = request.param
+    made = CountingTier(make(tmp_path))
+    yield made
+    made.close()
+
+
+class CountingTier(FaultyTier):
+    """Knows how many bytes of payloads it has brought."""
+
+    brought_bytes = 0
+
+    def _counted(self, outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
+        self.brought_bytes += sum(one.nbytes for one in outcomes if isinstance(one, Loaded))
+        return outcomes
+
+    def load(self, reads: list[Read]) -> list[LoadOutcome]:  # type: ignore[override]
+        return self._counted(super().load(reads))
+
+    def load_prefixes(self, reads: list[Read]) -> list[LoadOutcome]:  # type: ignore[override]
+        return self._counted(super().load_prefixes(reads))
+
+
+def store(tier: Tier, keys: list[ChunkKey], codec: Codec | None) -> None:
+    lane = Lane(tier, FORM, codec=codec, threads=0)
+    outgoing, outcomes = [], list[object]()
+    for key in keys:
+        pages = aligned_pages(CONTEXT.slot_bytes)
+        pages[: len(RECORDED)] = RECORDED
+        outgoing.append(Outgoing(key, None, pages, len(RECORDED)))
+    assert lane.store(outgoing, outcomes.extend)
+    assert lane.step()
+    assert outcomes == [Stored()] * len(keys)
+
+
+def load(tier: Tier, keys: list[ChunkKey], *, approximate: bool = True) -> tuple[list[LoadOutcome], list[bytes], Lane]:
+    lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0)
+    reads = [
+        Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), len(RECORDED))
+        for key in keys
+    ]
+    arrivals: list[Arrival] = []
+    assert lane.load(reads, arrivals.extend)
+    assert lane.step()
+    return [arrival.outcome for arrival in arrivals], [bytes(read.room) for read in reads], lane
+
+
+def expected() -> bytes:
+    payload, decoded = memoryview(bytearray(len(RECORDED))), bytearray(len(RECORDED))
+    assert ProgressiveCodec().encode(memoryview(RECORDED), payload)
+    assert ProgressiveCodec().decode_prefix(payload[: len(RECORDED) // 4], memoryview(decoded)) == 1
+    return bytes(decoded)
+
+
+def test_a_quarter_is_read_and_decodes_to_the_approximation(tier: CountingTier) -> None:
+    store(tier, KEYS, CODECS["progressive"])
+    outcomes, chunks, lane = load(tier, KEYS)
+    assert outcomes == [Loaded(len(RECORDED))] * 3
+    assert chunks == [expected()] * 3
+    assert expected() != RECORDED
+    assert tier.brought_bytes == 3 * len(RECORDED) / 4
+    assert (lane.counts().loaded, lane.counts().approximate) == (3, 3)
+
+
+def test_a_cache_that_did_not_ask_for_approximations_gets_every_bit(tier: CountingTier) -> None:
+    store(tier, KEYS, CODECS["progressive"])
+    outcomes, chunks, lane = load(tier, KEYS, approximate=False)
+    assert outcomes == [Loaded(len(RECORDED))] * 3
+    assert chunks == [RECORDED] * 3
+    assert lane.counts().approximate == 0
+
+
+def test_what_has_no_first_part_is_read_whole(tier: CountingTier) -> None:
+    store(tier, KEYS[:1], None)
+    store(tier, KEYS[1:2], CODECS["floats"])
+    outcomes, chunks, lane = load(tier, KEYS)
+    assert outcomes == [Loaded(len(RECORDED))] * 2 + [Absent()]
+    assert chunks[:2] == [RECORDED] * 2
+    assert (lane.counts().loaded, lane.counts().approximate, lane.counts().absent) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate", "swap"])
+def test_a_first_part_that_is_damaged_is_a_miss_and_discarded(tier: CountingTier, fault: str) -> None:
+    store(tier, KEYS, CODECS["progressive"])
+    tier.fault = fault  # type: ignore[assignment]
+    outcomes, _, lane = load(tier, KEYS[:2])
+    assert all(isinstance(outcome, Damaged) for outcome in outcomes)
+    assert lane.counts().approximate == 0
+    tier.fault = ""
+    while lane.step():
+        pass
+    assert tier.holds(KEYS) == [False, False, True]
+
+
+def test_a_codec_that_is_not_installed_is_a_miss_and_the_chunk_stays(tier: CountingTier) -> None:
+    store(tier, KEYS[:1], CODECS["progressive"])
+
+    def missing(name: str) -> Codec:
+        raise ConfigError(name)
+
+    lane = Lane(tier, FORM, find_codec=missing, approximate=True, threads=0)
+    arrivals: list[Arrival] = []
+    pages = aligned_pages(CONTEXT.slot_bytes)
+    assert lane.load([Read(KEYS[0], bytearray(chunk_header.HEADER_BYTES), pages, len(RECORDED))], arrivals.extend)
+    while lane.step():
+        pass
+    assert [arrival.outcome for arrival in arrivals] == [Absent()]
+    assert tier.holds(KEYS[:1]) == [True]
+
+
+READING = {"type": "dram", "capacity_bytes": "4MiB", "approximate": True, "write": "never"}
+SMALL = HostConfig(capacity_bytes=1 << 20)
+
+
+def test_fingerprints() -> None:
+    above = fingerprint_above([READING], "f")
+    assert above != "f"
+    assert fingerprint_above([READING], above) == above
+    assert exact_fingerprint(above) == "f" == exact_fingerprint("f")
+    assert fingerprint_above([{"type": "dram"}], "f") == "f"
+
+
+def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path) -> None:
+    """The exact one's chunks are found, by the exact fingerprint; what was read never goes down as exact."""
+    tier = {"type": "shared_fs", "directory": str(tmp_path)}
+    exact = cache_over([tier | {"codec": "progressive"}])
+    lease = exact.begin_store(KEYS[:1], "w")
+    chunk_in(exact, lease)[:] = RECORDED
+    exact.commit(lease)
+    until(lambda: exact.lower.states()[0].lane.stored == 1)
+    exact.close()
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for options, chunk in (({"approximate": True, "write": "never"}, expected()), ({}, RECORDED)):
+        cache = cache_over([tier | options])
+        until(lambda cache=cache: cache.lookup(KEYS[:1], "r", wait_for_promotion=True).chunks == 1)  # type: ignore[misc]
+        read = cache.load(KEYS[:1], "r")
+        assert isinstance(read, ReadLease)
+        assert bytes(chunk_in(cache, read)) == chunk
+        cache.release(read)
+        assert cache.lower.states()[0].lane.approximate == len(options) // 2
+        cache.close()
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def cache_over(tiers: list[dict[str, object]]) -> LocalCache:
+    return build_local_cache(
+        SMALL, group_bytes=(len(RECORDED),), fingerprint=fingerprint_above(tiers, "f"), tiers=tiers
+    )
+
+
+def chunk_in(cache: LocalCache, lease: ReadLease | WriteLease) -> memoryview:
+    (extent,) = lease.extents
+    return cache.pool.view[extent.offset : extent.offset + len(RECORDED)]
+
+
+def test_approximations_cannot_reach_a_tier_or_an_engine_that_did_not_allow_them() -> None:
+    for tiers, fingerprint, message in (
+        ([READING | {"write": "through"}], "f approximate", r"tiers\[0\].*write: never"),
+        ([READING, {"type": "dram", "name": "other", "capacity_bytes": "4MiB"}], "f approximate", r"tiers\[1\]"),
+        ([READING], "f", "an engine's own to allow"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_local_cache(SMALL, group_bytes=(5000,), fingerprint=fingerprint, tiers=tiers)
+
+
+def test_a_tier_that_reads_whole_chunks_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    whole = Whole()
+    monkeypatch.setattr(build, "tier_factory", lambda name: lambda options, context: whole)
+    with pytest.raises(ConfigError, match="reads whole chunks only"):
+        build_lane(READING, CONTEXT, where="tiers[0]")
+    assert whole.is_closed
