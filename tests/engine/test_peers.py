@@ -29,10 +29,12 @@ class Hosts:
     def __init__(self, ending: ExitStack, home: Path, apart: TwoHosts | None) -> None:
         self._ending, self._home, self.apart = ending, home, apart
 
-    def serve(self, host: int, capacity_bytes: str, *, peer: str = "") -> ServerProcess:
+    def serve(self, host: int, capacity_bytes: str, *, peer: str = "", disk: bool = True) -> ServerProcess:
         home = self._home / str(host)
         home.mkdir(mode=0o700)
-        tiers: list[dict[str, Any]] = [{"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"}]
+        tiers: list[dict[str, Any]] = []
+        if disk:
+            tiers.append({"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"})
         if peer:
             tiers.append({"type": "peers", "hosts": [peer], "unprotected": True})
         config = {"host": {"capacity_bytes": capacity_bytes}, "tiers": tiers, "cold": {"wait_s": 20.0}}
@@ -130,3 +132,25 @@ def test_bytes_that_are_flipped_on_the_way_are_a_miss_and_the_same_tokens(
         second.assert_at_rest()
         assert cache_of(here).tiers[1].damaged >= 1
         assert cache_of(here).tiers[1].loaded == 0
+
+
+@pytest.mark.slow
+def test_over_a_slow_line_what_is_quicker_to_compute_is_computed(tiny_llama: str, hosts: Hosts) -> None:
+    """The pool has room for one prompt, so each of the others is at the peer when it is asked for again."""
+    if hosts.apart is None:
+        pytest.skip("this machine has no network namespaces for us")
+    prompts = [[3 + (7919 * i + 101 * number * (i + 7)) % 2000 for i in range(1024 + 40)] for number in range(6)]
+    there = hosts.serve(0, LARGE)
+    with started(tiny_llama, cache=joined(there)) as first:
+        expected = first.ask_in_turn(prompts)
+    here = hosts.serve(1, SMALL, peer=there.peers, disk=False)
+    with started(tiny_llama, cache={"use": "auto", **joined(here)}) as second:
+        for _ in range(2):  # it is learnt what loading and computing take
+            assert second.ask_in_turn(prompts) == expected
+        assert sum(second.hits[3:]) >= 2 * 1024  # a busy machine may be late once
+        hosts.apart.throttle("5mbit")  # three seconds for a prompt
+        for _ in range(2):
+            assert second.ask_in_turn(prompts) == expected
+        assert sum(second.hits[3:]) <= 1024
+        until(lambda: cache_of(here).counts.chunks_reserved == 0, within_s=30)  # what is on its way still arrives
+        second.assert_at_rest()
