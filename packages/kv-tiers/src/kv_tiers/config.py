@@ -170,7 +170,8 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
     max_connections: Count = 64
     """How many are served at once. One has a thread, and reads one chunk at a time."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """How long the answer to one request may take to be read. A peer that is slower is disconnected."""
+    """How long a peer may take to read a chunk, and a second more for each megabyte of it. A slower one is
+    disconnected."""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -301,7 +301,7 @@ def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: 
 
 
 def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitStack) -> None:
-    nbytes = 8 << 20
+    nbytes = 1 << 20
     server = listening(-(-2 * nbytes // SLOT_BYTES), peers={"timeout_s": 0.3})
     ending.callback(server.close)
     cache = server.join(group_bytes=(nbytes,))
@@ -309,7 +309,7 @@ def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitSt
     cache.commit(cache.begin_store(KEYS[:1], "w"))
     stream = connected(ending, server)
     namespace = TierContext(nbytes, nbytes, "f").namespace
-    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 32)), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     until(lambda: leased_slots(server) == [])
     until(lambda: served_by(server).connections == 0)

@@ -25,7 +25,17 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
-from kv_tiers.tiers.peers_wire import NO_HEADER, Fetch, Held, Hello, Holds, PeerStream, Refused, unpack_keys
+from kv_tiers.tiers.peers_wire import (
+    NO_HEADER,
+    Fetch,
+    Held,
+    Hello,
+    Holds,
+    PeerStream,
+    Refused,
+    deadline_for,
+    unpack_keys,
+)
 
 _log = limited_logger(__name__)
 
@@ -159,7 +169,7 @@ class PeerServer:
                 case Holds():
                     self._answer_holds(stream, request, deadline)
                 case Fetch():
-                    self._answer_fetch(stream, request, deadline)
+                    self._answer_fetch(stream, request)
                 case Hello():
                     raise InputError("a peer says hello once")
 
@@ -176,19 +186,20 @@ class PeerServer:
             self._counts.held += sum(held)
         stream.send_message(Held(bytes(held), cleared_s), deadline)
 
-    def _answer_fetch(self, stream: PeerStream, request: Fetch, deadline: float) -> None:
+    def _answer_fetch(self, stream: PeerStream, request: Fetch) -> None:
         keys = unpack_keys(request)
         found = self._find(request.namespace)
+        timeout_s = self._config.timeout_s
         for key in keys:
             if found is None:
-                stream.send([NO_HEADER], deadline)
+                stream.send([NO_HEADER], deadline_for(0, timeout_s))
                 continue
-            with found[1].read(key, max(0.0, deadline - time.monotonic())) as stored:
+            with found[1].read(key, timeout_s) as stored:
                 if stored is None:
-                    stream.send([NO_HEADER], deadline)
+                    stream.send([NO_HEADER], deadline_for(0, timeout_s))
                     continue
-                stream.send([stored.header, stored.payload], deadline)
                 nbytes = stored.payload.nbytes
+                stream.send([stored.header, stored.payload], deadline_for(nbytes, timeout_s))
             with self._lock:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes

@@ -26,7 +26,7 @@ from kv_tiers.options import read_options
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
-from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FETCHED, NO_HEADER, Fetch, Held, Holds, PeerStream
+from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FETCHED, NO_HEADER, Fetch, Held, Holds, PeerStream, deadline_for
 
 _REMEMBERED: Final = 1 << 16
 """Keys of which is known who holds them, and keys that are hidden."""
@@ -48,7 +48,7 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     answer_timeout_s: Seconds = 0.5
     """For what a peer holds."""
     timeout_s: Seconds = 5.0
-    """For the chunks of one load."""
+    """For a chunk, and a second more for each megabyte of it."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -79,7 +79,7 @@ class PeersTier:
             raise ConfigError(f"{name}: hosts is empty; write a host and a port of each peer, or leave the tier out")
         check_protected(config, addresses, f"{name}: hosts")
         self._namespace = context.namespace
-        self._answer_s, self._load_s = config.answer_timeout_s, config.timeout_s
+        self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
         self._hosts = PeerHosts(
             addresses,
             token=read_token(config, name),
@@ -113,7 +113,7 @@ class PeersTier:
         def fetch(peer: Peer) -> None:
             mine = parts[peer]
             for at in range(0, len(mine), MAX_FETCHED):
-                peer.talk(partial(self._fetch, reads, mine[at : at + MAX_FETCHED], outcomes), self._load_s)
+                peer.talk(partial(self._fetch, reads, mine[at : at + MAX_FETCHED], outcomes), self._chunk_s)
 
         self._hosts.each(list(parts), fetch)
         return outcomes
@@ -208,14 +208,14 @@ class PeersTier:
         stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
             read = reads[number]
-            stream.fill(memoryview(read.header), deadline)
+            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             if read.header == NO_HEADER:
                 continue
             nbytes = stored_bytes_in(read.header)  # nothing vouches for it yet
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
                 raise ConnectionError("a peer that says a wrong size")  # and where the next chunk begins nobody knows
-            stream.fill(read.pages[:nbytes], deadline)
+            stream.fill(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
             outcomes[number] = Loaded(nbytes)
 
 

@@ -32,8 +32,9 @@ VERSION: Final = 1
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `Holds`."""
-MAX_FETCHED: Final = 1 << 10
+MAX_FETCHED: Final = 1 << 8
 """Keys in one `Fetch`."""
+_SLOWEST_BYTES_PER_S: Final = 1e6
 MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
 MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
 NO_HEADER: Final = bytes(HEADER_BYTES)
@@ -109,6 +110,11 @@ def frame(message: Request | Answer) -> bytes:
     """The message as it crosses the socket."""
     body = _ENCODER.encode(message)
     return HEADER.pack(len(body), VERSION) + body
+
+
+def deadline_for(payload_bytes: int, timeout_s: float) -> float:
+    """Until when a payload is waited for: a slow line is no fault, but it is one if hardly anything comes."""
+    return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
 def unpack_keys(request: Holds | Fetch) -> list[ChunkKey]:
