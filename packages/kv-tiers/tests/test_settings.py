@@ -142,11 +142,13 @@ def test_every_size_may_be_text_wherever_it_is_given(tmp_path: Path) -> None:
     assert (settings.observe.record_bytes, settings.cold.batch_bytes) == (2 << 20, 3 << 19)
 
 
-def test_an_engine_says_that_it_serves_no_http(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_says_that_it_serves_neither_http_nor_peers(caplog: pytest.LogCaptureFixture) -> None:
     load({"http": {"listen": "127.0.0.1:0"}, "server": {"socket": "/run/kv.sock"}}, {})
     assert not caplog.text
     load({"http": {"listen": "127.0.0.1:0"}}, {})
-    assert "start kv-server" in caplog.text
+    assert "http.listen is 127.0.0.1:0" in caplog.text and "start kv-server" in caplog.text
+    load({"peers": {"listen": "127.0.0.1:1"}}, {})
+    assert "peers.listen is 127.0.0.1:1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -151,12 +151,13 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
     if file:
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
-    if settings.http.listen and not settings.server.socket:
-        _log.warning(
-            "http.listen is %s, but an engine serves nothing there: start kv-server with these settings, and write "
-            "server.socket for the engine to join it",
-            settings.http.listen,
-        )
+    for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
+        if listen and not settings.server.socket:
+            _log.warning(
+                "%s is %s, but an engine serves nothing there: start kv-server with these settings, and write "
+                "server.socket for the engine to join it",
+                path, listen,
+            )  # fmt: skip
     return settings, in_force
 
 

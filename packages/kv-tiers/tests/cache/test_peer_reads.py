@@ -1,0 +1,102 @@
+"""What peers may read of a cache: right bytes from wherever they are, or nothing, and nothing stays leased."""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+from kv_core.keys import ChunkKey
+from kv_core.testing import key_chain
+from kv_tiers import chunk_header
+from kv_tiers.cache.peer_reads import PeerReads
+from kv_tiers.testing.contract import CHUNK_BYTES, content
+from kv_tiers.testing.faults import FAULTS, Fault
+from kv_tiers.testing.tower import FINGERPRINT, Tower
+from kv_tiers.testing.wait import joined
+
+KEYS = key_chain(3)
+FORM = chunk_header.format_id(FINGERPRINT)
+
+
+@pytest.fixture
+def tower() -> Iterator[Tower]:
+    """A pool of four slots, a tier that answers from memory, and a remote one below it; `KEYS` are in both tiers."""
+    made = Tower("through", "through", remote=[False, True], slots=4, threads=2)
+    made.store(KEYS)
+    made.cache.lower.drain(10.0)
+    yield made
+    made.close()
+
+
+def crowded(tower: Tower) -> PeerReads:
+    """Of the cache, whose pool `KEYS` have left."""
+    tower.store(key_chain(4, branch="crowd"))
+    tower.cache.lower.drain(10.0)
+    return tower.cache.reads_for_peers(FINGERPRINT)
+
+
+def is_right(reads: PeerReads, key: ChunkKey, timeout_s: float = 10.0) -> bool | None:
+    """Whether the bytes are those of this chunk; None: there are none."""
+    with reads.read(key, timeout_s) as stored:
+        if stored is None:
+            return None
+        damage = chunk_header.check(stored.header, stored.payload, key=key, format_id=FORM)
+        return damage is None and stored.payload == content(key, CHUNK_BYTES)
+
+
+def test_a_chunk_comes_from_the_pool_and_from_a_tier_that_answers_from_memory(tower: Tower) -> None:
+    reads = tower.cache.reads_for_peers(FINGERPRINT)
+    assert [is_right(reads, key) for key in KEYS] == [True] * 3
+    assert "load" not in tower.tiers[0].calls
+    crowded(tower)
+    assert reads.holds([*KEYS, *key_chain(1, branch="nobody's")]) == [True] * 3 + [False]
+    assert [is_right(reads, key) for key in KEYS] == [True] * 3
+    assert tower.tiers[0].calls.count("load") == 3
+
+
+def test_a_remote_tier_is_never_asked(tower: Tower) -> None:
+    reads = crowded(tower)
+    tower.lanes[0].discard(KEYS)
+    del tower.tiers[1].calls[:]
+    assert reads.holds(KEYS) == [False] * 3
+    assert [is_right(reads, key) for key in KEYS] == [None] * 3
+    assert not {"holds", "load"} & set(tower.tiers[1].calls)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("", "hang", "delay", "swap", "lie")])
+def test_what_a_tier_does_wrong_is_nothing_for_a_peer(tower: Tower, fault: Fault) -> None:
+    reads = crowded(tower)
+    tower.tiers[0].fault = fault
+    assert is_right(reads, KEYS[0], timeout_s=0.5) is None
+
+
+def test_memory_that_a_hanging_tier_still_has_is_lent_to_nobody_else(tower: Tower) -> None:
+    """A tier may write at any time into what it has not given back."""
+    reads = crowded(tower)
+    tower.tiers[0].fault = "hang"
+    assert is_right(reads, KEYS[0], timeout_s=0.05) is None
+    tower.tiers[0].let_go()
+    assert [is_right(reads, key) for key in KEYS * 4] == [True] * 12
+
+
+def test_chunks_that_are_evicted_and_forgotten_while_peers_read_are_right_or_absent(tower: Tower) -> None:
+    reads = tower.cache.reads_for_peers(FINGERPRINT)
+    seen: list[bool | None] = []
+    ended = threading.Event()
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        while not ended.is_set():
+            seen.append(is_right(reads, rng.choice(KEYS)))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]  # more than may be staged
+    for thread in threads:
+        thread.start()
+    for turn in range(60):
+        tower.store(KEYS if turn % 3 else key_chain(4, branch=str(turn)))
+        if turn % 10 == 9:
+            tower.cache.forget(KEYS[turn % 3 :])
+    ended.set()
+    joined(*threads)
+    tower.cache.lower.drain(10.0)
+    assert False not in seen and True in seen
