@@ -1,8 +1,9 @@
 """What it costs to read from another host's server: chunks over TCP and TLS, lookups, and what its engines notice.
 
-The server is a process of its own, reached over loopback, and the reader is a tier as a lane calls it, with the check
-of header and bytes that the lane makes: so a checksum is taken on either side. Bare sockets move the same bytes between
-two processes in the same run, in turn, from memory into the same pages; with a checksum on either side, and without.
+The server is a process of its own, reached over loopback. The reader is a lane as a cache has it: two threads, loads of
+eight chunks, and the check of header and bytes, so a checksum is taken on either side. Bare sockets move the same bytes
+between two processes in the same run, in turn, from memory into the same pages; with a checksum on either side, and
+without. On two cores both sides share them with all checksums; over a line (`--line`) there is time for these.
 
     python benchmarks/peers.py [--json] [--line 1gbit]
 
@@ -22,6 +23,7 @@ import ssl
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,19 +35,23 @@ from kv_core import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
+from kv_tiers.build import build_lane
+from kv_tiers.lanes.jobs import Arrival
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.testing.certificates import Authority
 from kv_tiers.tier import Read, TierContext
-from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import PeerStream
 
-from benchmarks._report import Row, paired_medians_s, parser, report
+from benchmarks._report import Row, median_s, paired_medians_s, parser, report
 
 CHUNK_BYTES = 4 << 20
 BATCH = 8
+BATCHES = 4
+CHUNKS = BATCH * BATCHES
 CONTEXT = TierContext(CHUNK_BYTES, CHUNK_BYTES, "benchmark")
-KEYS = key_chain(BATCH)
+KEYS = key_chain(CHUNKS)
 LOOKED_UP = 512
 
 _SENDER = """
@@ -93,9 +99,9 @@ def _begin_again(rate: str, arguments: list[str]) -> None:
 def _rows(ending: ExitStack, home: Path, authority: Authority | None) -> list[Row]:
     home.mkdir(mode=0o700)
     files = {} if authority is None else authority.issue("localhost")
-    disk = {"type": "disk", "directory": str(home / "disk"), "capacity_bytes": 64 * CHUNK_BYTES}
+    disk = {"type": "disk", "directory": str(home / "disk"), "capacity_bytes": 6 * CHUNKS * CHUNK_BYTES}
     config = {
-        "host": {"capacity_bytes": 2 * BATCH * CHUNK_BYTES},
+        "host": {"capacity_bytes": 2 * CHUNKS * CHUNK_BYTES},
         "tiers": [disk],
         "peers": {"listen": "127.0.0.1:0", **files},
     }
@@ -103,45 +109,51 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None) -> list[Ro
     ending.callback(server.stop)
     cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="benchmark", timeout_s=10)
     ending.callback(cache.close)
-    port = server.peers.rpartition(":")[2]
-    tier = make_peers_tier({"hosts": [f"localhost:{port}"], **files}, CONTEXT)
-    assert isinstance(tier, PeersTier)
-    ending.callback(tier.close)
+    host = f"localhost:{server.peers.rpartition(':')[2]}"
     _store(cache, KEYS)
-    pool = HostPool.anonymous("benchmark", CHUNK_BYTES, BATCH)
+    lane = _lane(host, files)
+    ending.callback(lane.close)
+    pool = HostPool.anonymous("benchmark", CHUNK_BYTES, CHUNKS)
     reads = _reads(pool)
-    lent = [read.pages for read in reads]
     bare = _bare(ending, files)
-
-    def load() -> None:
-        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
-        for read in reads:
-            found = chunk_header.verify(
-                read.header,
-                read.pages,
-                key=read.key,
-                format_id=chunk_header.format_id("benchmark"),
-                decoded_bytes=CHUNK_BYTES,
-            )
-            assert isinstance(found, chunk_header.Header)
-
-    load()
     name = "TLS" if authority else "TCP"
-    ours_s, bare_s = paired_medians_s(load, lambda: _receive(bare, lent, with_checksums=False))
-    again_s, checked_s = paired_medians_s(load, lambda: _receive(bare, lent, with_checksums=True))
+    ours_s, bare_s = paired_medians_s(lambda: _load(lane, reads), lambda: _receive(bare, reads, with_checksums=False))
+    again_s, checked_s = paired_medians_s(
+        lambda: _load(lane, reads), lambda: _receive(bare, reads, with_checksums=True)
+    )
     rows = [
         _rate(f"chunks of 4 MiB from a peer's pool over {name}, against a bare socket", ours_s, bare_s),
         _rate("  the same, against a bare socket with checksums", again_s, checked_s),
     ]
     if authority is None:
-        rows += [_round_trips(tier), *_engines_wait(cache, f"localhost:{port}")]
-        rows.append(_from_disk(cache, tier, reads, ours_s))
+        rows += [_round_trips(lane), *_engines_wait(cache, host), _from_disk(cache, lane, reads, ours_s)]
     return rows
 
 
-def _rate(name: str, ours_s: float, limit_s: float) -> Row:
-    nbytes = BATCH * CHUNK_BYTES
-    return Row(name, nbytes / ours_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / ours_s, 0.9, False)
+def _lane(host: str, files: dict[str, str]) -> Lane:
+    lane, _ = build_lane({"type": "peers", "hosts": [host], **files}, CONTEXT, where="benchmark")
+    return lane
+
+
+def _load(lane: Lane, reads: Sequence[Read]) -> None:
+    """All of them, in batches, as a long prompt's chunks are brought up."""
+    arrivals: list[Arrival] = []
+    ended = threading.Semaphore(0)
+
+    def done(some: list[Arrival]) -> None:
+        arrivals.extend(some)
+        ended.release()
+
+    for at in range(0, CHUNKS, BATCH):
+        assert lane.load(reads[at : at + BATCH], done)
+    for _ in range(BATCHES):
+        ended.acquire()
+    assert all(arrival.outcome == Loaded(CHUNK_BYTES) for arrival in arrivals), arrivals[0]
+
+
+def _rate(name: str, ours_s: float, limit_s: float, target: float = 0.9) -> Row:
+    nbytes = CHUNKS * CHUNK_BYTES
+    return Row(name, nbytes / ours_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / ours_s, target, False)
 
 
 def _store(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
@@ -154,7 +166,7 @@ def _store(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
 def _bare(ending: ExitStack, files: dict[str, str]) -> socket.socket:
     """A connection to a process that sends a batch for each byte it gets."""
     certificate = [files.get(f"tls_{name}_file", "") for name in ("cert", "key")]
-    command = [sys.executable, "-c", _SENDER, str(BATCH), str(CHUNK_BYTES), *certificate]
+    command = [sys.executable, "-c", _SENDER, str(CHUNKS), str(CHUNK_BYTES), *certificate]
     sender = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     ending.callback(sender.communicate)
     assert sender.stdout is not None
@@ -166,22 +178,22 @@ def _bare(ending: ExitStack, files: dict[str, str]) -> socket.socket:
     return sock
 
 
-def _receive(sock: socket.socket, lent: Sequence[memoryview], *, with_checksums: bool) -> None:
+def _receive(sock: socket.socket, reads: Sequence[Read], *, with_checksums: bool) -> None:
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     sock.sendall(b"c" if with_checksums else b"x")
-    for pages in lent:
+    for read in reads:
         received = 0
         while received < CHUNK_BYTES:
-            received += sock.recv_into(pages[received:CHUNK_BYTES], 0, flags)
+            received += sock.recv_into(read.pages[received:], 0, flags)
         if with_checksums:
-            xxhash.xxh3_128_digest(pages[:CHUNK_BYTES])
+            xxhash.xxh3_128_digest(read.pages)
 
 
-def _round_trips(tier: PeersTier) -> Row:
+def _round_trips(lane: Lane) -> Row:
     """What a lookup of many chunks sends to a peer."""
     keys = key_chain(LOOKED_UP, branch="nobody's")
     with mock.patch.object(PeerStream, "send_message", autospec=True, side_effect=PeerStream.send_message) as sent:
-        assert tier.holds(keys) == [False] * LOOKED_UP
+        assert lane.tier.holds(keys) == [False] * LOOKED_UP
     return Row(f"round trips for {LOOKED_UP} chunks", sent.call_count, "", 1.0, sent.call_count, 1.0, True)
 
 
@@ -200,52 +212,39 @@ def _engines_wait(cache: RemoteCache, host: str) -> list[Row]:
         Row(
             "an engine's lookup while a peer reads", beside_s * 1e3, "ms", alone_s * 1e3, beside_s / alone_s, 5.0, True
         ),
-        Row("  99th percentile", last_s * 1e3, "ms", 2.0, last_s / 2e-3, 1.0, True),
+        Row("  99th percentile", last_s * 1e3, "ms", 10.0, last_s / 10e-3, 1.0, True),
     ]
 
 
 def _read_on(host: str) -> None:
-    tier = make_peers_tier({"hosts": [host]}, CONTEXT)
-    pages = HostPool.anonymous("reader", CHUNK_BYTES, BATCH)
-    reads = _reads(pages)
+    lane, reads = _lane(host, {}), _reads(HostPool.anonymous("reader", CHUNK_BYTES, CHUNKS))
     while True:
-        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
+        _load(lane, reads)
 
 
 def _reads(pool: HostPool) -> list[Read]:
     return [
-        Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), CHUNK_BYTES) for slot, key in enumerate(KEYS)
+        Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), CHUNK_BYTES, CHUNK_BYTES)
+        for slot, key in enumerate(KEYS)
     ]
 
 
 def _lookup_s(cache: RemoteCache) -> float:
     start = time.perf_counter()
-    assert cache.lookup(KEYS, "r").chunks == BATCH
+    assert cache.lookup(KEYS, "r").chunks == CHUNKS
     return time.perf_counter() - start
 
 
-def _from_disk(cache: RemoteCache, tier: PeersTier, reads: Sequence[Read], pooled_s: float) -> Row:
+def _from_disk(cache: RemoteCache, lane: Lane, reads: Sequence[Read], pooled_s: float) -> Row:
     """Chunks that have left the peer's pool."""
     cache.end("r")
     for number in range(3):  # more than the pool has room for
-        _store(cache, key_chain(BATCH, branch=str(number)))
+        _store(cache, key_chain(CHUNKS, branch=str(number)))
         time.sleep(0.5)
-    samples = []
-    for _ in range(7):
-        start = time.perf_counter()
-        assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * BATCH
-        samples.append(time.perf_counter() - start)
-    disk_s = statistics.median(samples)
-    nbytes = BATCH * CHUNK_BYTES
-    return Row(
-        "  from its disk, against its pool",
-        nbytes / disk_s / 1e9,
-        "GB/s",
-        nbytes / pooled_s / 1e9,
-        pooled_s / disk_s,
-        0.2,
-        False,
-    )
+    assert not cache.lookup(KEYS[:1], "r").chunks
+    disk_s = median_s(lambda: _load(lane, reads), repeats=7)
+    # What the disk alone gives is a row of benchmarks/tiers.py.
+    return _rate("  from its disk, against its pool", disk_s, pooled_s, target=0.2)
 
 
 if __name__ == "__main__":
