@@ -75,6 +75,10 @@ class FakePeer:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def hold(self, request: Holds) -> bytes:
+        """What it answers: a byte a key."""
+        return b"\1" * len(unpack_keys(request))
+
     def close(self) -> None:
         for sock in self._sockets:
             with suppress(OSError):
@@ -105,6 +109,6 @@ class FakePeer:
             request, deadline = stream.next_request(time.monotonic() + 60, 60)
             self.asked.append(request)
             if isinstance(request, Holds):
-                stream.send_message(Held(b"\1" * len(unpack_keys(request)), None), deadline)
+                stream.send_message(Held(self.hold(request), None), deadline)
             else:
                 self._answer(stream, request)

@@ -156,7 +156,7 @@ class PeersTier:
             TierDown: no peer answers.
         """
         with self._lock:
-            wanted = [key for key in keys if key not in self._hidden and key.tenant not in self._hidden_tenants]
+            wanted = [key for key in keys if not self._is_hidden(key)]
         if not wanted and not anybody:
             return {}
         began_s = time.monotonic()
@@ -169,17 +169,23 @@ class PeersTier:
 
         peers = self._hosts.peers()
         answers = self._hosts.each([peer for peer in peers if anybody or peer.is_up()], ask)
-        if not answers and peers:
-            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in peers))
+        if not answers and (others := [peer for peer in peers if not peer.is_self]):
+            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in others))
         found: dict[ChunkKey, tuple[Peer, ...]] = {}
-        for peer, held in answers.items():
-            for key in held:
-                found[key] = (*found.get(key, ()), peer)
         with self._lock:
-            if self._cleared_s is None or self._cleared_s < began_s:
-                for key, holders in found.items():
-                    _remember(self._holders, key, holders)
+            if self._cleared_s is not None and self._cleared_s >= began_s:
+                return {}
+            for peer, held in answers.items():
+                for key in held:
+                    if not self._is_hidden(key):  # it may have been discarded meanwhile
+                        found[key] = (*found.get(key, ()), peer)
+            for key, holders in found.items():
+                _remember(self._holders, key, holders)
         return found
+
+    def _is_hidden(self, key: ChunkKey) -> bool:
+        """Under the lock."""
+        return key in self._hidden or key.tenant in self._hidden_tenants
 
     def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
         sent_s = time.monotonic()
