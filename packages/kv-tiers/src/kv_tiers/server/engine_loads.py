@@ -6,8 +6,9 @@ passed since: it is right where an engine's time goes into prompts, and knows no
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kv_core.clock import Clock
@@ -17,9 +18,11 @@ from kv_core.keys import NO_TENANT, ChunkKey, keys_in
 from kv_core.lookup import Ended, LookupPlan
 
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
 from kv_tiers.watch.explain import explain, weigh
+
+OnLookup = Callable[[Sequence[ChunkKey], ChunkShape, Costs | None, LookupPlan], None]
+"""Given a lookup's keys, what its hit needs, the engine's costs, and the answer."""
 
 _MAX_KEY_SPACES: Final = 256
 _MAX_BACKLOG_S: Final = 600.0
@@ -72,20 +75,24 @@ class EngineLoads:
         self._spaces: OrderedDict[tuple[str, bytes], ServedSpace] = OrderedDict()
         self._busy_until_s: dict[str, float] = {}
 
-    def looked_up(
+    def recorder(self, engine: str, format: Format) -> OnLookup:
+        """What to call after each lookup of a client of this engine."""
+        return partial(self._looked_up, engine, format)
+
+    def _looked_up(  # noqa: PLR0917  # two are the recorder's
         self,
-        client: wire.Register,
+        engine: str,
+        format: Format,
         keys: Sequence[ChunkKey],
         shape: ChunkShape,
         costs: Costs | None,
         plan: LookupPlan,
     ) -> None:
-        """A lookup of this client was answered. Constant time."""
+        """Constant time."""
         if not keys or plan.ended in (Ended.PENDING, Ended.REFUSED):
             return
-        engine, space_id = client.engine, keys[0].space_id
-        name, format = (engine, space_id), (client.group_bytes, client.fingerprint)
-        self._spaces[name] = ServedSpace(engine, format, space_id, shape, costs)
+        name = engine, keys[0].space_id
+        self._spaces[name] = ServedSpace(engine, format, keys[0].space_id, shape, costs)
         self._spaces.move_to_end(name)
         if len(self._spaces) > _MAX_KEY_SPACES:
             (oldest, _), _ = self._spaces.popitem(last=False)

@@ -235,7 +235,7 @@ class CacheServer:
             lease_s=self._lease_s,
             clock=self._clock,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=partial(self.engine_loads.looked_up, request),
+            on_lookup=self.engine_loads.recorder(request.engine, (request.group_bytes, request.fingerprint)),
         )
         chunk_tokens = request.facts.get("chunk_tokens", "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts

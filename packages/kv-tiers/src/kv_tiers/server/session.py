@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs
-from kv_core.coverage import ChunkShape
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
+from kv_core.lookup import Ended
 from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
+from kv_tiers.server.engine_loads import OnLookup
 
 MAX_KEYS_HELD: Final = 1 << 20
 """In all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
@@ -72,7 +71,7 @@ class Session:
         lease_s: float,
         clock: Clock,
         is_open_elsewhere: Callable[[int], bool],
-        on_lookup: Callable[[Sequence[ChunkKey], ChunkShape, Costs | None, LookupPlan], None],
+        on_lookup: OnLookup,
     ) -> None:
         """is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
         on_lookup: called after each lookup."""
