@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-serve bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -96,6 +96,13 @@ bench-hooks: ## what our hooks cost a step of vLLM's that has nothing for us (JS
 bench-layerwise: ## what of a load is hidden behind the computation, layer by layer, on a slow device (JSON=1)
 	@scripts/setup.sh vllm
 	@$(VLLM)/python benchmarks/layerwise.py $(if $(JSON),--json)
+
+bench-serve: ## servers over HTTP with a trained model, by the engines' own clients (ENGINE=sglang or both; JSON=1; PLOT=FILE)
+	@for engine in $(DEMO_ENGINES); do scripts/setup.sh $$engine || exit; done
+	@scripts/setup.sh workspace
+	@scripts/setup.sh clients
+	@model="$$(scripts/setup.sh smollm2 | tail -n 1)" && $(WORKSPACE)/python benchmarks/serve.py --model "$$model" \
+	  --engine $(DEMO_ENGINES) $(if $(PLOT),--plot $(PLOT)) $(if $(QUICK),--quick) $(if $(JSON),--json)
 
 bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
 	@scripts/setup.sh workspace

@@ -7,6 +7,7 @@
 #   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
 #   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
+#   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -113,6 +114,7 @@ sglang)
   fi
   ;;
 lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
+clients) .venvs/vllm/bin/python -c 'import pandas' 2>/dev/null || "$uv" pip install --quiet --python .venvs/vllm/bin/python 'pandas>=2,<4' ;;
 dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
 trained) write_trained 'SmolLM2 135M'; write_trained 'Gemma 3 270M' ;;
 smollm2)
@@ -125,5 +127,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients or browser"; exit 2 ;;
 esac
