@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 
@@ -77,7 +78,7 @@ class PeerReads:
             return
         try:
             with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
-                yield StoredChunk(pack_header(key, None, chunk, self._format_id), chunk)
+                yield StoredChunk(pack_header(key, None, chunk, self._format_id, checksum_of(chunk)), chunk)
         finally:
             with self._host.lock:
                 self._host.unlease([slot])
