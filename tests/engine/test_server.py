@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import killed
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
 from killed import PHASES
+from kv_core import ChainScheme, digests_of
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
@@ -104,6 +106,39 @@ def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_di
             engine.assert_at_rest()
         finally:
             successor.stop()
+
+
+def test_a_router_is_told_what_a_prompt_would_take(tiny_llama: str, tmp_path: Path) -> None:
+    """By what the engine itself has measured: with a prompt that is held, and with one that nobody has seen."""
+    token_file = tmp_path / "token"
+    http = {"listen": "127.0.0.1:0", "token_file": str(token_file)}
+    made = launch({"host": {"capacity_bytes": 64 << 20}, "http": http}, socket=tmp_path / "private" / "s")
+    try:
+        with started(tiny_llama, cache=joined(made) | {"use": "auto"}) as engine:
+            for number in range(8):
+                engine.ask_in_turn([unseen(number)])
+
+            def first_token(prompt: list[int]) -> dict[str, Any]:
+                digests = [digest.hex() for digest in digests_of(ChainScheme(chunk_tokens=256), prompt)]
+                answer = httpx.post(
+                    f"{made.url}route",
+                    json={"digests": digests, "tokens": len(prompt)},
+                    headers={"authorization": f"Bearer {token_file.read_text().strip()}"},
+                )
+                (one,) = answer.json()["engines"]
+                assert isinstance(one, dict)
+                return one
+
+            held, new = first_token(unseen(7)), first_token(unseen(8))
+            assert (held["held_chunks"], new["held_chunks"], new["loaded_chunks"]) == (3, 0, 0)
+            assert new["compute_s"] > 0 and new["load_s"] == 0.0
+            assert held["ttft_s"] < new["ttft_s"]
+    finally:
+        made.stop()
+
+
+def unseen(number: int) -> list[int]:
+    return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(900)]
 
 
 def is_over(seen: Report, pid: int) -> bool:

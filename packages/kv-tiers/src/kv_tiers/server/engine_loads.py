@@ -55,7 +55,7 @@ class EngineEstimate:
     loaded_chunks: of those, how many the engine would load, as that is estimated to be quicker than computing.
     queue_s: until it has computed what it looked up before.
     load_s, compute_s: what it loads, and what it computes of the prompt; None: not measured yet.
-    ttft_s: the sum: the time to the first token; None: not measured yet.
+    ttft_s: the sum, the time to the first token, without what is not measured of loads; None: nothing is measured yet.
     """
 
     engine: str
@@ -145,5 +145,6 @@ def estimate(
     loaded_tokens = choice.chunks * shape.chunk_tokens
     load_s = choice.load_s if choice.chunks else 0.0
     compute_s = costs.compute_s(min(loaded_tokens, tokens - 1), tokens)
-    ttft_s = None if load_s is None or compute_s is None else queue_s + load_s + compute_s
+    # As a lookup has it: a load that was never measured is taken to be quick, or it would never be.
+    ttft_s = None if compute_s is None else queue_s + (load_s or 0.0) + compute_s
     return EngineEstimate(served.engine, held, choice.chunks, queue_s, load_s, compute_s, ttft_s)

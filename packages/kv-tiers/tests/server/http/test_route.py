@@ -93,6 +93,18 @@ def test_where_computing_is_quicker_nothing_is_loaded(served: Served) -> None:
     cache.close()
 
 
+def test_a_load_that_was_never_measured_is_taken_to_be_quick(served: Served) -> None:
+    """As in a lookup: an engine that never gets a prompt which is held would never load one."""
+    cache = served.join(engine="e")
+    store(cache, 3)
+    look_up(cache, key_chain(1), Costs(0, (TOKEN_S, 0.0), None))
+    served.clock.advance(60.0)
+    (one,) = route(served, key_chain(4))
+    assert (one["loaded_chunks"], one["load_s"]) == (3, None)
+    assert one["ttft_s"] == pytest.approx(CHUNK_TOKENS * TOKEN_S)
+    cache.close()
+
+
 def test_of_a_prompt_that_is_held_whole_the_last_token_is_computed(served: Served) -> None:
     cache = served.join(engine="e")
     store(cache, 3)
