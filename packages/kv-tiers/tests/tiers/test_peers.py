@@ -352,6 +352,44 @@ def test_a_killed_peer_is_a_miss_and_is_found_again_when_it_is_back(ending: Exit
     assert tier.holds(keys) == [False] * 3
 
 
+@pytest.mark.parametrize("after_bytes", [1, 5 << 20, 20 << 20])
+def test_a_peer_that_is_killed_while_it_sends_costs_what_had_not_come(
+    ending: ExitStack, home: Path, after_bytes: int
+) -> None:
+    nbytes, keys = 2 << 20, key_chain(16)
+    context = TierContext(nbytes, nbytes, "f")
+    server = launch({"host": {"capacity_bytes": 16 * nbytes}, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+    ending.callback(server.stop)
+    cache = join_at(home / "s", group_bytes=(nbytes,))
+    ending.callback(cache.close)
+    lease = cache.begin_store(keys, "w")
+    for key, extent in zip(keys, lease.extents, strict=True):
+        cache.pool.view[extent.offset : extent.offset + nbytes] = content(key, nbytes)
+    cache.commit(lease)
+    line = Proxy(int(server.peers.rpartition(":")[2]))
+    ending.callback(line.close)
+    tier = make_peers_tier({"hosts": [f"127.0.0.1:{line.port}"]}, context)
+    ending.callback(tier.close)
+    assert tier.holds(keys) == [True] * 16
+    passed = [0]
+
+    def kill(data: bytes) -> bytes:
+        passed[0] += len(data)
+        if passed[0] >= after_bytes:
+            os.kill(server.pid, signal.SIGKILL)
+        return data
+
+    line.spoil = kill
+    reads = reads_of(context, keys)
+    outcomes = tier.load(reads)
+    came = [isinstance(outcome, Loaded) for outcome in outcomes]
+    assert came == sorted(came, reverse=True) and False in came
+    assert sum(came) >= after_bytes // nbytes - 1
+    assert all(is_whole(context, read) for read, is_here in zip(reads, came, strict=True) if is_here)
+    with pytest.raises(TierDown):
+        tier.probe()
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     tmp_path.chmod(0o700)

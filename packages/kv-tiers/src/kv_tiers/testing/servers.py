@@ -97,7 +97,11 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._upstream))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._upstream))
+            except OSError:  # as the server would refuse it
+                client.close()
+                continue
             self._sockets += [client, server]
             self._run(self._pump, client, server, "spoil_questions")
             self._run(self._pump, server, client, "spoil")

@@ -61,7 +61,7 @@ class Peer:
 
     def talk(self, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
         """The result of a conversation, given its deadline: so much later than it begins on a connection. `work` is
-        begun again on a new one if an idle one is dead.
+        begun again on a new one if an idle one turns out to be dead before anything came.
 
         Raises:
             OSError, InputError: it failed, and the peer rests.
@@ -71,9 +71,12 @@ class Peer:
             self.conversations += 1
         try:
             if idle is not None:
+                received_bytes = idle.received_bytes
                 try:
                     return self._talk(idle, work, timeout_s)
                 except (ConnectionResetError, BrokenPipeError):
+                    if idle.received_bytes > received_bytes:
+                        raise
                     self._drop()
             return self._talk(self._connect(), work, timeout_s)
         except (OSError, InputError) as error:

@@ -208,9 +208,7 @@ class PeersTier:
         stream: PeerStream,
         deadline: float,
     ) -> None:
-        """Bring the reads of these numbers, in their order; what does not come is `Absent`."""
-        for number in numbers:
-            outcomes[number] = Absent()  # another connection may have broken after it brought some
+        """Bring the reads of these numbers, in their order; what does not come stays `Absent`."""
         stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
             read = reads[number]

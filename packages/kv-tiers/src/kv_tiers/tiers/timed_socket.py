@@ -25,6 +25,7 @@ class TimedSocket:
         """It owns `sock` from now. wait_s: the most that one call of the system waits, and so by how much a deadline
         may be missed."""
         self._sock = sock
+        self.received_bytes = 0
         # A TLS socket returns what one record holds and heeds Python's own time-outs only. Over TCP the kernel waits
         # until the lent memory is full: one call for a value, and a tenth faster (4 MiB on 2 cores). Over a unix socket
         # that is a tenth slower.
@@ -69,6 +70,7 @@ class TimedSocket:
                 continue
             if not received:
                 raise ConnectionResetError("the other side closed the connection")
+            self.received_bytes += received
             return received
 
     def _send_some(self, buffers: list[memoryview], deadline: float) -> int:
