@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kv_core.extent import HostExtent
 from kv_core.tools.cli import main
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, make_copier
+from kv_cuda.copy import gpu
 from kv_cuda.copy.copy_paths import (
     CopyPath,
     CopyPaths,
@@ -123,7 +125,7 @@ def test_what_raises_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch, d
     end = Unread()
     monkeypatch.setattr(copier._pipelines[direction], "end", lambda: end)  # type: ignore[index]
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise CopyFailed("the driver refuses")
 
     monkeypatch.setattr(copier, "_launch", fail)
@@ -166,6 +168,23 @@ def test_layer_by_layer_is_the_same_in_the_end(copy_path: CopyPath) -> None:
     assert len(events) == LAYERS
     events[-1].wait()
     assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == chunk
+
+
+def test_lists_of_tokens_cross_the_bus_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a plan is so long that its lists are cut."""
+    uploads: list[int] = []
+    upload = gpu._CopyPipeline.upload
+
+    def counted(self: Any, slots: Any, rows: Any) -> Any:
+        uploads.append(len(slots))
+        return upload(self, slots, rows)
+
+    monkeypatch.setattr(gpu._CopyPipeline, "upload", counted)
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
+    assert len(copier.load_layers(whole())) == LAYERS > 1
+    assert uploads == [CHUNK]
 
 
 def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:

@@ -5,7 +5,8 @@ cannot fail, where the settings want them layer by layer in the step itself (`kv
 `wait_for_save`. On a device with queues of its own they go on behind the step, and the blocks are held in vLLM's block
 pool meanwhile (`kv_vllm.held`); elsewhere they are finished there.
 
-No exception leaves a hook: a bug of ours turns the cache off with a traceback in the log, and the engine goes on.
+No exception leaves a hook, but the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with a
+traceback in the log, and the engine goes on.
 """
 
 import os

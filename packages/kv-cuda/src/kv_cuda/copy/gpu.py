@@ -155,10 +155,13 @@ class GpuCopier:
         pipeline = self._pipelines[direction]
         pipeline.begin()
         events = []
+        launches, uploaded, lists = list(self._launches(plan, direction)), -1, None
         try:
             for spans in steps:
-                for groups in self._launches(plan, direction):
-                    self._launch(groups, chunks, spans, direction, pipeline)
+                for number, groups in enumerate(launches):
+                    if number != uploaded:  # most plans are one launch, whose lists serve every layer
+                        uploaded, lists = number, self._upload(groups, pipeline)
+                    self._launch(groups, lists, chunks, spans, pipeline, to_engine=direction == "load")
                 events.append(pipeline.end())
         except BaseException:
             pipeline.end().wait()  # the caller gives up the memory that the rest of it is on its way to
@@ -193,27 +196,32 @@ class GpuCopier:
         can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
+    def _upload(self, groups: list[_Group], pipeline: "_CopyPipeline") -> torch.Tensor | None:
+        """The lists of tokens on the device; None: nobody needs them."""
+        if all(group.copy_path == "driver" for group in groups):
+            return None
+        return pipeline.upload(*self._lists(groups))
+
     def _launch(
         self,
         groups: list[_Group],
+        lists: torch.Tensor | None,
         chunks: Mapping[HostExtent, torch.Tensor],
         spans: Sequence[Span],
-        direction: Direction,
         pipeline: "_CopyPipeline",
+        *,
+        to_engine: bool,
     ) -> None:
-        to_engine = direction == "load"
-        moved = [group for group in groups if group.copy_path != "driver"]
-        on_device = pipeline.upload(*self._lists(groups)) if moved else None
         for group in groups:
             extent = group.copies[0].extent
             chunk, programs = chunks[extent], _PROGRAMS_ON_BUS
             if self._pools[extent.pool].is_on_device:
                 programs = _PROGRAMS_ON_DEVICE
             for span in spans:
-                if on_device is None or group.copy_path == "driver":
+                if lists is None or group.copy_path == "driver":
                     self._drive(group, chunk.data_ptr(), span, pipeline, to_engine=to_engine)
                     continue
-                tokens = on_device[:, group.start : group.start + group.tokens]
+                tokens = lists[:, group.start : group.start + group.tokens]
                 if group.copy_path == "direct":
                     pipeline.direct(tokens, chunk, span, programs, to_engine=to_engine)
                 else:
