@@ -71,11 +71,11 @@ def workloads(share: float) -> dict[str, list[str]]:
             conversations[number] += f"User {number}: {said}\nAssistant: "
             multi_turn.append(conversations[number])
             conversations[number] += f"That is item {turn}.\n"
-    agents = [text[90_000:][:3500]] * 3
+    agents = [text[90_000:][:3500]] * max(2, round(5 * share))
     agent = []
-    for step in range(max(2, round(5 * share))):
+    for step in range(max(2, round(4 * share))):
         for number in range(len(agents)):
-            agents[number] += f"\nAgent {number} reads: {text[100_000 + (number * 11 + step) * 900 :][:900]}"
+            agents[number] += f"\nAgent {number} reads: {text[100_000 + (number * 11 + step) * 1400 :][:1400]}"
             agent.append(agents[number])
     return {"document": document, "multi-turn": multi_turn, "agent": agent}
 
