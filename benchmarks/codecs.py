@@ -15,8 +15,9 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 from pathlib import Path
 
 import numpy as np
-from kv_tiers.codec import Codec
+from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.codecs.floats import make_floats_codec
+from kv_tiers.codecs.progressive import make_progressive_codec
 from kv_tiers.codecs.zstd import make_zstd_codec
 from kv_tiers.tier import ANY_CHUNKS
 
@@ -52,14 +53,20 @@ def rows_of(codec: Codec, dtype: str, chunk: bytes) -> list[Row]:
     limit = len(chunk) / median_s(lambda: np.copyto(copied, view)) / 1e9
     encode = len(chunk) / median_s(lambda: codec.encode(source, out)) / 1e9
     decode = len(chunk) / median_s(lambda: codec.decode(out[:size], back)) / 1e9
-    judged = codec.name == "floats"
+    judged = codec.name != "zstd"
     bfloat16 = judged and dtype == "bfloat16"
     ratio = len(chunk) / size
     named = f"{codec.name}, {dtype}"
+    first_parts = []
+    if isinstance(codec, DecodesPrefixes):
+        quarter = out[: len(chunk) // APPROXIMATE_SHARE]
+        speed = len(chunk) / median_s(lambda: codec.decode_prefix(quarter, back)) / 1e9
+        first_parts = [Row(f"{named}: decode the first part", speed, "GB/s", limit, speed / limit, 0, at_most=False)]
     return [
         Row(f"{named}: times smaller", ratio, "x", 1, ratio, LEAST_RATIO[dtype] if judged else 0, at_most=False),
         Row(f"{named}: encode", encode, "GB/s", limit, encode / limit, 0, at_most=False),
         Row(f"{named}: decode", decode, "GB/s", limit, decode / limit, 0, at_most=False),
+        *first_parts,
         *(
             Row(f"{named}: {what} against the target", speed, "GB/s", least, speed / least, 1, at_most=False)
             for what, speed, least in (("encode", encode, LEAST_ENCODE_GBS), ("decode", decode, LEAST_DECODE_GBS))
@@ -76,10 +83,9 @@ def main() -> int:
     if options.recorded:
         chunks = {"bfloat16": options.recorded.read_bytes()}
     codecs = [make_floats_codec({}, ANY_CHUNKS), make_zstd_codec({}, ANY_CHUNKS)]
-    return report(
-        [row for dtype, chunk in chunks.items() for codec in codecs for row in rows_of(codec, dtype, chunk)],
-        options.json,
-    )
+    rows = [row for dtype, chunk in chunks.items() for codec in codecs for row in rows_of(codec, dtype, chunk)]
+    rows += rows_of(make_progressive_codec({}, ANY_CHUNKS), "bfloat16", chunks["bfloat16"])
+    return report(rows, options.json)
 
 
 if __name__ == "__main__":

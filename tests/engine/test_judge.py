@@ -9,6 +9,8 @@ from engines import PROMPTS, started
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
 from kv_cuda.judge.measure import Model, Windows, judge
+from kv_cuda.judge.rivals import rivals
+from kv_cuda.judge.roundtrip import RoundTrip
 from kv_cuda.judge.verdict import read_verdict
 
 TEXT = " ".join(f"w{3 + (7919 * n) % 1900}" for n in range(1300))
@@ -29,15 +31,19 @@ def test_kv_as_it_is_costs_nothing_and_wrong_kv_much(spelling_llama: str) -> Non
 
 def test_more_bits_lose_less_and_a_text_that_is_too_short_is_named(spelling_llama: str) -> None:
     model = Model(spelling_llama)
-    found = judge(model, TEXT, ("fp8", "int8"), Windows(512, 64, 16, most=2))
+    found = judge(model, TEXT, [RoundTrip("fp8"), RoundTrip("int8")], Windows(512, 64, 16, most=2))
     fp8, int8 = found.of("fp8"), found.of("int8")
     assert fp8 and int8 and found.tokens == 128
     assert 0 < int8.kl < fp8.kl
     assert int8.worst < fp8.worst
     assert found.heads == ((2, 32),) * 4 and found.dtype == "bfloat16"
     assert torch.isfinite(torch.tensor([int8.perplexity, int8.top1, int8.greedy])).all()
+    compared = judge(model, TEXT, rivals(model, model.tokens(TEXT)), Windows(512, 64, 16, most=1))
+    kvtc25, kvtc40, kivi2 = (compared.of(name) for name in ("kvtc25", "kvtc40", "kivi2"))
+    assert kvtc25 and kvtc40 and kivi2
+    assert kvtc25.kl < kvtc40.kl < kivi2.kl and kvtc40.bits < kvtc25.bits
     with pytest.raises(ConfigError, match="one window takes 2128"):
-        judge(model, TEXT, ("int8",), Windows(2000))
+        judge(model, TEXT, [RoundTrip("int8")], Windows(2000))
 
 
 @pytest.mark.slow

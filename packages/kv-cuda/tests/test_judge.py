@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
-from kv_cuda.judge.roundtrip import CHUNK_TOKENS, RoundTrip
-from kv_cuda.judge.verdict import APPROXIMATION, Finding, Verdict, demand, read_verdict, write_verdict
+from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
+from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip
+from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
 
 BOUND = {"int8": 1 / 254, "fp8": 1 / 16}
 LAST_ROUNDING = 2.0**-8
@@ -45,6 +47,61 @@ def test_a_chunk_that_cannot_be_stored_stays_exact() -> None:
     back = trip(keys, values)
     assert torch.equal(back[0], keys) and torch.equal(back[1], values)
     assert trip.cost.stored_bytes == 0
+
+
+def context(layers: int = 3, tokens: int = 2 * CHUNK_TOKENS + 70) -> Layers:
+    drawn_layers = [drawn(tokens) for _ in range(layers)]
+    return [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in drawn_layers]
+
+
+def test_first_parts_take_a_quarter_and_what_is_behind_whole_chunks_stays_exact() -> None:
+    trip, exact = FirstParts(), context()
+    back = trip.layers(exact)
+    whole = 2 * CHUNK_TOKENS
+    for pair, decoded in zip(exact, back, strict=True):
+        for one, its in zip(pair, decoded, strict=True):
+            assert torch.equal(one[:, :, whole:], its[:, :, whole:])
+            error = (its - one)[:, :, :whole].float().pow(2).mean().sqrt()
+            assert 0.02 < float(error) < 0.12
+    assert 8 * trip.cost.stored_bytes / trip.cost.numbers == 4.0
+    assert trip.cost.numbers == 3 * 2 * whole * 3 * 64
+    with pytest.raises(ConfigError, match="for bfloat16"):
+        trip.layers([(keys.float(), values.float()) for keys, values in exact])
+
+
+def test_first_parts_of_what_cannot_be_cut_stay_exact_and_count_whole() -> None:
+    chance = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(1 << 15), 1 << 15, (2, 1, 3, CHUNK_TOKENS, 64), generator=chance).to(torch.int16)
+    keys, values = bits.view(torch.bfloat16)
+    trip = FirstParts()
+    ((back, _),) = trip.layers([(keys, values)])
+    assert torch.equal(back.view(torch.int16), keys.view(torch.int16))
+    assert 8 * trip.cost.stored_bytes / trip.cost.numbers == 16.0
+
+
+@pytest.mark.parametrize(
+    ("coder", "bits", "error"),
+    [
+        (_int8_by_channel, (8.2, 8.5), 0.012),
+        (partial(_kivi, bits=4), (4.4, 4.6), 0.12),
+        (partial(_kivi, bits=2), (2.4, 2.6), 0.5),
+        (partial(_mantissa, bits=3), (6, 7.5), 0.03),
+        (partial(_uniform, step=0.25), (3.9, 4.4), 0.08),
+        (_cachegen, (2.5, 4.5), 0.6),
+    ],
+)
+def test_rivals_take_the_bytes_and_make_the_errors_that_their_papers_say(
+    coder: Coder, bits: tuple[float, float], error: float
+) -> None:
+    rival, exact = Rival("rival", coder), context(layers=1, tokens=CHUNK_TOKENS + 5)
+    ((keys, _),) = rival.layers(exact)
+    before = exact[0][0]
+    assert torch.equal(keys[:, :, :4], before[:, :, :4])  # the sinks
+    assert torch.equal(keys[:, :, CHUNK_TOKENS:], before[:, :, CHUNK_TOKENS:])
+    off = (keys - before)[:, :, 4:CHUNK_TOKENS].float().pow(2).mean().sqrt()
+    assert 0 < float(off) < error
+    sinks = 16 * 4 / CHUNK_TOKENS
+    assert bits[0] < 8 * rival.cost.stored_bytes / rival.cost.numbers - sinks < bits[1]
 
 
 def finding(kl: float, name: str = "int8") -> Finding:
@@ -87,7 +144,7 @@ def test_a_format_is_refused_with_its_figure(tmp_path: Path) -> None:
 def test_approximations_need_numbers_that_have_first_parts_and_a_verdict_if_one_is_demanded(tmp_path: Path) -> None:
     path = tmp_path / "verdict.json"
     exact = ChunkFormat("canonical", ("k", "v"), 30, 256, 3, 64, "bfloat16", 2)
-    write_verdict(path, verdict(finding(0.004, APPROXIMATION)))
+    write_verdict(path, verdict(finding(0.004, FIRST_PARTS)))
     demand("", 0, [exact], approximate=True)
     demand(str(path), 0.004, [exact], approximate=True)
     with pytest.raises(ConfigError, match=r"format progressive has a KL divergence of 0.004"):

@@ -12,6 +12,7 @@ from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_tiers import HostConfig, build, build_local_cache, chunk_header
 from kv_tiers.approximate import exact_fingerprint, fingerprint_above
+from kv_tiers.attach.connect import Format, open_remote, workers_of
 from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.codec import Codec
@@ -21,6 +22,7 @@ from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
+from kv_tiers.settings import load as load_settings
 from kv_tiers.testing.faults import FaultyTier
 from kv_tiers.testing.redis_servers import VALKEY, end_all, running
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -241,3 +243,31 @@ def test_a_tier_that_reads_whole_chunks_only_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="reads whole chunks only"):
         build_lane(READING, CONTEXT, where="tiers[0]")
     assert whole.is_closed
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, approximate: bool
+) -> None:
+    """Real servers. The exact fingerprint, of which keys are made, can be had from what workers registered."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    options = {"approximate": True, "write": "never"} if approximate else {}
+    tiers = [{"type": "shared_fs", "directory": str(tmp_path / "kv"), **options}]
+    own, _ = load_settings({"host": {"capacity_bytes": "4MiB"}, "tiers": tiers}, {})
+    chunks = Format((len(RECORDED),), "f")
+    remote, server = open_remote(own, chunks, engine_id="one", rank=0, facts={"rank": "0"})
+    try:
+        (worker,) = workers_of(own, "one")
+        assert worker.fingerprint == fingerprint_above(tiers, "f")
+        assert exact_fingerprint(worker.fingerprint) == "f"
+        assert server is not None
+        joining, _ = load_settings({"server": {"socket": str(server.socket)}}, {})
+        if approximate:
+            with pytest.raises(ConfigError, match="an engine's own to allow"):
+                open_remote(joining, chunks, engine_id="two", rank=0, facts={})
+        else:
+            open_remote(joining, chunks, engine_id="two", rank=0, facts={})[0].close()
+    finally:
+        remote.close()
+        if server is not None:
+            server.stop()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kv_core.errors import InputError
 from kv_core.format import QUANTISED, is_quantised_kind
 
+from kv_cuda.judge.verdict import FIRST_PARTS
+
 if TYPE_CHECKING:
     from kv_cuda.judge.verdict import Verdict
 
@@ -36,8 +38,14 @@ def register(subparsers: Any) -> None:
         "--format",
         dest="formats",
         action="append",
-        choices=sorted(QUANTISED),
-        help="only this one; repeat (default: all)",
+        choices=[*sorted(QUANTISED), FIRST_PARTS],
+        help=f"only this one; repeat (default: those of one byte a number). {FIRST_PARTS}: first parts of its chunks",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="FILE",
+        type=Path,
+        help="published formats too, for comparison; FILE: other text, for those that are calibrated",
     )
     parser.add_argument(
         "--dtype",
@@ -60,22 +68,28 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: there is no such model or text, or it cannot be judged.
     """
     from kv_cuda.judge.measure import Model, Windows, judge
+    from kv_cuda.judge.rivals import rivals
+    from kv_cuda.judge.roundtrip import FirstParts, RoundTrip, Trip
     from kv_cuda.judge.verdict import write_verdict
 
     if args.context < 257 or args.windows < 1:
         raise InputError("--context takes 257 tokens or more, one chunk and a token behind it, and --windows 1 or more")
-    kinds = [name for name in args.formats or sorted(QUANTISED) if is_quantised_kind(name)]
+    names = args.formats or sorted(QUANTISED)
+    trips: list[Trip] = [RoundTrip(name) for name in names if is_quantised_kind(name)]
+    trips += [FirstParts()] if FIRST_PARTS in names else []
     try:
         text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in args.text)
+        calibration = args.compare.read_text(encoding="utf-8", errors="replace") if args.compare else ""
     except OSError as error:
-        raise InputError(f"--text {error.filename}: {error.strerror}") from error
+        raise InputError(f"{error.filename}: {error.strerror}") from error
 
     def said(what: str) -> None:
         print(f"kv judge: {what}", file=sys.stderr)
 
     said(f"loading {args.model}")
     model = Model(args.model, dtype=args.dtype, device=args.device)
-    verdict = judge(model, text, kinds, Windows(args.context, most=args.windows), said)
+    trips += rivals(model, model.tokens(calibration)) if calibration else []
+    verdict = judge(model, text, trips, Windows(args.context, most=args.windows), said)
     if args.out is not None:
         write_verdict(args.out, verdict)
         said(f"the verdict is in {args.out}")
@@ -94,8 +108,8 @@ def _table(verdict: "Verdict") -> str:
             f"{one.perplexity:+.2%}",
             f"{one.greedy:.1%}",
             f"{one.worst:.2%}",
-            f"{one.encode_gbs:.2f} GB/s",
-            f"{one.decode_gbs:.2f} GB/s",
+            f"{one.encode_gbs:.2f} GB/s" if one.encode_gbs else "",
+            f"{one.decode_gbs:.2f} GB/s" if one.decode_gbs else "",
         )
         for one in verdict.findings
     ]

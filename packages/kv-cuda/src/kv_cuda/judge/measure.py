@@ -14,13 +14,9 @@ from typing import Any
 
 import torch
 from kv_core.errors import ConfigError
-from kv_core.format import QuantisedKind
 
-from kv_cuda.judge.roundtrip import RoundTrip
+from kv_cuda.judge.roundtrip import Layers, Trip
 from kv_cuda.judge.verdict import Finding, Verdict
-
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer its keys and values, each [1, heads, tokens, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +101,25 @@ class Model:
             answer.append(token)
         return answer
 
+    def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
+        """Of each layer the cosines and sines, each [tokens, head_dim], by which it rotates keys.
+
+        Raises:
+            ConfigError: the model has none, or hides them elsewhere than Llama and Gemma do.
+        """
+        positions, some = torch.arange(tokens)[None], torch.zeros(1, 1, 1)
+        made = []
+        try:
+            embedding, config = self._model.model.rotary_emb, self._model.config
+            for number in range(config.num_hidden_layers):
+                # Gemma rotates layers with a sliding window otherwise than those without.
+                kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
+                cos, sin = embedding(some, positions, *kind)
+                made.append((cos[0].float().numpy(), sin[0].float().numpy()))
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"model {self.name} rotates its keys in a way not known here: {error}") from error
+        return made
+
     def _cache(self, layers: Layers) -> Any:
         """Of all tokens in every layer, sliding windows too: their mask hides what they do not see."""
         from transformers import DynamicCache
@@ -124,19 +139,19 @@ class Model:
 def judge(
     model: Model,
     text: str,
-    kinds: Sequence[QuantisedKind],
+    trips: Sequence[Trip],
     windows: Windows,
     said: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Measure each format on the text.
 
+    trips: one for each format; they add up what they cost.
     said: told what is being done, for whoever waits.
 
     Raises:
         ConfigError: the text is too short for one window, or the model is none that can be judged.
     """
-    trips = {kind: RoundTrip(kind) for kind in kinds}
-    sums = {kind: _Sums() for kind in kinds}
+    sums = {trip.name: _Sums() for trip in trips}
     shapes: tuple[tuple[int, int], ...] = ()
     dtype = ""
     cut = list(_windows(model, text, windows))
@@ -148,18 +163,18 @@ def judge(
         fed = [context[-1], *continuation[:-1]]
         exact = model.predicted(layers, fed)
         greedy = model.answered(layers, context[-1], windows.greedy_tokens)
-        for kind in kinds:
-            lossy = [_through(trips[kind], keys, values) for keys, values in layers]
-            _add(sums[kind], exact, model.predicted(lossy, fed), continuation)
+        for trip in trips:
+            lossy, its = trip.layers(layers), sums[trip.name]
+            _add(its, exact, model.predicted(lossy, fed), continuation)
             answer = model.answered(lossy, context[-1], windows.greedy_tokens)
-            sums[kind].greedy += len(greedy)
-            sums[kind].greedy_same += _leading_same(greedy, answer)
+            its.greedy += len(greedy)
+            its.greedy_same += _leading_same(greedy, answer)
     return Verdict(
         model=model.name,
         heads=shapes,
         dtype=dtype,
         tokens=sum(len(continuation) for _, continuation in cut),
-        findings=tuple(_finding(kind, sums[kind], trips[kind]) for kind in kinds),
+        findings=tuple(_finding(trip, sums[trip.name]) for trip in trips),
     )
 
 
@@ -171,11 +186,6 @@ def _windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[list[i
     for first in range(0, min(len(tokens) - each + 1, windows.most * each), each):
         middle = first + windows.context_tokens
         yield tokens[first:middle], tokens[middle : first + each]
-
-
-def _through(trip: RoundTrip, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    back = trip(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous())
-    return back[0].transpose(0, 1)[None].contiguous(), back[1].transpose(0, 1)[None].contiguous()
 
 
 def _add(sums: _Sums, exact: torch.Tensor, lossy: torch.Tensor, continuation: Sequence[int]) -> None:
@@ -194,16 +204,16 @@ def _leading_same(answer: Sequence[int], other: Sequence[int]) -> int:
     return len(answer)
 
 
-def _finding(kind: QuantisedKind, sums: _Sums, trip: RoundTrip) -> Finding:
+def _finding(trip: Trip, sums: _Sums) -> Finding:
     cost = trip.cost
     return Finding(
-        format=kind,
+        format=trip.name,
         bits=8 * cost.stored_bytes / max(1, cost.numbers),
         kl=sums.kl / sums.positions,
         top1=sums.same_top / sums.positions,
         perplexity=float(torch.tensor((sums.lossy_nll - sums.exact_nll) / sums.positions).exp()) - 1,
         greedy=sums.greedy_same / max(1, sums.greedy),
         worst=cost.worst,
-        encode_gbs=cost.exact_bytes / max(cost.encode_s, 1e-9) / 1e9,
-        decode_gbs=cost.exact_bytes / max(cost.decode_s, 1e-9) / 1e9,
+        encode_gbs=cost.exact_bytes / cost.encode_s / 1e9 if cost.encode_s else 0.0,
+        decode_gbs=cost.exact_bytes / cost.decode_s / 1e9 if cost.decode_s else 0.0,
     )

@@ -1,16 +1,25 @@
-"""Keys and values through a format and back, by the code that engines use."""
+"""Keys and values through a format and back, by the code that engines use: `RoundTrip` for a format of the pool,
+`FirstParts` for what a tier's codec makes of a chunk whose first part alone is read."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from importlib.metadata import entry_points
+from typing import Any, Final, Protocol
 
 import torch
+from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 
+from kv_cuda.judge.verdict import FIRST_PARTS
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
 
 CHUNK_TOKENS: Final = 256
+_APPROXIMATE_SHARE: Final = 4
+"""The first part of a payload ends within the chunk's size divided by this."""
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer its keys and values, each [1, heads, tokens, head_dim]."""
 
 
 @dataclass(slots=True)
@@ -30,14 +39,38 @@ class Cost:
     encode_s: float = 0.0
     decode_s: float = 0.0
 
+    def add(self, exact: torch.Tensor, decoded: torch.Tensor, stored_bytes: int) -> None:
+        """Numbers of one dtype, [..., head_dim], that were stored in so many bytes."""
+        peak = exact.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        self.worst = max(self.worst, float(((decoded.float() - exact.float()).abs() / peak).max()))
+        self.numbers += exact.numel()
+        self.exact_bytes += exact.numel() * exact.itemsize
+        self.stored_bytes += stored_bytes
+
+
+class Trip(Protocol):
+    """One format's way there and back. name: as findings have it. cost: of all layers that went through it so far."""
+
+    name: str
+    cost: Cost
+
+    def layers(self, layers: Layers) -> Layers:
+        """All layers of one context, as they come back. Chunks are cut from the first token on; what is behind the last
+        whole chunk is not stored, so it stays exact."""
+
 
 class RoundTrip:
-    """Of one format."""
+    """Of a format in one byte an element."""
 
     def __init__(self, kind: QuantisedKind) -> None:
+        self.name: str = kind
         self.kind = kind
         self.cost = Cost()
-        self._codes: dict[tuple[int, int, str], tuple[ChunkFormat, ChunkFormat, Codes]] = {}
+        self._codes: dict[tuple[int, int, str], tuple[ChunkFormat, Codes]] = {}
+
+    def layers(self, layers: Layers) -> Layers:
+        """As `Trip.layers`."""
+        return [through(self, keys, values) for keys, values in layers]
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values, each [tokens, heads, head_dim], as they come back.
@@ -51,7 +84,7 @@ class RoundTrip:
         return keys, values
 
     def _chunk(self, exact: torch.Tensor) -> torch.Tensor:
-        exact_format, stored_format, codes = self._made(exact)
+        stored_format, codes = self._made(exact)
         source = exact.contiguous().view(torch.uint8).reshape(-1)
         stored = torch.empty(stored_format.nbytes, dtype=torch.uint8, device=exact.device)
         back = torch.empty_like(source)
@@ -61,23 +94,82 @@ class RoundTrip:
             return exact  # such a chunk is not stored
         self.cost.decode_s += _seconds(exact.device, lambda: codes.decode(stored, back, 0, CHUNK_TOKENS))
         decoded = back.view(exact.dtype).view(exact.shape)
-        peak = exact.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
-        self.cost.worst = max(self.cost.worst, float(((decoded.float() - exact.float()).abs() / peak).max()))
-        self.cost.numbers += exact.numel()
-        self.cost.exact_bytes += exact_format.nbytes
-        self.cost.stored_bytes += stored_format.nbytes
+        self.cost.add(exact, decoded, stored_format.nbytes)
         return decoded
 
-    def _made(self, exact: torch.Tensor) -> tuple[ChunkFormat, ChunkFormat, Codes]:
+    def _made(self, exact: torch.Tensor) -> tuple[ChunkFormat, Codes]:
         _, _, heads, head_dim = exact.shape
         dtype = str(exact.dtype).removeprefix("torch.")
         known = self._codes.get((heads, head_dim, dtype))
         if known is None:
             exact_format = ChunkFormat("canonical", ("k", "v"), 1, CHUNK_TOKENS, heads, head_dim, dtype, exact.itemsize)
             stored = replace(exact_format, kind=self.kind, dtype=QUANTISED[self.kind], itemsize=1)
-            known = exact_format, stored, Codes(exact_format, stored, exact.device)
+            known = stored, Codes(exact_format, stored, exact.device)
             self._codes[heads, head_dim, dtype] = known
         return known
+
+
+class FirstParts:
+    """Chunks of all layers through the codec, of which the first quarter is read back."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            ConfigError: the codec is not installed, or a library that it needs.
+        """
+        found = entry_points(group="kv_tiers.codecs", name=FIRST_PARTS)
+        if not found:
+            raise ConfigError(f"format {FIRST_PARTS} needs the package kv-tiers; pip install 'kv-tiers[zstd]'")
+        self.name, self.cost = FIRST_PARTS, Cost()
+        self._codec: Any = next(iter(found)).load()({}, None)
+
+    def layers(self, layers: Layers) -> Layers:
+        """As `Trip.layers`. Layers of one shape are one chunk, as an engine's groups are.
+
+        Raises:
+            ConfigError: the numbers are not bfloat16.
+        """
+        if layers[0][0].dtype != torch.bfloat16:
+            raise ConfigError(f"format {FIRST_PARTS} is for bfloat16: judge it with --dtype bfloat16, or leave it out")
+        back = [(keys.clone(), values.clone()) for keys, values in layers]
+        for shape in dict.fromkeys(keys.shape for keys, _ in back):
+            mine = [layer for layer in back if layer[0].shape == shape]
+            for first in range(0, shape[2] - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+                some = slice(first, first + CHUNK_TOKENS)
+                # [parts, layers, tokens, heads, head_dim]
+                chunk = torch.stack([torch.stack([layer[part][0, :, some] for layer in mine]) for part in (0, 1)])
+                decoded = self._chunk(chunk.transpose(2, 3).contiguous().cpu()).transpose(2, 3)
+                for part in (0, 1):
+                    for number, layer in enumerate(mine):
+                        layer[part][0, :, some] = decoded[part, number].to(layer[part].device)
+        return back
+
+    def _chunk(self, exact: torch.Tensor) -> torch.Tensor:
+        source = exact.view(torch.uint8).reshape(-1).numpy().data
+        payload, decoded = memoryview(bytearray(len(source))), torch.empty_like(exact)
+        back = decoded.view(torch.uint8).reshape(-1).numpy().data
+        quarter = len(source) // _APPROXIMATE_SHARE
+        start = time.perf_counter()
+        stored_bytes = self._codec.encode(source, payload)
+        encoded = time.perf_counter()
+        if stored_bytes is None:  # such a chunk is stored as it is, and read whole
+            self.cost.add(exact, exact, len(source))
+            return exact
+        self._codec.decode_prefix(payload[:quarter], back)
+        self.cost.add(exact, decoded, quarter)
+        self.cost.encode_s += encoded - start
+        self.cost.decode_s += time.perf_counter() - encoded
+        return decoded
+
+
+def through(
+    trip: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's, each [1, heads, tokens, head_dim], by what takes and gives [tokens, heads, head_dim]."""
+    back = trip(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous())
+    return back[0].transpose(0, 1)[None].contiguous(), back[1].transpose(0, 1)[None].contiguous()
 
 
 def _seconds(device: torch.device, work: Callable[[], None]) -> float:

@@ -24,7 +24,7 @@ class Finding:
     greedy: how many of the tokens that were generated greedily are those of exact KV, up to the first that is not, from
         0 to 1.
     worst: the largest error of a number, of the largest number of its head and token.
-    encode_gbs, decode_gbs: GB of exact KV a second, on the device that it was measured on.
+    encode_gbs, decode_gbs: GB of exact KV a second, on the device that it was measured on; 0: not measured.
     """
 
     format: str
@@ -87,8 +87,8 @@ def read_verdict(path: Path) -> Verdict:
         raise ConfigError(f"judge.verdict {path} is no file of `kv judge`: {error!r}") from error
 
 
-APPROXIMATION: Final = "progressive"
-"""What findings call the first part of a chunk that the codec of this name stored."""
+FIRST_PARTS: Final = "progressive"
+"""The codec whose first parts may be read alone: its entry point among `kv_tiers.codecs`, and its name in findings."""
 
 
 def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False) -> None:
@@ -108,7 +108,7 @@ def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approxim
     lossy = list(formats) if approximate else [one for one in formats if one.is_quantised]
     if not lossy or not max_kl:
         return
-    kind = APPROXIMATION if approximate else lossy[0].kind
+    kind = FIRST_PARTS if approximate else lossy[0].kind
     if not path:
         raise ConfigError(
             f"judge.max_kl is {max_kl:g} and format {kind} is lossy: measure it with `kv judge MODEL --out FILE` and "

@@ -48,6 +48,8 @@ _ALL_MISSING: Final = 8
 """Bits of a number whose leading one is in neither the first part nor the second: it is stored as it is."""
 _SAMPLED: Final = 64
 """How many blocks of 256 numbers the step is chosen by."""
+_CODER_BITS: Final = 0.04
+"""What the coder spends on a symbol beyond its entropy: Huffman's whole bits."""
 _OFFSETS: Final = range(0, 4 * _SCALED, _SCALED // 8)
 """How far a step may lie above the mean exponent of its numbers, in 256ths of a bit."""
 
@@ -84,19 +86,22 @@ class ProgressiveCodec:
         room = len(chunk) // APPROXIMATE_SHARE - _HEAD_BYTES - len(tail)
         for offset in _offsets_that_may_fit(words, room):
             parts = self._parts(words, offset, tail)
-            if len(parts[0]) <= room + len(tail):
+            sizes = [sum(map(len, part)) for part in parts]
+            if sizes[0] <= room + len(tail):
                 break
         else:
             return None
-        sizes = [len(part) for part in parts]
         if _HEAD_BYTES + sum(sizes) > len(out):
             return None
-        sums = [xxhash.xxh3_64_intdigest(part) for part in parts]
-        out[:_HEAD_BYTES] = seal(_HEAD.pack(_VERSION, len(chunk), *sizes, *sums))
-        at = _HEAD_BYTES
+        at, sums = _HEAD_BYTES, []
         for part in parts:
-            out[at : at + len(part)] = part
-            at += len(part)
+            running = xxhash.xxh3_64()
+            for piece in part:
+                out[at : at + len(piece)] = piece
+                running.update(piece)
+                at += len(piece)
+            sums.append(running.intdigest())
+        out[:_HEAD_BYTES] = seal(_HEAD.pack(_VERSION, len(chunk), *sizes, *sums))
         return at
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
@@ -115,7 +120,8 @@ class ProgressiveCodec:
             raise CodecError("there are bytes behind its numbers")
         return len(parts)
 
-    def _parts(self, words: Words, offset: int, tail: bytes) -> list[bytes]:
+    def _parts(self, words: Words, offset: int, tail: bytes) -> tuple[list[bytes], ...]:
+        """The three parts, each in pieces."""
         first: list[bytes] = []
         second: list[bytes] = []
         third: list[bytes] = []
@@ -137,7 +143,7 @@ class ProgressiveCodec:
                 third += self._framed(low[ends[bits - 1] : ends[bits]] & np.uint8((1 << bits) - 1))
             third += self._whole(section[order[ends[_ALL_MISSING - 1] :]])
         first.append(tail)
-        return [b"".join(part) for part in (first, second, third)]
+        return first, second, third
 
     def _framed(self, symbols: Bytes) -> tuple[bytes, bytes]:
         frame = self._coder.encode(symbols) if symbols.size else b""
@@ -246,7 +252,7 @@ def _offsets_that_may_fit(words: Words, room: int) -> range:
         _cut(sample, _step_exponents(sample, offset), symbols, nibbles, missing)
         shares = np.bincount(symbols, minlength=256) / sample.size
         seen = shares[shares > 0]
-        bits = 8 / _SCALED + 12 * shares[_ESCAPED] - float((seen * np.log2(seen)).sum())
+        bits = 8 / _SCALED + _CODER_BITS + 12 * shares[_ESCAPED] - float((seen * np.log2(seen)).sum())
         if bits * words.size < 8 * room:
             return _OFFSETS[at:]
     return range(0)

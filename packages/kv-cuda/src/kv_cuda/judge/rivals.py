@@ -1,0 +1,218 @@
+"""Published formats, judged beside ours: nothing stores them, so each is a few lines of numpy that show what it would
+cost in quality and in bytes.
+
+`int8-channel`: keys in one byte with a scale for each channel of a chunk, values as `int8` has them.
+`kivi4`, `kivi2`: Liu et al., "KIVI", ICML 2024 (arXiv 2402.02750): keys by channel in groups of 64 tokens, values by
+token in groups of 64 channels, each group with a float16 scale and zero.
+`cachegen`: Liu et al., "CacheGen", SIGCOMM 2024 (arXiv 2310.07240): every tenth token an anchor of 8 bits, the others'
+differences to it in bins of .5, 1 and 1.5 standard deviations by thirds of the layers.
+`bf16m3`, `bf16m2`: so many bits of the mantissa, the exponents entropy coded.
+`uniform25`: one step a layer of keys and of values, a quarter of its standard deviation.
+`kvtc25`, `kvtc40`: "KV Cache Transform Coding" (arXiv 2511.01815): principal components of each layer's keys before
+their rotation, and of its values, learnt on other text, in steps of .25 and .4 standard deviations.
+
+The first four tokens, attention's sinks, stay exact in all but `int8-channel`, and count as 16 bits each. What a paper
+codes arithmetically is coded by zstd here, and its bytes are counted. Tables and bases that are stored once for a model
+are not. Speeds are not measured.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from kv_core.errors import ConfigError
+from numpy.typing import NDArray
+
+from kv_cuda.judge.measure import Model
+from kv_cuda.judge.roundtrip import CHUNK_TOKENS, Cost, Layers, through
+
+Numbers = NDArray[np.float32]
+_SINKS: Final = 4
+_GROUP: Final = 64
+_ANCHOR_TOKENS: Final = 10
+_CODED_CHANNELS: Final = 32
+"""Channels that share a table of the entropy coder."""
+_CALIBRATION_TOKENS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One chunk's keys or values in one layer.
+
+    numbers: [tokens, heads × head_dim], float32.
+    heads: of them. first: the first token's position in the prompt.
+    layer, layers: which it is, of how many.
+    """
+
+    numbers: Numbers
+    heads: int
+    first: int
+    layer: int
+    layers: int
+    is_keys: bool
+
+
+Coder = Callable[[Plane], tuple[Numbers, int]]
+"""What comes back of a plane, and the bytes that it takes."""
+
+
+class Rival:
+    """A `Trip` by a coder of planes."""
+
+    def __init__(self, name: str, coder: Coder, sinks: int = _SINKS) -> None:
+        """sinks: how many of the prompt's first tokens stay exact."""
+        self.name, self.cost = name, Cost()
+        self._coder, self._sinks = coder, sinks
+
+    def layers(self, layers: Layers) -> Layers:
+        """As `Trip.layers`."""
+        count = len(layers)
+        return [through(partial(self._layer, number, count), *layer) for number, layer in enumerate(layers)]
+
+    def _layer(
+        self, number: int, count: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """keys, values: [tokens, heads, head_dim]"""
+        back = keys.clone(), values.clone()
+        for one in back:
+            for first in range(0, len(one) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+                exact = one[first : first + CHUNK_TOKENS].clone()
+                numbers = exact.flatten(1).float().cpu().numpy()
+                decoded, stored_bytes = self._coder(
+                    Plane(numbers, exact.shape[1], first, number, count, is_keys=one is back[0])
+                )
+                arrived = torch.from_numpy(np.ascontiguousarray(decoded)).view(exact.shape).to(exact)
+                if not first:
+                    arrived[: self._sinks] = exact[: self._sinks]
+                    stored_bytes += exact[: self._sinks].numel() * exact.itemsize
+                self.cost.add(exact, arrived, stored_bytes)
+                one[first : first + CHUNK_TOKENS] = arrived
+        return back
+
+
+def rivals(model: Model, calibration: Sequence[int]) -> list[Rival]:
+    """All of them. calibration: tokens of text that is not judged.
+
+    Raises:
+        ConfigError: zstandard is missing, keys are rotated in no way known here, or there is too little text.
+    """
+    transform = _Transform(model, calibration)
+    return [
+        Rival("int8-channel", _int8_by_channel, sinks=0),
+        Rival("kivi4", partial(_kivi, bits=4)),
+        Rival("kivi2", partial(_kivi, bits=2)),
+        Rival("cachegen", _cachegen),
+        Rival("bf16m3", partial(_mantissa, bits=3)),
+        Rival("bf16m2", partial(_mantissa, bits=2)),
+        Rival("uniform25", partial(_uniform, step=0.25)),
+        Rival("kvtc25", partial(transform, step=0.25)),
+        Rival("kvtc40", partial(transform, step=0.4)),
+    ]
+
+
+def _int8_by_channel(plane: Plane) -> tuple[Numbers, int]:
+    shape = plane.numbers.shape if plane.is_keys else (CHUNK_TOKENS, plane.heads, -1)
+    rows = plane.numbers.reshape(shape)
+    scales = np.abs(rows).max(0 if plane.is_keys else -1, keepdims=True) / 127 + 1e-30
+    return (np.round(rows / scales) * scales).reshape(plane.numbers.shape), rows.size + 4 * scales.size
+
+
+def _kivi(plane: Plane, bits: int) -> tuple[Numbers, int]:
+    rows = plane.numbers.T if plane.is_keys else plane.numbers
+    groups = rows.reshape(len(rows), -1, _GROUP)
+    zeros = groups.min(-1, keepdims=True)
+    scales = ((groups.max(-1, keepdims=True) - zeros) / (2**bits - 1)).astype(np.float16).astype(np.float32) + 1e-30
+    back = (np.clip(np.round((groups - zeros) / scales), 0, 2**bits - 1) * scales + zeros).reshape(rows.shape)
+    return back.T if plane.is_keys else back, rows.size * bits // 8 + 4 * zeros.size
+
+
+def _cachegen(plane: Plane) -> tuple[Numbers, int]:
+    scales = np.abs(plane.numbers).max(0) / 127 + 1e-30
+    back = np.empty_like(plane.numbers)
+    anchors = np.round(plane.numbers[::_ANCHOR_TOKENS] / scales) * scales
+    near = np.repeat(anchors, _ANCHOR_TOKENS, 0)[:CHUNK_TOKENS]
+    step = (0.5, 1.0, 1.5)[3 * plane.layer // plane.layers] * float((plane.numbers - near).std())
+    bins = np.round((plane.numbers - near) / step)
+    back = near + bins * step
+    back[::_ANCHOR_TOKENS] = anchors
+    others = np.delete(bins, np.s_[::_ANCHOR_TOKENS], 0)
+    return back, anchors.size + 2 * scales.size + _coded_bytes(others)
+
+
+def _mantissa(plane: Plane, bits: int) -> tuple[Numbers, int]:
+    words = plane.numbers.view(np.uint32) >> 16
+    rounded = words + (1 << 6 - bits) >> 7 - bits << 7 - bits
+    exponents = _compressed_bytes((rounded >> 7).astype(np.uint8))
+    return (rounded << 16).astype(np.uint32).view(np.float32), exponents + words.size * (bits + 1) // 8
+
+
+def _uniform(plane: Plane, step: float) -> tuple[Numbers, int]:
+    width = step * float(plane.numbers.std())
+    symbols = np.round(plane.numbers / width)
+    return (symbols * width).astype(np.float32), _coded_bytes(symbols)
+
+
+class _Transform:
+    """Principal components, by layer and part. Of keys that are rotated back to no position."""
+
+    def __init__(self, model: Model, calibration: Sequence[int]) -> None:
+        if len(calibration) < _CALIBRATION_TOKENS:
+            raise ConfigError(f"--calibrate takes {_CALIBRATION_TOKENS} tokens of text or more")
+        self._rotations = model.rotations(_CALIBRATION_TOKENS)
+        seen: dict[tuple[int, bool], list[Numbers]] = {}
+        for at in range(0, min(len(calibration), 4 * _CALIBRATION_TOKENS), _CALIBRATION_TOKENS):
+            layers = model.computed(calibration[at : at + _CALIBRATION_TOKENS])
+            for number, pair in enumerate(layers):
+                for kv, is_keys in zip(pair, (True, False), strict=True):
+                    numbers = kv[0].transpose(0, 1).flatten(1).float().cpu().numpy()
+                    plane = Plane(numbers, kv.shape[1], 0, number, len(layers), is_keys)
+                    seen.setdefault((number, is_keys), []).append(self._unrotated(plane)[_SINKS:])
+        self._bases: Mapping[tuple[int, bool], tuple[Any, Any, float]] = {
+            which: _components(np.concatenate(numbers)) for which, numbers in seen.items()
+        }
+
+    def __call__(self, plane: Plane, step: float) -> tuple[Numbers, int]:
+        mean, basis, deviation = self._bases[plane.layer, plane.is_keys]
+        width = step * deviation
+        symbols = np.round((self._unrotated(plane) - mean) @ basis / width)
+        back = (symbols * width) @ basis.T + mean
+        return self._turned(plane, back.astype(np.float32), 1), _coded_bytes(symbols)
+
+    def _unrotated(self, plane: Plane) -> Numbers:
+        return self._turned(plane, plane.numbers, -1)
+
+    def _turned(self, plane: Plane, numbers: Numbers, direction: int) -> Numbers:
+        if not plane.is_keys:
+            return numbers
+        cos, sin = (table[plane.first : plane.first + len(numbers), None] for table in self._rotations[plane.layer])
+        heads = numbers.reshape(len(numbers), plane.heads, -1)
+        low, high = np.split(heads, 2, -1)
+        turned: Numbers = heads * cos + np.concatenate((-high, low), -1) * (direction * sin)
+        return turned.reshape(numbers.shape)
+
+
+def _components(numbers: Numbers) -> tuple[Numbers, Numbers, float]:
+    """The mean, the principal components as columns, the largest first, and the standard deviation of all."""
+    mean = numbers.mean(0)
+    variances, basis = np.linalg.eigh(np.cov((numbers - mean).T))
+    return mean, basis[:, ::-1].astype(np.float32), float(np.sqrt(variances.mean()))
+
+
+def _coded_bytes(symbols: Numbers) -> int:
+    """Of whole numbers [tokens, channels], channels that are neighbours coded together."""
+    whole = symbols.astype(np.int64).T
+    zigzag = np.where(whole < 0, -1 - 2 * whole, 2 * whole)
+    high = _compressed_bytes((zigzag >> 8).astype(np.uint8)) if zigzag.max() > 255 else 0
+    low = (zigzag & 255).astype(np.uint8)
+    return high + sum(_compressed_bytes(low[at : at + _CODED_CHANNELS]) for at in range(0, len(low), _CODED_CHANNELS))
+
+
+def _compressed_bytes(symbols: NDArray[np.uint8]) -> int:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("--compare needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+    return len(zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(symbols).tobytes()))
