@@ -4,12 +4,14 @@ through resets, aborts and evictions, and what fails all the same is never answe
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kv_core.connect.testing import QueuedCopy
 from kv_core.errors import ConfigError, CopyFailed
 from kv_cuda import CpuCopier
+from kv_tiers.server.process import launch
 from kv_tiers.settings import load
 from kv_vllm.connector import KVTiersConnector
 from oracle import Oracle
@@ -242,6 +244,18 @@ def test_models_with_several_groups_load_between_steps(tiny_llama: str, kinds: t
         oracle.submit("a", [*SHARED[:330], 9], 3)
         come_to_rest_of_all(oracle, device)
         assert oracle.loaded == 320 and layerwise(oracle) == 0
+
+
+def test_a_cache_in_a_server_is_loaded_from_between_steps(tiny_llama: str, tmp_path: Path) -> None:
+    """It may be lost between promise and copy."""
+    server = launch({"host": {"capacity_bytes": 64 << 20}}, socket=tmp_path / "private" / "s")
+    try:
+        with started(tiny_llama, host={}, server={"socket": str(server.socket)}) as (oracle, device):
+            oracle.submit("a", [*SHARED[:330], 9], 3)
+            come_to_rest_of_all(oracle, device)
+            assert oracle.loaded == 320 and layerwise(oracle) == 0
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("async", False), ("layerwise", True), ("auto", True)])
