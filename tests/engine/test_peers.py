@@ -36,7 +36,8 @@ class Hosts:
         if disk:
             tiers.append({"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"})
         if peer:
-            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True})
+            late = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0}  # as a busy machine may be
+            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True, **late})
         config = {"host": {"capacity_bytes": capacity_bytes}, "tiers": tiers, "cold": {"wait_s": 20.0}}
         if self.apart is None:
             server = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")

@@ -122,7 +122,7 @@ def test_each_finds_at_another_hosts_server_what_the_other_computed(
             config = {
                 "host": {"capacity_bytes": "32MiB"},
                 "peers": {"listen": f"127.0.0.1:{mine}"},
-                "tiers": [{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"]}],
+                "tiers": [{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"], "answer_timeout_s": 10.0}],
                 "cold": {"wait_s": 10.0},
             }
             server = launch(config, socket=tmp_path / name / "s", detached=True)
