@@ -84,6 +84,6 @@ class TimedSocket:
     def _arm(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("it took longer than it may")
+            raise TimeoutError("no answer in time")
         if self._encrypted:
             self._sock.settimeout(left_s)
