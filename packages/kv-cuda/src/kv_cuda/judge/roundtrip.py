@@ -124,7 +124,7 @@ class FirstParts:
         self._codec: Any = next(iter(found)).load()({}, None)
 
     def layers(self, layers: Layers) -> Layers:
-        """As `Trip.layers`. Layers of one shape are one chunk, as an engine's groups are.
+        """As `Trip.layers`. Layers of one shape are one chunk, though an engine may have them in several groups.
 
         Raises:
             ConfigError: the numbers are not bfloat16.
