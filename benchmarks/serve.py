@@ -351,6 +351,7 @@ def main() -> int:
     asked.add_argument("--plot", metavar="FILE", help="draw the times; .svg, .png or .pdf")
     asked.add_argument("--quick", action="store_true", help="one start and short workloads, to see that it runs")
     chosen = asked.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what has been started is ended
     results: dict[tuple[str, str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="kv-prompts-") as directory:
         for engine in chosen.engine:
