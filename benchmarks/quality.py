@@ -27,7 +27,8 @@ def draw(path: str, verdicts: list[Verdict]) -> None:
             for one in verdict.findings:
                 ours = one.format in OURS
                 panel.plot(one.bits, one.kl, "o" if ours else "x", color="tab:blue" if ours else "tab:gray")
-                panel.annotate(one.format, (one.bits, one.kl), (5, 3), textcoords="offset points", fontsize=8)
+                beside = (5, -9) if ours else (5, 4)
+                panel.annotate(one.format, (one.bits, one.kl), beside, textcoords="offset points", fontsize=7)
             panel.set_yscale("log")
             panel.set_xlim(2, 10)
             panel.set_xlabel("stored bits a number")
