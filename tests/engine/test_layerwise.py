@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_core.connect.testing import QueuedCopy
+from kv_core.connect.testing import QueuedCopier, QueuedCopy
 from kv_core.errors import ConfigError, CopyFailed
 from kv_cuda import CpuCopier
 from kv_tiers.server.process import launch
@@ -158,8 +158,8 @@ def come_to_rest_of_all(oracle: Oracle, device: SlowDevice) -> None:
     oracle.assert_at_rest()
 
 
-def fail_a_load(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device fails in the middle of a forward pass: some layers arrive, and the next does not."""
+def fail_a_layer(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device fails once, in the middle of a forward pass: some layers arrive, and the next does not."""
     made = iter(range(100))
 
     def hold_engine(copy: QueuedCopy) -> None:
@@ -167,6 +167,45 @@ def fail_a_load(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         copy.wait()
 
     monkeypatch.setattr(QueuedCopy, "hold_engine", hold_engine)
+
+
+def fail_a_load(device: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, and from then on always."""
+
+    def load(self: Any, plan: Any) -> Any:
+        raise CopyFailed("the bus is still on fire")
+
+    fail_a_layer(device, monkeypatch)
+    monkeypatch.setattr(QueuedCopier, "load", load)
+
+
+@SCHEDULERS
+def test_a_layer_whose_copy_fails_is_copied_again_before_it_is_read(
+    tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, device):
+        fail_a_layer(device, monkeypatch)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.run()
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        worker = oracle.engine.worker
+        assert worker is not None and (worker.counts.loads_failed, worker.counts.loads_finished) == (0, 1)
+        assert layerwise(oracle) == 1
+
+
+@SCHEDULERS
+def test_layers_that_cannot_be_copied_one_by_one_are_copied_together(
+    tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_layers(self: Any, plan: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    with started(tiny_llama, asynchronous=asynchronous) as (oracle, _):
+        monkeypatch.setattr(QueuedCopier, "load_layers", load_layers)
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        oracle.run()
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert oracle.engine.worker is not None and oracle.engine.worker.counts.loads_finished == 1
 
 
 def test_a_device_that_fails_costs_the_load_and_no_token(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

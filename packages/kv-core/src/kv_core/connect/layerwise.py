@@ -3,10 +3,13 @@
 The engine takes the tokens for computed as soon as it is promised them, and nothing takes that back. So what can go
 wrong is settled before the promise (`LayerwiseRule`): the chunks are in the pool, verified, leased until every copy has
 ended, and their memory is ready for the device. A reset or an eviction meanwhile changes nothing: leased bytes stay
-where they are. What is left is a device that fails; then `forward_ended` says that the step was wrong.
+where they are. What is left is a copy that fails. It is made once more, in one piece, and the forward pass waits for
+it. Only if that fails too, or if the failure shows after a layer was read, `forward_ended` says that the step was
+wrong.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,14 +44,18 @@ class _Batch:
     """The layerwise loads of one step.
 
     requests: whose they are.
+    plan: of all their copies; None: there could be none.
     layers: when the bytes of each layer have arrived.
     waits: how often the forward pass has waited for a layer.
+    is_retried: the copies were made again in one piece.
     failure: why the blocks do not hold what they should, or "".
     """
 
     requests: tuple[str, ...]
+    plan: TransferPlan | None = None
     layers: Sequence[CopyEvent] = ()
     waits: int = 0
+    is_retried: bool = False
     failure: str = ""
 
 
@@ -71,11 +78,11 @@ class LayerLoads:
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
         """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
         before any request's second."""
-        batch = self._now = _Batch(tuple(requests))
+        batch = self._now = _Batch(tuple(requests), plan)
         try:
             batch.layers = self._copier.load_layers(plan)
-        except KVError as error:
-            batch.failure = str(error)
+        except Exception as error:  # noqa: BLE001  # a bug here would cost the engine more than the wait
+            self._copy_again(batch, error)
 
     def refuse(self, requests: Sequence[str], why: str) -> None:
         """These could not even be planned."""
@@ -88,7 +95,11 @@ class LayerLoads:
             return
         batch.waits += 1
         for event in batch.layers if layer is None else batch.layers[layer : layer + 1]:
-            self._hold(batch, event)
+            try:
+                event.hold_engine()
+            except Exception as error:  # noqa: BLE001  # as above
+                self._copy_again(batch, error)
+                return
 
     def forward_ended(self) -> bool:
         """Whether the step's forward pass has found in the blocks what it was promised."""
@@ -98,7 +109,10 @@ class LayerLoads:
         if not batch.waits and not batch.failure:
             batch.failure = "the forward pass has waited for no layer: are full CUDA graphs in use?"
         for event in batch.layers:  # a later pass may read what this one has not
-            self._hold(batch, event)
+            try:
+                event.hold_engine()
+            except KVError as error:
+                batch.failure = batch.failure or str(error)
         if batch.failure:
             _log.error("a layerwise load has failed: %s", batch.failure)
             self._settle(batch)  # nothing may be written to blocks that are computed anew
@@ -124,11 +138,22 @@ class LayerLoads:
             self._settle(batch)
         self._ending, self._now = [], None
 
-    def _hold(self, batch: _Batch, event: CopyEvent) -> None:
+    def _copy_again(self, batch: _Batch, failed: Exception) -> None:
+        """Before anything is computed on what has failed: the same chunks to the same blocks, and wait. The step is
+        late, and right."""
+        if batch.is_retried or batch.plan is None:
+            batch.failure = batch.failure or str(failed)
+            return
+        batch.is_retried = True
+        _log.warning("a layerwise load has failed, and is made again in one piece: %s", failed)
+        for event in batch.layers:  # none of the first attempt comes after the second
+            with suppress(KVError):
+                event.wait()
+        batch.layers = ()
         try:
-            event.hold_engine()
-        except KVError as error:
-            batch.failure = batch.failure or str(error)
+            self._copier.load(batch.plan).wait()
+        except Exception as error:  # noqa: BLE001  # then the step's blocks are reported
+            batch.failure = str(error)
 
     def _is_over(self, batch: _Batch) -> bool:
         try:
