@@ -77,7 +77,7 @@ def assert_vllm_with_opaque_blocks_is_warned(
     tokens, hits, log = run_vllm(model, FIRST, cache | {"chunk_tokens": PAGE, "format": "blocks"})
     assert tokens == of(expected, [0, 1])
     assert hits[0] == 0
-    assert "sglang uses the server at" in log and "vllm keeps opaque blocks" in log
+    assert "sglang uses the server at" in log and "vllm stores opaque blocks" in log
 
 
 def assert_sglang_finds_it(sglang: Engine, reference: list[Answer]) -> None:

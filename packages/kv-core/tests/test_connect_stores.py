@@ -88,7 +88,7 @@ class ToyDevice(ToyHybrid):
         self.service = WatchedService()
         self.service.arrived = set()
         shape = shape_of(window)
-        self.queue = CopyQueue(asked=self.asked, before=self.before, after=self.after)
+        self.queue = CopyQueue(submitted=self.asked, before=self.before, after=self.after)
         copiers = [QueuedCopier(copier, self.queue) for copier in self.copiers]
         self.scheduler = SchedulerHalf(self.service, shape, name="e")
         self.worker = WorkerHalf(self.service, shape, copiers, shard=0, name="e", max_in_flight_bytes=room)

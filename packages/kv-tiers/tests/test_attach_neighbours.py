@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from kv_tiers.attach.identity import ServedModel
-from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
+from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import Settings
@@ -14,8 +14,8 @@ from kv_tiers.settings import Settings
 NBYTES = 6000
 
 
-def kept(engine: str, kind: str = "canonical", fingerprint: str = "one", model: str = "m") -> KeptFormat:
-    return KeptFormat.of(ServedModel(engine, model, None, "bfloat16", dummy_seed=0), kind, fingerprint)
+def kept(engine: str, kind: str = "canonical", fingerprint: str = "one", model: str = "m") -> StoredFormat:
+    return StoredFormat.of(ServedModel(engine, model, None, "bfloat16", dummy_seed=0), kind, fingerprint)
 
 
 def settings(**given: Any) -> Settings:
@@ -29,7 +29,7 @@ class Start:
         self._notes, self._caplog, self._path = notes, caplog, path
         self.now_s = 0.0
 
-    def __call__(self, keeps: KeptFormat, path: str = "kv") -> list[str]:
+    def __call__(self, keeps: StoredFormat, path: str = "kv") -> list[str]:
         """What is said."""
         tier = {"type": "disk", "directory": str(self._path / path), "capacity_bytes": "1GiB"}
         self._caplog.clear()
@@ -48,9 +48,9 @@ def test_opaque_blocks_beside_an_engine_of_another_kind_are_told_to_whoever_star
     assert start(kept("sglang")) == []
     (said,) = start(kept("vllm", "blocks", "two"))
     assert said.startswith(f"sglang uses this disk tier ({tmp_path}/kv) with the same model in another format")
-    assert "(canonical there, blocks here)" in said and "vllm keeps opaque blocks" in said
+    assert "(canonical there, blocks here)" in said and "vllm stores opaque blocks" in said
     (said,) = start(kept("sglang"))
-    assert said.startswith("vllm uses") and "vllm keeps opaque blocks" in said
+    assert said.startswith("vllm uses") and "vllm stores opaque blocks" in said
 
 
 def test_another_page_or_dtype_is_told_with_what_to_write(start: Start) -> None:
@@ -65,7 +65,7 @@ def test_nothing_is_said_where_they_find_each_other_or_have_nothing_to_find(star
     assert start(kept("vllm")) == []  # the same format as the last
     start.now_s += 86400.0
     assert start(kept("vllm", "blocks", "two"), path="elsewhere") == []
-    other = KeptFormat("vllm", "another model", "blocks", "two")
+    other = StoredFormat("vllm", "another model", "blocks", "two")
     assert start(other) == []
     start.now_s += 40 * 86400.0  # long ago
     assert start(kept("vllm", "blocks", "two")) == []

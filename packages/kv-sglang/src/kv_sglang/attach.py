@@ -28,7 +28,7 @@ from kv_tiers import LocalCache
 from kv_tiers.approximate import is_approximate
 from kv_tiers.attach.connect import Format, check_replicas, open_in_process, open_remote
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
-from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
+from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
@@ -204,7 +204,7 @@ def attach(
     # Replicas are updated one by one, so what one of them has may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
     made = Attached(watch=watch)
-    keeps = KeptFormat.of(model, pools[KV].format.kind, pools[KV].format.fingerprint)
+    keeps = StoredFormat.of(model, pools[KV].format.kind, pools[KV].format.fingerprint)
     if rank.number == rank.stage == rank.replica == 0:
         warn_of_other_formats(settings, keeps)
     try:

@@ -13,7 +13,7 @@ from kv_tiers.approximate import is_approximate
 from kv_tiers.attach.chunk_size import fitted
 from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
-from kv_tiers.attach.neighbours import KeptFormat
+from kv_tiers.attach.neighbours import StoredFormat
 from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
@@ -70,7 +70,7 @@ def bind_worker(
         settings,
         facts,
         Format(bound.group_bytes, bound.fingerprint),
-        KeptFormat.of(model, bound.kind, bound.fingerprint),
+        StoredFormat.of(model, bound.kind, bound.fingerprint),
         bound.copiers,
         share=share,
         in_process=in_one_process(vllm_config),

@@ -29,7 +29,7 @@ TagValue = Annotated[str, msgspec.Meta(max_length=1024)]
 _ROOTS: Final = ChainScheme()
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a request may say. None: as the settings have it."""
 
     load: bool = True
@@ -52,7 +52,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What sets its chunks apart: only requests with the same tags find them."""
 
 
-_FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(Asked)}
+_FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(RequestOptions)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Chosen:
     """What holds for one request.
 
     controls: what the scheduler half goes by.
-    save_decode: whether generated tokens are kept too.
+    save_decode: whether generated tokens are stored too.
     """
 
     controls: Controls
@@ -72,39 +72,39 @@ def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
 
     params: the request's `kv_transfer_params`, ours among others'; None where it has none.
     """
-    asked, wrong = _read(params) if params is not None else (_NOTHING, [])
+    options, wrong = _read(params) if params is not None else (_DEFAULTS, [])
     if wrong:
         _log.warning("request %s: kv_transfer_params: %s", request_id, "; ".join(wrong))
-    limit = settings.max_store_tokens if asked.max_store_tokens is None else asked.max_store_tokens
+    limit = settings.max_store_tokens if options.max_store_tokens is None else options.max_store_tokens
     controls = Controls(
-        loads=asked.load and (asked.use or settings.use) != "never",
-        promotes=asked.promote,
-        stores=asked.store,
-        min_load_tokens=settings.min_load_tokens if asked.min_load_tokens is None else asked.min_load_tokens,
-        min_store_tokens=settings.min_store_tokens if asked.min_store_tokens is None else asked.min_store_tokens,
+        loads=options.load and (options.use or settings.use) != "never",
+        promotes=options.promote,
+        stores=options.store,
+        min_load_tokens=settings.min_load_tokens if options.min_load_tokens is None else options.min_load_tokens,
+        min_store_tokens=settings.min_store_tokens if options.min_store_tokens is None else options.min_store_tokens,
         max_store_tokens=limit or None,
-        tags=asked.tags,
-        use=asked.use,
+        tags=options.tags,
+        use=options.use,
     )
-    return Chosen(controls, settings.save_decode if asked.save_decode is None else asked.save_decode)
+    return Chosen(controls, settings.save_decode if options.save_decode is None else options.save_decode)
 
 
-_NOTHING: Final = Asked()
+_DEFAULTS: Final = RequestOptions()
 
 
-def _read(params: object) -> tuple[Asked, list[str]]:
-    """What was asked for and understood, and a text for each thing that was not."""
+def _read(params: object) -> tuple[RequestOptions, list[str]]:
+    """The options that are valid, and an error text for each that is not."""
     if not isinstance(params, Mapping):
-        return _NOTHING, [f"{_shown(params)} is left out; write {{{KEY!r}: {{…}}}}"]
+        return _DEFAULTS, [f"{_shown(params)} is left out; write {{{KEY!r}: {{…}}}}"]
     if KEY not in params:
         near = difflib.get_close_matches(KEY, [name for name in params if isinstance(name, str)], n=1, cutoff=0.8)
-        return _NOTHING, [f"{near[0]!r} is left out; did you mean {KEY!r}?"] if near else []
-    said = params[KEY]
-    if not isinstance(said, Mapping):
-        return _NOTHING, [f"{KEY} is {_shown(said)} and left out; write {{{KEY!r}: {{'store': False}}}}, say"]
+        return _DEFAULTS, [f"{near[0]!r} is left out; did you mean {KEY!r}?"] if near else []
+    given = params[KEY]
+    if not isinstance(given, Mapping):
+        return _DEFAULTS, [f"{KEY} is {_shown(given)} and left out; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
     wrong = []
-    for name, value in said.items():
+    for name, value in given.items():
         if name not in _FIELDS:
             wrong.append(f"{KEY} has no {_shown(name)}, which is left out; {nearest(str(name), _FIELDS)}")
             continue
@@ -116,9 +116,9 @@ def _read(params: object) -> tuple[Asked, list[str]]:
             values.pop(name, None)
             served = "nothing of this request is loaded or stored" if name == "tags" else "it is left out"
             wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {served}")
-    if "tags" in said and "tags" not in values:
+    if "tags" in given and "tags" not in values:
         values.update(load=False, store=False)
-    return Asked(**values), wrong
+    return RequestOptions(**values), wrong
 
 
 def _shown(value: object) -> str:

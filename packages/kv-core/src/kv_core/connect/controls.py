@@ -1,4 +1,4 @@
-"""What one request is allowed and what is worth its while, beside the engine's settings."""
+"""What one request may load and store, over the engine's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ from kv_core.cost import Use
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """The defaults are a request that says nothing.
+    """The defaults are those of a request without options.
 
-    loads: it may be given what is held.
-    promotes: slower tiers are asked too, and it may wait for them; else only what is in the pool now counts.
-    stores: what it computes may be kept.
-    min_load_tokens: a load of fewer tokens is not worth its while; they are computed.
-    min_store_tokens: a request of fewer tokens that could be kept is not kept at all.
-    max_store_tokens: its tokens beyond these are not kept; None: all may be. A hit is a prefix, so an end is the only
-        part that can be left out without making what follows it useless.
-    use: when what is held is used; None: as the engine's settings say.
+    loads: whether held chunks may be loaded for it.
+    promotes: whether slower tiers are queried and waited for; else only what is in the pool now counts.
+    stores: whether what it computes may be stored.
+    min_load_tokens: a hit of fewer tokens is computed.
+    min_store_tokens: if fewer tokens could be stored, none are.
+    max_store_tokens: tokens beyond these are not stored; None: no limit. A hit is a prefix, so the end is the only part
+        that can be left out without making what follows it useless.
+    use: when held chunks are used; None: as the engine's settings say.
     tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same ones share chunks.
     """
 
@@ -31,12 +31,12 @@ class Controls:
     use: Use | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
 
-    def kept(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens, all that could be kept, are."""
+    def storable(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens may be stored."""
         if not self.stores or tokens < self.min_store_tokens:
             return 0
         return tokens if self.max_store_tokens is None else min(tokens, self.max_store_tokens)
 
 
 NO_CONTROLS: Final = Controls()
-"""Of a request that says nothing."""
+"""Of a request without options."""

@@ -481,4 +481,4 @@ class SchedulerHalf:
 def _kept_tokens(request: RequestTokens) -> int:
     """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
     scheduled ahead), and not kept."""
-    return request.controls.kept(min(request.keep_tokens, len(request.tokens)))
+    return request.controls.storable(min(request.keep_tokens, len(request.tokens)))

@@ -61,14 +61,14 @@ class DictService:
         costs: Costs | None = None,
     ) -> LookupPlan:
         held = [key in self.held for key in keys]
-        chunks, asked = longest_hit(held, shape), len(keys) // shape.keys_per_chunk
+        chunks, requested = longest_hit(held, shape), len(keys) // shape.keys_per_chunk
         whole = replace(shape, groups=tuple(group for group in shape.groups if group.kind == "all") or (ALL,))
-        of_whole = [group.kind == "all" for group in shape.groups for _ in range(shape.shards)] * asked
+        of_whole = [group.kind == "all" for group in shape.groups for _ in range(shape.shards)] * requested
         prefix = longest_hit(list(compress(held, of_whole)), whole) if any(of_whole) else chunks
         self.promised.pop(holder, None)
         if chunks:
             self.promised[holder] = chunks
-        ended = Ended.ALL_HELD if chunks == asked else Ended.INCOMPLETE if prefix > chunks else Ended.ABSENT
+        ended = Ended.ALL_HELD if chunks == requested else Ended.INCOMPLETE if prefix > chunks else Ended.ABSENT
         if wait_for_promotion and self.pending and ended is not Ended.ALL_HELD:
             self.pending -= 1
             ended = Ended.PENDING
@@ -214,10 +214,10 @@ class DictCopier:
 
 @dataclass(slots=True, eq=False)
 class QueuedCopy:
-    """A copy that has been asked for; nothing of it has happened until its queue has come to it.
+    """A submitted copy; nothing of it has happened until its queue has come to it.
 
     move: makes it.
-    plan: what was asked for.
+    plan: what to copy.
     is_store: off the device, rather than onto it.
     layers: how many it moves.
     """
@@ -253,13 +253,13 @@ class CopyQueue:
     then, and so as late as a device might.
 
     pending: those that have not been made.
-    waits: how often somebody has waited for one.
-    asked, before, after: called with each when it is asked for, before it is made, and when it has been.
+    waits: how often a caller has waited for one.
+    submitted, before, after: called with each copy when it is submitted, before it is made, and when it has been.
     """
 
     pending: deque[QueuedCopy] = field(default_factory=deque)
     waits: int = 0
-    asked: Callable[[QueuedCopy], None] = lambda copy: None
+    submitted: Callable[[QueuedCopy], None] = lambda copy: None
     before: Callable[[QueuedCopy], None] = lambda copy: None
     after: Callable[[QueuedCopy], None] = lambda copy: None
 
@@ -323,5 +323,5 @@ class QueuedCopier:
     ) -> QueuedCopy:
         copy = QueuedCopy(self._queue, move, plan, is_store, layers)
         self._queue.pending.append(copy)
-        self._queue.asked(copy)
+        self._queue.submitted(copy)
         return copy

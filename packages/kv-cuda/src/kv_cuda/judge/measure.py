@@ -146,7 +146,7 @@ def judge(
     """Measure each format on the text.
 
     trips: one for each format; they add up what they cost.
-    said: told what is being done, for whoever waits.
+    said: called with a line about progress.
 
     Raises:
         ConfigError: the text is too short for one window, or the model is none that can be judged.

@@ -28,7 +28,7 @@ from kv_tiers.approximate import exact_fingerprint
 from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remote, workers_of
 from kv_tiers.attach.guard import OffSwitch
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
-from kv_tiers.attach.neighbours import KeptFormat, warn_of_other_formats
+from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
@@ -174,7 +174,7 @@ class Engine(OffSwitch):
         settings: Settings,
         facts: EngineFacts,
         chunks: Format,
-        kept: KeptFormat,
+        stored: StoredFormat,
         copiers: Sequence[EngineCopier],
         *,
         share: RankShare,
@@ -194,7 +194,7 @@ class Engine(OffSwitch):
         """
         self.share = share
         if share.rank == 0:
-            warn_of_other_formats(settings, kept)
+            warn_of_other_formats(settings, stored)
         if in_process and replica is None and not settings.server.socket:
             self.cache, self._bus = open_in_process(settings, chunks)
         else:
@@ -204,7 +204,7 @@ class Engine(OffSwitch):
                     chunks,
                     engine_id=self.id,
                     rank=share.rank,
-                    facts={"rank": str(share.rank), **facts.to_text(), **kept.facts()},
+                    facts={"rank": str(share.rank), **facts.to_text(), **stored.facts()},
                     replica=replica,
                     on_new_pool=self._exchange_pool,
                 )
@@ -300,7 +300,7 @@ class Engine(OffSwitch):
         elif not isinstance(self.cache, LocalCache):
             why = "the cache is in a server"
         elif is_quantised_kind(kind):
-            why = f"chunks are kept in format {kind}"
+            why = f"chunks are stored in format {kind}"
         if why:
             _log.warning("load: %s is not used, chunks are loaded between steps: %s", self._load, why)
             return None

@@ -1,8 +1,9 @@
 """Warns of engines of another kind on the same cache that will never find what this one computed.
 
-vLLM and SGLang find each other's chunks where both keep them in the canonical format, of one length and dtype. Where
-one of them cannot, each goes on finding its own, and nothing looks wrong. So an engine says what it keeps when it
-starts, to the server that it joins or, for its tiers, in a small file of this user's; and looks who else did.
+vLLM and SGLang find each other's chunks where both store them in the canonical format, with the same chunk length and
+dtype. Where one of them cannot, each goes on finding its own, and nothing looks wrong. So at its start an engine
+registers the format that it stores, at the server that it joins or, for its tiers, in a small file of this user's, and
+compares it with those of other engines.
 """
 
 import hashlib
@@ -32,13 +33,13 @@ _LAST_S: Final = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFormat:
-    """What an engine keeps.
+class StoredFormat:
+    """The format in which an engine stores chunks.
 
-    engine: its name.
+    engine: the engine's name, such as vllm.
     model: what decides its KV beside the weights.
-    kind: of the format.
-    fingerprint: of the format; chunks are found by engines of the same one only.
+    kind: the format's kind.
+    fingerprint: the format's fingerprint; engines find chunks of the same one only.
     """
 
     engine: str
@@ -47,7 +48,7 @@ class KeptFormat:
     fingerprint: str
 
     @classmethod
-    def of(cls, model: ServedModel, kind: str, fingerprint: str) -> "KeptFormat":
+    def of(cls, model: ServedModel, kind: str, fingerprint: str) -> "StoredFormat":
         return cls(model.engine, described(model), kind, fingerprint)
 
     def facts(self) -> dict[str, str]:
@@ -56,25 +57,25 @@ class KeptFormat:
 
 
 def warn_of_other_formats(
-    settings: Settings, kept: KeptFormat, *, notes: Path | None = None, now_s: Callable[[], float] = time.time
+    settings: Settings, own: StoredFormat, *, notes: Path | None = None, now_s: Callable[[], float] = time.time
 ) -> None:
-    """Say what this engine keeps, and warn of engines of another kind that keep the same model in another format.
+    """Register what this engine stores, and warn of engines of another kind that store this model in another format.
 
     notes: the file of this user's; None for the usual one.
     """
     try:
-        for other, where in {**_at_server(settings), **_at_tiers(settings, kept, notes, now_s())}.items():
-            if other.engine != kept.engine and other.model == kept.model and other.fingerprint != kept.fingerprint:
-                _warn(kept, other, where)
+        for other, where in {**_at_server(settings), **_at_tiers(settings, own, notes, now_s())}.items():
+            if other.engine != own.engine and other.model == own.model and other.fingerprint != own.fingerprint:
+                _warn(own, other, where)
     except (KVError, OSError, ValueError) as error:
-        _log.debug("who else is there is not known: %s", error)
+        _log.debug("other engines could not be looked for: %s", error)
 
 
-def _warn(kept: KeptFormat, other: KeptFormat, where: str) -> None:
-    if "blocks" in (kept.kind, other.kind):
-        opaque = kept.engine if kept.kind == "blocks" else other.engine
+def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
+    if "blocks" in (own.kind, other.kind):
+        opaque = own.engine if own.kind == "blocks" else other.engine
         advice = (
-            f"{opaque} keeps opaque blocks, which no other kind of engine reads: see its log for why, or write "
+            f"{opaque} stores opaque blocks, which no other kind of engine reads: see its log for why, or write "
             + ("format: canonical, which says why at the start")
         )
     else:
@@ -85,12 +86,12 @@ def _warn(kept: KeptFormat, other: KeptFormat, where: str) -> None:
         other.engine,
         where,
         other.kind,
-        kept.kind,
+        own.kind,
         advice,
     )
 
 
-def _at_server(settings: Settings) -> dict[KeptFormat, str]:
+def _at_server(settings: Settings) -> dict[StoredFormat, str]:
     if not settings.server.socket:
         return {}
     stated = ask_server(Path(settings.server.socket), wire.Status())
@@ -99,41 +100,43 @@ def _at_server(settings: Settings) -> dict[KeptFormat, str]:
     for session in stated.report.sessions:
         facts = session.facts
         if "engine_kind" in facts:
-            other = KeptFormat(
+            other = StoredFormat(
                 facts["engine_kind"], facts.get("model", ""), facts.get("format_kind", ""), session.fingerprint
             )
             found[other] = f"the server at {settings.server.socket}"
     return found
 
 
-def _at_tiers(settings: Settings, kept: KeptFormat, notes: Path | None, now_s: float) -> dict[KeptFormat, str]:
+def _at_tiers(settings: Settings, own: StoredFormat, notes: Path | None, now_s: float) -> dict[StoredFormat, str]:
     directory = cache_directory()
     file = notes if notes is not None else directory / "engines.json" if directory is not None else None
     places = {} if settings.server.socket or file is None else {_place(tier): tier for tier in settings.tiers}
     if not places or file is None:
         return {}
     found = {}
-    fresh = []
+    newest = []
     for note in read_private(file) or ():
         match note:
-            case [str(place), float(at_s), {**said}] if now_s - at_s < _LAST_S:
-                other = _read(said)
+            case [str(place), float(at_s), {**given}] if now_s - at_s < _LAST_S:
+                other = _read(given)
                 if other is None:
                     continue
-                if place in places and (other.engine, other.model) == (kept.engine, kept.model):
-                    continue  # this kind of engine keeps what this one keeps, from now on
-                fresh.append(note)
+                if place in places and (other.engine, other.model) == (own.engine, own.model):
+                    continue  # superseded by this engine's own note
+                newest.append(note)
                 if place in places:
                     found[other] = _spelled(places[place])
-    fresh += [[place, now_s, asdict(kept)] for place in places]
-    write_private(file, fresh[-_MAX_NOTES:])
+    newest += [[place, now_s, asdict(own)] for place in places]
+    write_private(file, newest[-_MAX_NOTES:])
     return found
 
 
-def _read(said: Mapping[Any, Any]) -> KeptFormat | None:
+def _read(given: Mapping[Any, Any]) -> StoredFormat | None:
     names = ("engine", "model", "kind", "fingerprint")
     return (
-        KeptFormat(*(said[name] for name in names)) if all(isinstance(said.get(name), str) for name in names) else None
+        StoredFormat(*(given[name] for name in names))
+        if all(isinstance(given.get(name), str) for name in names)
+        else None
     )
 
 

@@ -80,7 +80,7 @@ def _own(path: Path) -> int:
     """
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(_RETRY_S)  # whoever tidies up has it for a moment
+            time.sleep(_RETRY_S)  # a process that tidies up holds it for a moment
         try:
             lock = _try_lock(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -104,7 +104,7 @@ def _try_lock(path: Path, flags: int) -> int | None:
         except BaseException:
             os.close(lock)
             raise
-        os.close(lock)  # removed by whoever had it, since we opened it
+        os.close(lock)  # removed by its owner since we opened it
 
 
 def _is_there(path: Path, lock: int) -> bool:

@@ -34,7 +34,7 @@ class Connection:
 
         Raises:
             TierDown: no server answers there; `NobodyListens`: because there is none.
-            ConfigError: whoever listens is another user.
+            ConfigError: the server there is another user's.
         """
         self.timeout_s = timeout_s
         self._frames = wire.Frames(wire.MAX_ANSWER_BYTES)

@@ -44,7 +44,7 @@ class ClientConnection:
     number: never another's.
     socket: which does not block.
     pid: of the client's process; 0 if that is not in sight.
-    pidfd: of the same, or -1; whoever hears that the connection is gone takes it over.
+    pidfd: of the same, or -1; taken over by the callback for lost connections.
     is_greeted: the client has said hello.
     is_ending: it gets what is unsent and no more.
     waiting: what it registered, while its cache is being opened and it is not heard.

@@ -14,7 +14,7 @@ from kv_tiers.pool.places import Places, slot_bytes_for
 
 
 class MappedPool:
-    """What `HostPool` shows to whoever copies, without giving slots away: that is the server's."""
+    """The part of `HostPool` that copiers need. Slots are given away by the server alone."""
 
     def __init__(self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int) -> None:
         """group_bytes: as of `PayloadSizes`.

@@ -125,7 +125,7 @@ class CacheServer:
         self._wake()
 
     def watch(self, descriptor: int) -> None:
-        """Stop when this descriptor ends: somebody holds the other end for as long as we are wanted."""
+        """Stop when this descriptor is closed at the other end, which lives as long as the server is wanted."""
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
@@ -144,7 +144,7 @@ class CacheServer:
             self._close()
 
     def _patience_s(self) -> float | None:
-        """How long there may be nothing to do. None: until somebody asks."""
+        """How long to wait for a request. None: without limit."""
         if self._connections.are_eager():
             return 0
         soonest = [self._orphans.patience_s(), self._connections.patience_s()]
@@ -262,9 +262,9 @@ class CacheServer:
         orphan = self._orphans.take(request.resume)
         if orphan is None:
             return
-        kept = set(request.writes) if orphan.cache is session.cache else set()
-        session.adopt({lease: write for lease, write in orphan.writes.items() if lease in kept})
-        give_up(orphan.cache, {lease: write for lease, write in orphan.writes.items() if lease not in kept})
+        adopted = set(request.writes) if orphan.cache is session.cache else set()
+        session.adopt({lease: write for lease, write in orphan.writes.items() if lease in adopted})
+        give_up(orphan.cache, {lease: write for lease, write in orphan.writes.items() if lease not in adopted})
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:

@@ -83,7 +83,7 @@ def join_server(home: Path, **options: object) -> RemoteCache:
 
 
 def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCache:
-    """A client of whoever serves at this socket."""
+    """A client of the server at this socket."""
     options.setdefault("group_bytes", (CHUNK_BYTES,))
     return RemoteCache(path, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 

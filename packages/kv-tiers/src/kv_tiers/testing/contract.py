@@ -1,6 +1,6 @@
 """Promises of `CacheService` and `EvictionPolicy`, as test classes. Inherit one, say how to make yours, and run pytest.
 
-Plain assertions on purpose: what is tested here is read by whoever writes the next cache or policy.
+Plain assertions on purpose: they are read by authors of new caches and policies.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The promises of `Tier`, as a test class. Inherit it, say how to make yours, and run pytest.
 
-Plain assertions on purpose: what is tested here is read by whoever writes the next tier.
+Plain assertions on purpose: they are read by authors of new tiers.
 """
 
 import mmap

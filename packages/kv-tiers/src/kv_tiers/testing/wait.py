@@ -15,7 +15,7 @@ def until(reached: Callable[[], object], within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < end, f"it never came to that, within {within_s:g} s"
-        time.sleep(0.002)  # so that whoever is waited for has the processor
+        time.sleep(0.002)  # so that the thread that is waited for can run
 
 
 def line(stream: IO[AnyStr] | None, within_s: float = 60.0) -> AnyStr:

@@ -50,20 +50,20 @@ class ChunkRecords:
         self._recorded = {record[1]: record[5] for record in found}
         self._next_number = found[0][0] + 1 if found else 0
         entry_of: dict[bytes | None, int] = {}
-        kept = {}
+        live = {}
         take = [_Taken(self._slot_units).take for _ in self._directories]
         for record in found:
             _, entry, key, _, _, units = record
             if key in entry_of or units == () or not take[entry % count](units):
                 self._stale.add(entry)
                 continue
-            entry_of[key], kept[entry] = entry, record
+            entry_of[key], live[entry] = entry, record
         self.wipe(())
-        number_of = {entry: record[0] for entry, record in kept.items()}
-        parent_of = {entry: entry_of.get(record[3], NO_PARENT) for entry, record in kept.items()}
-        keys = {entry: ChunkKey(record[2]) for entry, record in kept.items()}
+        number_of = {entry: record[0] for entry, record in live.items()}
+        parent_of = {entry: entry_of.get(record[3], NO_PARENT) for entry, record in live.items()}
+        keys = {entry: ChunkKey(record[2]) for entry, record in live.items()}
         for entry in slots_least_worth_first(number_of, parent_of):
-            _, _, _, parent, stored_bytes, units = kept[entry]
+            _, _, _, parent, stored_bytes, units = live[entry]
             # Its parent's own object, where that is here: half as many, and equal at a glance.
             parent_key = keys.get(parent_of[entry])
             if parent_key is None and parent is not None:

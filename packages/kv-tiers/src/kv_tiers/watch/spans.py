@@ -101,11 +101,11 @@ class Spans(Subscriber):
                 attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.refused": refused}
                 self._start(cache, "", "kv.spill", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
             case Evicted(tier, keys, cause, holder):
-                told: dict[str, _Value] = {"kv.tier": tier, "kv.chunks": len(keys), "kv.cause": cause}
+                attributes = {"kv.tier": tier, "kv.chunks": len(keys), "kv.cause": cause}
                 if cause == "promotion":  # what comes up is made room for before its lookup is answered
-                    self._request(cache, holder, at_ns).add_event("kv.evicted", told, at_ns)
+                    self._request(cache, holder, at_ns).add_event("kv.evicted", attributes, at_ns)
                 elif (span_of := self._requests.get((cache, holder))) is not None:
-                    span_of.add_event("kv.evicted", told, at_ns)
+                    span_of.add_event("kv.evicted", attributes, at_ns)
             case BlocksAllocated(holder, blocks):
                 if (span_of := self._requests.get((cache, holder))) is not None:
                     span_of.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)

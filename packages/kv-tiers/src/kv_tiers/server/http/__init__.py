@@ -1,4 +1,4 @@
-"""The server over HTTP: a page to look at, numbers for machines, and a few verbs for whoever runs it.
+"""The server over HTTP: a status page, metrics, and a few operations for operators.
 
 It lives on a thread of its own inside `kv-server`, with a loop of its own, so that nothing here delays the relay: what
 only the relay's thread may touch is asked of it between two requests (`relay`), and what takes long is a job on another

@@ -1,4 +1,4 @@
-"""How the server is: for whoever restarts it, for whoever sends it work, and for whoever looks."""
+"""The server's state: liveness and readiness probes, and a report."""
 
 import msgspec
 

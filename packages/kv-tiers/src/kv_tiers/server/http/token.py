@@ -1,4 +1,4 @@
-"""The token that whoever changes something must show: read from a file that nobody else can read, or made there."""
+"""The token that requests which change something must show: read from a private file, or made there."""
 
 import os
 import secrets
