@@ -15,7 +15,7 @@ from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import EngineFacts, engine_of, release
 from kv_tiers.attach.guard import always, guarded
 from kv_tiers.attach.identity import ServedModel
-from kv_tiers.attach.neighbours import KeptFormat
+from kv_tiers.attach.neighbours import StoredFormat
 from kv_tiers.attach.ranks import ALONE
 from kv_tiers.settings import load
 
@@ -60,7 +60,7 @@ class Connector:
             layouts=tuple(layout.name for layout in bound.layouts),
         )
         chunks = Format(bound.group_bytes, bound.fingerprint)
-        kept = KeptFormat.of(model, bound.kind, bound.fingerprint)
+        kept = StoredFormat.of(model, bound.kind, bound.fingerprint)
         self.engine.bind_worker(settings, facts, chunks, kept, bound.copiers, share=ALONE, in_process=True)
         self.worker = self.engine.start_worker()
         self.scheduler = self.engine.start_scheduler(lambda _kv_scales: model)
