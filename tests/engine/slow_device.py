@@ -55,7 +55,7 @@ class LockedQueue(CopyQueue):
             self._changed.notify_all()
 
     def note(self) -> None:
-        """Something was asked for."""
+        """A copy was submitted."""
         with self._changed:
             self._changed.notify_all()
 
@@ -81,7 +81,7 @@ class SlowDevice:
     def __init__(self, *, layerwise: bool = False) -> None:
         """layerwise: loads of layers are copies of their own."""
         self._layerwise = layerwise
-        self.queue = LockedQueue(asked=self._asked, before=self._before, after=self._after)
+        self.queue = LockedQueue(submitted=self._submitted, before=self._before, after=self._after)
         self.stores = self.late = 0
         self._pool: Any = None
         self._given: dict[int, int] = {}  # how often vLLM has given each block to a request
@@ -127,7 +127,7 @@ class SlowDevice:
     def stop(self) -> None:
         self.queue.stop()
 
-    def _asked(self, copy: QueuedCopy) -> None:
+    def _submitted(self, copy: QueuedCopy) -> None:
         if copy.is_store:
             self._arrived.difference_update(part.extent for part in copy.plan.copies)
             size = self._sizes[id(copy.move.__self__)]  # type: ignore[attr-defined]
