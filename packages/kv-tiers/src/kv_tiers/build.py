@@ -17,6 +17,7 @@ from kv_tiers.cache.spill import WriteMode
 from kv_tiers.codec import Codec
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.events.bus import Source
+from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
@@ -77,9 +78,10 @@ def build_local_cache(
         name = f"host-{os.getpid()}-{next(_NUMBERS)}"
         pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes)
     lanes: list[tuple[Lane, WriteMode]] = []
+    bounded = BoundedGroups()
     try:
         for number, options in enumerate(tiers):
-            context = TierContext(chunk_bytes, pool.slot_bytes, exact_fingerprint(fingerprint))
+            context = TierContext(chunk_bytes, pool.slot_bytes, exact_fingerprint(fingerprint), bounded)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         return LocalCache(
@@ -92,6 +94,7 @@ def build_local_cache(
             events=events,
             quotas=quotas,
             share_policy=partial(make_policy, config.policy),
+            bounded=bounded,
         )
     except BaseException:
         for lane, _ in lanes:
@@ -139,6 +142,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         codec=codec,
         find_codec=lambda name: codec_factory(name)({}, context),
         approximate=lane_config.approximate,
+        only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides by itself
         threads=lane_config.threads,
     )
     if isinstance(tier, ReadOnly):

@@ -68,7 +68,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: str = ""
     """What it is called in logs and metrics; its type where nothing is said."""
     write: Literal["through", "back", "never"] = "through"
-    """When chunks are stored there: as soon as may be, when the pool is about to evict them, or not at all."""
+    """When chunks are stored there: as soon as may be, when the pool is about to evict them, or not at all. What is not
+    stored by this cache is not removed by it either: with `never`, clearing hides the tier until the next start."""
     threads: Count = 2
     """How many calls to it may be under way at a time."""
     codec: str | dict[str, object] = ""

@@ -20,7 +20,7 @@ why.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from kv_core.extent import FileExtent
@@ -28,6 +28,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
 from kv_tiers.chunk_header import VERSION, format_id
+from kv_tiers.eviction.coverage import BoundedGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,14 @@ class TierContext:
     chunk_bytes: size of the largest chunk, and the most that a payload has.
     slot_bytes: size of the pages that hold one.
     fingerprint: what a chunk's bytes mean.
+    bounded: the groups of layers that do not need the whole prefix, as far as lookups have said so yet. For a tier that
+        chooses what leaves (`kv_tiers.eviction.coverage`).
     """
 
     chunk_bytes: int
     slot_bytes: int
     fingerprint: str
+    bounded: BoundedGroups = field(default_factory=BoundedGroups, compare=False, repr=False)
 
     @property
     def namespace(self) -> str:

@@ -62,11 +62,13 @@ class LocalCache:
         events: Source | None = None,
         quotas: Mapping[bytes, int] | None = None,
         share_policy: Callable[[int], EvictionPolicy] | None = None,
+        bounded: BoundedGroups | None = None,
     ) -> None:
         """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them.
         events: where it tells what happens; the bus stays the caller's to close.
         quotas: bytes that tenants have for themselves, by their tag; see `Administration.set_quota`.
         share_policy: makes the policy of such a tenant's share, given its size in chunks.
+        bounded: told which groups lookups do not need whole prefixes of; the tiers below read there.
 
         Raises:
             ConfigError: the quotas are more than the pool, or leases last no time.
@@ -78,7 +80,7 @@ class LocalCache:
         self._cold = ColdConfig() if cold is None else cold
         default = partial(make_policy, DEFAULT_POLICY)
         own = default if share_policy is None else share_policy
-        self._bounded = BoundedGroups()
+        self._bounded = BoundedGroups() if bounded is None else bounded
         self._costs: dict[bytes, tuple[Costs, ChunkShape]] = {}
         self._cleared_s: float | None = None
         shares = Shares(

@@ -10,7 +10,7 @@ leaves that was used longer ago.
 from collections.abc import Sequence
 
 from kv_core.coverage import ChunkShape
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, keys_in
 
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
@@ -43,6 +43,14 @@ class BoundedGroups:
 
     def has(self, key: ChunkKey) -> bool:
         return _group_of(key) in self._known
+
+    def beside(self, key: ChunkKey) -> list[ChunkKey]:
+        """What bounded groups may have of the same chunk: without what `key` names no hit can use it."""
+        shape = self._shapes.get(key.space_id)
+        if shape is None or self.has(key):
+            return []
+        groups = [group for group, coverage in enumerate(shape.groups) if coverage.kind != "all"]
+        return keys_in(key.space_id, [key.digest], groups=groups, shards=range(shape.shards), tenant=key.tenant)
 
 
 class CoveragePolicy:
@@ -93,6 +101,13 @@ class CoveragePolicy:
         if oldest is None or chosen is None:
             return chosen if oldest is None else oldest
         return oldest if self._last_use.get(oldest, 0) <= self._last_use.get(chosen, 0) else chosen
+
+    def demote(self, slots: Sequence[int]) -> None:
+        """These are of bounded groups, and what they need beside them is gone: the next to leave."""
+        for slot in slots:
+            if slot in self._is_recent:
+                self._recent.demote(slot)
+                self._last_use[slot] = 0
 
     def exclude(self, slot: int) -> None:
         (self._recent if slot in self._is_recent else self.policy).exclude(slot)

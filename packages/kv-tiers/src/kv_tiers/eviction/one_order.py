@@ -19,6 +19,11 @@ class OneOrder:
     def victim(self) -> int | None:
         return next(iter(self._oldest_first), None)
 
+    def demote(self, slot: int) -> None:
+        """Offer this one next, unless it is excluded."""
+        if slot not in self._excluded:
+            self._oldest_first.move_to_end(slot, last=False)
+
     def exclude(self, slot: int) -> None:
         del self._oldest_first[slot]
         self._excluded.add(slot)

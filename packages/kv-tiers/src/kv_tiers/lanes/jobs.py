@@ -2,7 +2,8 @@
 
 Loads and questions of presence go before discards, and discards before stores: an engine waits for the first, and
 a chunk that was reported gone must not be found. What is discarded or cleared is hidden from the call on until the tier
-has done it, and a store of it that is under way ends as if it had not begun.
+has done it, and a store of it that is under way ends as if it had not begun. Of a tier that others fill (`OnlyHidden`)
+nothing is ever removed: what is discarded or cleared is hidden for good.
 
 Nothing here locks, waits, knows the time or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
 around every call.
@@ -84,11 +85,47 @@ Submitted = Load | Ask | Store
 Job = Submitted | Discard | Clear | ClearTenant
 
 
+class OnlyHidden:
+    """What is not read any more of a tier that others fill, which stays as it is. Until this process ends.
+
+    Which chunks a tier had when it was cleared is not known, so from then on nothing there is read. More than
+    `MAX_DISCARDS` keys count as all, too.
+    """
+
+    def __init__(self) -> None:
+        self.all = False
+        self._keys: set[ChunkKey] = set()
+        self._tenants: set[bytes] = set()
+
+    def discard(self, keys: Iterable[ChunkKey]) -> None:
+        self._keys.update(keys)
+        self._bound()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        self._tenants.add(tenant)
+        self._bound()
+
+    def clear(self) -> None:
+        self.all = True
+        self._keys.clear()
+        self._tenants.clear()
+
+    def has(self, key: ChunkKey) -> bool:
+        return self.all or key in self._keys or key.tenant in self._tenants
+
+    def _bound(self) -> None:
+        if len(self._keys) + len(self._tenants) > MAX_DISCARDS:
+            self.clear()
+
+
 class Jobs:
     """Of one lane."""
 
-    def __init__(self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int) -> None:
-        """max_stores: how many may be under way at a time."""
+    def __init__(
+        self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: bool = False
+    ) -> None:
+        """max_stores: how many may be under way at a time. only_hides: nothing is ever removed from the tier."""
+        self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
         self._loads: deque[Load | Ask] = deque()
@@ -150,6 +187,9 @@ class Jobs:
         return waiting
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
+        if self._hidden is not None:
+            self._hidden.discard(keys)
+            return
         for key in keys:
             self._discards[key] = None
             for job in (*self._stores, *self._storing.values()):
@@ -158,6 +198,9 @@ class Jobs:
             self.clear()
 
     def clear(self) -> None:
+        if self._hidden is not None:
+            self._hidden.clear()
+            return
         self._clear_next = True
         self._discards.clear()
         self._tenants_to_clear.clear()
@@ -165,12 +208,17 @@ class Jobs:
             job.dropped.update(chunk.key for chunk in job.chunks)
 
     def clear_tenant(self, tenant: bytes) -> None:
+        if self._hidden is not None:
+            self._hidden.clear_tenant(tenant)
+            return
         self._tenants_to_clear[tenant] = None
         for job in (*self._stores, *self._storing.values()):
             job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
 
     def is_hidden(self, key: ChunkKey) -> bool:
         """Nobody may find it."""
+        if self._hidden is not None:
+            return self._hidden.has(key)
         return key in self._discards or key in self._discarding or self._is_being_cleared(key)
 
     def next(self) -> Job | None:

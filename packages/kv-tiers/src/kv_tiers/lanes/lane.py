@@ -81,6 +81,7 @@ class Lane:
         codec: Codec | None = None,
         find_codec: FindCodec = no_codec,
         approximate: bool = False,
+        only_hides: bool = False,
         threads: int = 2,
         max_load_chunks: int = 1024,
         max_store_chunks: int = 256,
@@ -91,6 +92,7 @@ class Lane:
     ) -> None:
         """codec, find_codec: as of `Payloads`.
         approximate: read first parts alone where chunks have them. Only for a tier that `ReadsPrefixes`.
+        only_hides: others fill this tier, so what is discarded or cleared stays there, and is not found by us any more.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
         clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
         the machine's."""
@@ -104,8 +106,12 @@ class Lane:
         self._approximate = approximate
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
-            max_load_chunks=max_load_chunks, max_store_chunks=max_store_chunks, max_stores=max(1, threads - 1)
+            max_load_chunks=max_load_chunks,
+            max_store_chunks=max_store_chunks,
+            max_stores=max(1, threads - 1),
+            only_hides=only_hides,
         )
+        self._only_hides = only_hides
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
         self._changed = threading.Condition()
@@ -162,6 +168,12 @@ class Lane:
 
     def clear(self) -> None:
         """Nobody finds anything here from now that is here now, or on its way here."""
+        if self._only_hides:
+            _log.warning(
+                "tier %s is of others (write: never), so clearing leaves it as it is; this process does not read it "
+                "any more, and a new one will: clear it where it is written",
+                self.name,
+            )
         with self._changed:
             self._jobs.clear()
             self._changed.notify()
@@ -169,7 +181,7 @@ class Lane:
     def clear_tenant(self, tenant: bytes) -> None:
         """As `clear`, for what has this tag. A tier that cannot tell tenants apart is cleared whole."""
         with self._changed:
-            if isinstance(self.tier, ClearsTenants):
+            if self._only_hides or isinstance(self.tier, ClearsTenants):
                 self._jobs.clear_tenant(tenant)
             else:
                 self._jobs.clear()

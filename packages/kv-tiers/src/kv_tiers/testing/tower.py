@@ -14,6 +14,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import Source
+from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
@@ -50,8 +51,11 @@ class Tower:
         self.clock = HandClock()
         self.tiers: list[FaultyTier] = []
         lanes: list[tuple[Lane, WriteMode]] = []
+        bounded = BoundedGroups()
         for number, mode in enumerate(modes or ("through",)):
-            dram = DramTier(HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}")
+            dram = DramTier(
+                HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}", bounded=bounded
+            )
             far = bool(remote) and remote[number]
             tier = FaultyTier(dram, holds_is_local=not far, sleep=self.clock.advance)
             self.tiers.append(tier)
@@ -60,6 +64,7 @@ class Tower:
                     Lane(
                         tier,
                         chunk_header.format_id(FINGERPRINT),
+                        only_hides=mode == "never",
                         threads=threads,
                         rest_s=0.01,
                         max_rest_s=0.02,
@@ -79,6 +84,7 @@ class Tower:
             events=events,
             quotas=quotas,
             share_policy=lambda chunks: LruPolicy(),
+            bounded=bounded,
         )
 
     def run(self) -> None:

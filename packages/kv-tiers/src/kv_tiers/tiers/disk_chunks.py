@@ -84,7 +84,9 @@ class DiskChunks:
         self._paths, self._direct, self._syncs = list(paths), direct, syncs
         self._geometry = geometry_of(context)
         self._slots_of = [-(-(slots - at) // len(paths)) for at in range(len(paths))]
-        self.index = ExtentIndex(self._slots_of, self._geometry, policy, overhead_bytes=PAGE_BYTES)
+        self.index = ExtentIndex(
+            self._slots_of, self._geometry, policy, overhead_bytes=PAGE_BYTES, bounded=context.bounded
+        )
         self._slots_ahead = min(_MAX_SLOTS_AHEAD, slots // 24) if syncs else 0
         slack_bytes = self._geometry.slot_bytes - PAGE_BYTES - context.slot_bytes
         self._filler = new_filler(min(slack_bytes, self._geometry.unit_bytes - PAGE_BYTES))

@@ -10,6 +10,7 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
+from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
@@ -45,7 +46,8 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
-    return DramTier(HostPool.anonymous("dram", context.chunk_bytes, slots), make_policy(config.policy, slots))
+    pool = HostPool.anonymous("dram", context.chunk_bytes, slots)
+    return DramTier(pool, make_policy(config.policy, slots), bounded=context.bounded)
 
 
 def _slots_for(config: DramConfig, context: TierContext) -> int:
@@ -60,12 +62,15 @@ class DramTier:
 
     holds_is_local = True
 
-    def __init__(self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram") -> None:
-        """pool: anonymous, its slots of the size that the host pool's have. The tier closes it."""
+    def __init__(
+        self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram", bounded: BoundedGroups | None = None
+    ) -> None:
+        """pool: anonymous, its slots of the size that the host pool's have. The tier closes it. bounded: as of
+        `TierContext`."""
         self.name = name
         self._pool = pool
         self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
-        self._index = ExtentIndex([pool.slots], Geometry(self._unit_bytes, _SLOT_UNITS), policy)
+        self._index = ExtentIndex([pool.slots], Geometry(self._unit_bytes, _SLOT_UNITS), policy, bounded=bounded)
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 

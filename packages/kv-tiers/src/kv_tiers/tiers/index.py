@@ -3,7 +3,8 @@
 The life table, leases and policies are the host tier's own (`kv_tiers.index.residency`). This adds what a tier has to
 itself: a lock, free room, and the prompt that a chunk belongs to. The host tier sees whole prompts at every
 lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
-before their tails.
+before their tails. Windows and states age alone (`kv_tiers.eviction.coverage`), and each is the next to leave once the
+chunk of its prefix has left.
 
 A chunk has an *entry*, a number that stands for it, and an *extent*, the units where its payload is. A tier may have
 several media (directories): entry e is medium e % n's, and its units are too.
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from kv_core.keys import ChunkKey
 
+from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.residency import Residency
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
@@ -40,16 +42,25 @@ class ExtentIndex:
     """Safe to call from any thread. Nothing waits under its lock and no byte of a chunk is touched."""
 
     def __init__(
-        self, slots: Sequence[int], geometry: Geometry, policy: EvictionPolicy, *, overhead_bytes: int = 0
+        self,
+        slots: Sequence[int],
+        geometry: Geometry,
+        policy: EvictionPolicy,
+        *,
+        overhead_bytes: int = 0,
+        bounded: BoundedGroups | None = None,
     ) -> None:
-        """slots: of each medium. overhead_bytes: what the medium keeps with each payload."""
+        """slots: of each medium. overhead_bytes: what the medium keeps with each payload.
+        bounded: as of `TierContext`."""
         self.slots = sum(slots)
         self._media = len(slots)
         self._geometry, self._overhead_bytes = geometry, overhead_bytes
         self._lock = threading.Lock()
         self._let_go = threading.Condition(self._lock)
         entries = CHUNKS_A_SLOT * max(slots) * len(slots)
-        self._residency = Residency(entries, policy)
+        self._bounded = BoundedGroups() if bounded is None else bounded
+        self._policy = CoveragePolicy(policy, self._bounded)
+        self._residency = Residency(entries, self._policy)
         self._parents: list[ChunkKey | None] = [None] * entries
         self._stored_bytes = array("q", bytes(8 * entries))
         self._units: list[PackedUnits] = [0] * entries
@@ -193,7 +204,8 @@ class ExtentIndex:
             wanted = free_slots * self._geometry.slot_units
             missing = wanted - sum(space.free_units for space in self._spaces)
             protected = set(self._entries_above(parent)) if missing > 0 else set()
-            while missing > 0 and (entry := next(iter(self._residency.evict(1, protected, skipped)), None)) is not None:
+            while missing > 0 and (entry := self._residency.victim(protected, skipped)) is not None:
+                self._empty(entry)
                 missing -= len(self.extent(entry).units)
                 # Taken last: whatever must happen to it first gets the time for it.
                 self._free(entry, last=True)
@@ -285,13 +297,20 @@ class ExtentIndex:
             victim = self._residency.victim(protected, skipped)
             if victim is None:
                 return None
-            self._residency.empty(victim)
+            self._empty(victim)
             evicted.append(victim)
             first = self._units[victim]
             if units == self._geometry.slot_units and isinstance(first, int):
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
                 return Place(key, victim, Extent(range(first, first + units), stored_bytes))
             self._free(victim)
+
+    def _empty(self, entry: int) -> None:
+        """Evict this one."""
+        key = self._residency.empty(entry)
+        if self._bounded:
+            beside = map(self._residency.find, self._bounded.beside(key))
+            self._policy.demote([found for found in beside if found is not None])
 
     def _entry(self, medium: int) -> int | None:
         free = self._free_entries[medium]
@@ -309,8 +328,11 @@ class ExtentIndex:
         self._free_entries[medium].append(number)
 
     def _entries_above(self, key: ChunkKey | None) -> list[int]:
-        """The entries of this chunk and its ancestors as far as they are here, from the prompt's first."""
+        """The entries of this chunk and its ancestors as far as they are here and it needs them, from the prompt's
+        first."""
         above: list[int] = []
+        if key is not None and self._bounded.has(key):
+            return above
         while key is not None and (entry := self._residency.find(key)) is not None and len(above) < len(self._parents):
             above.append(entry)
             key = self._parents[entry]
