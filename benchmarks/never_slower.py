@@ -2,8 +2,9 @@
 
 `unique`: prompts that never come again, so every store is for nothing. `1.8 ×`: prompts in turn whose chunks take 1.8
 times the host tier, so that least-recently-used never hits. `1.8 × on disk`: the same with a disk tier below, stored
-eagerly. `linker`: SGLang's external linker in place of HiCache's storage. Value and limit are seconds a request, with
-us and without.
+eagerly. `linker`: SGLang's external linker in place of HiCache's storage; a second pair of rows compares it with a
+linker that stores nothing, as any linker costs SGLang time of its own. Value and limit are seconds a request, with us
+and without.
 
 `--throttled [BANDWIDTH …]`: the same prompts over a disk that brings only so many bytes in a second, with `use: auto`.
 The limit is the better of the engine without us and of `use: always`, which loads and waits for whatever is held.
@@ -53,8 +54,19 @@ def serve(engine: str, model: str, way: str, cache: dict[str, Any] | None) -> No
         running = _engines.vllm(model, cache)
         _child.serve(lambda asked: _engines.ask_vllm(running, asked, NEW_TOKENS)[0])
         return
+    arguments: dict[str, Any] = {}
+    if way == "null linker":
+        arguments["enable_unified_cache_external_linker"] = True
+        arguments["unified_cache_external_linker_backend"] = "dynamic"
+        arguments["unified_cache_external_linker_config"] = {
+            "linker": "NullLinker",
+            "linker_module_path": "_null_linker",
+            "linker_extra_config": {},
+        }
     # So little memory of its own that prompts in turn find nothing there; HiCache has twice as much on the host.
-    running = _engines.sglang(model, cache, page_tokens=PAGE_TOKENS, linker=way == "linker", max_total_tokens=2048)
+    running = _engines.sglang(
+        model, cache, page_tokens=PAGE_TOKENS, linker=way == "linker", max_total_tokens=2048, **arguments
+    )
     _child.serve(lambda asked: _engines.ask_sglang(running, asked, NEW_TOKENS))
     running.shutdown()
 
@@ -68,7 +80,8 @@ def one_start(
 ) -> tuple[list[float], int]:
     """Seconds of each request to an engine that is started for them, and tokens that were found."""
     environ = _engines.ENVIRON | _engines.threads_environ(threads)
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(model).parent), os.environ.get("PYTHONPATH"))))
+    folders = (str(Path(model).parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     child = Child(__file__, [engine, model, way, json.dumps(cache)], environ)
     try:
         for warm_up in (9001, 9002, 9003):
@@ -103,17 +116,19 @@ def rows(
     chosen: argparse.Namespace,
 ) -> list[Row]:
     """disk: what a start with us leaves there is removed, so that the next begins with nothing."""
-    mine: list[float] = []
-    theirs: list[float] = []
+    ways = {"without": ("", None), "with us": (way, cache)}
+    if way == "linker":
+        ways["null linker"] = ("null linker", None)
+    seconds: dict[str, list[float]] = {label: [] for label in ways}
     for start in range(chosen.starts):
-        for with_us in (start % 2 == 1, start % 2 == 0):
-            label = f"{name}, start {start + 1}, {'with us' if with_us else 'without'}"
-            seconds, _ = one_start(
-                label, engine, way if with_us else "", cache if with_us else None, numbers, model, chosen.threads
-            )
-            (mine if with_us else theirs).extend(seconds)
+        for label in list(ways)[:: 1 if start % 2 == 0 else -1]:
+            label_of_start = f"{name}, start {start + 1}, {label}"
+            seconds[label] += one_start(label_of_start, engine, *ways[label], numbers, model, chosen.threads)[0]
             shutil.rmtree(disk, ignore_errors=True)
-    return compared(name, mine, [theirs])
+    made = compared(name, seconds["with us"], [seconds["without"]])
+    if way == "linker":
+        made += compared(f"{name}, beside one that stores nothing", seconds["with us"], [seconds["null linker"]])
+    return made
 
 
 def compared(name: str, mine: list[float], others: list[list[float]]) -> list[Row]:
@@ -158,6 +173,7 @@ def main() -> int:
     asked = parser(__doc__.split("\n\n")[0])
     asked.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     asked.add_argument("--rounds", type=int, default=ROUNDS, help="how often the working set is asked for (default: 4)")
+    asked.add_argument("--only", nargs="+", metavar="NAME", help="rows whose names begin so (default: all)")
     asked.add_argument("--starts", type=int, default=2, help="how often each engine is started (default: 2)")
     asked.add_argument(
         "--throttled",
@@ -198,6 +214,10 @@ def main() -> int:
         ]
         if chosen.engine == "sglang":
             runs.append(("linker, unique", "linker", {"host": host}, unique))
+        if chosen.only:
+            runs = [run for run in runs if run[0].startswith(tuple(chosen.only))]
+            if not runs:
+                asked.error(f"no row begins with {' or '.join(chosen.only)}")
         if chosen.throttled is not None:
             offer(Path(scratch))
             return report(throttled_rows(chosen.engine, host, turns, model, directory, chosen), chosen.json)
