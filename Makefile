@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-serve bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-serve bench-handover bench-peer \
   format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -103,6 +103,12 @@ bench-serve: ## servers over HTTP with a trained model, by the engines' own clie
 	@scripts/setup.sh clients
 	@model="$$(scripts/setup.sh smollm2 | tail -n 1)" && $(WORKSPACE)/python benchmarks/serve.py --model "$$model" \
 	  --engine $(DEMO_ENGINES) $(if $(PLOT),--plot $(PLOT)) $(if $(QUICK),--quick) $(if $(JSON),--json)
+
+bench-handover: ## the time to the first token where one engine computes and another decodes, beside vLLM's NixlConnector (JSON=1; QUICK=1; MODEL=smollm2)
+	@scripts/setup.sh vllm
+	@scripts/setup.sh nixl || true
+	@model="$(if $(filter smollm2,$(MODEL)),$$(scripts/setup.sh smollm2 | tail -n 1))" && \
+	  $(VLLM)/python benchmarks/handover.py --model "$$model" $(if $(QUICK),--quick) $(if $(JSON),--json)
 
 bench-peer: ## side by side with LMCache, which is installed into an environment of its own (JSON=1)
 	@scripts/setup.sh workspace

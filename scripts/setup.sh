@@ -7,6 +7,7 @@
 #   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
 #   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
+#   scripts/setup.sh nixl         what vLLM's NixlConnector needs, some 340 MB, for `make bench-handover`
 #   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
@@ -115,6 +116,11 @@ sglang)
   ;;
 lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
 clients) .venvs/vllm/bin/python -c 'import pandas' 2>/dev/null || "$uv" pip install --quiet --python .venvs/vllm/bin/python 'pandas>=2,<4' ;;
+nixl)
+  # Without the CUDA that its wheel of that name wants; what it moves bytes with is in there.
+  .venvs/vllm/bin/python -c 'import nixl' 2>/dev/null ||
+    "$uv" pip install --quiet --python .venvs/vllm/bin/python --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
+  ;;
 dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
 trained) write_trained 'SmolLM2 135M'; write_trained 'Gemma 3 270M' ;;
 smollm2)
@@ -127,5 +133,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl or browser"; exit 2 ;;
 esac

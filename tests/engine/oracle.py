@@ -145,6 +145,8 @@ class Oracle:
         self.generated: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
         self.errors: set[str] = set()
+        self.answers: dict[str, dict[str, Any]] = {}
+        """By request, the `kv_transfer_params` that its proxy gets."""
         self._pending: deque[tuple[Any, list[Work]]] = deque()
 
     @property
@@ -157,10 +159,12 @@ class Oracle:
         prompt: list[int],
         new_tokens: int = 4,
         asked: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """asked: what the request says to us (`kv_vllm.controls`)."""
-        said = None if asked is None else {"kv_transfer_params": {"kv_tiers": asked}}
+        """asked: what the request says to us (`kv_vllm.controls`). params: its `kv_transfer_params` besides."""
+        given = (params or {}) | ({} if asked is None else {"kv_tiers": asked})
+        said = {"kv_transfer_params": given} if given else None
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, extra_args=said)
         hasher = getattr(self, "_block_hasher", None)
         if hasher is None and self.vllm_config.cache_config.enable_prefix_caching:
@@ -241,6 +245,8 @@ class Oracle:
                 for entry in outputs.outputs:
                     if entry.request_id in self.generated:
                         self.generated[entry.request_id] += entry.new_token_ids
+                        if entry.kv_transfer_params is not None:
+                            self.answers[entry.request_id] = entry.kv_transfer_params
                         if entry.finish_reason is not None and str(entry.finish_reason) == "error":
                             self.errors.add(entry.request_id)
 
@@ -327,10 +333,17 @@ class Oracle:
             assert torch.equal(keys[seen], wanted[seen]), f"wrong K: {where}"
             assert torch.equal(values[seen], -wanted[seen]), f"wrong V: {where}"
 
-    def ask(self, request_id: str, prompt: list[int], new_tokens: int = 4, asked: dict[str, Any] | None = None) -> int:
+    def ask(
+        self,
+        request_id: str,
+        prompt: list[int],
+        new_tokens: int = 4,
+        asked: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> int:
         """Run one request to its end and check what it generated; how many tokens it loaded."""
         before = self.loaded
-        self.submit(request_id, prompt, new_tokens, asked)
+        self.submit(request_id, prompt, new_tokens, asked, params)
         self.run()
         assert self.generated[request_id] == self.expected_tokens(request_id, len(prompt), new_tokens)
         return self.loaded - before

@@ -89,6 +89,18 @@ def test_hits_are_counted_by_the_tier_that_they_came_from(engine: Engine) -> Non
     assert since["hit_tokens[host]"] == since["vllm:prompt_tokens_cached_by_source[host]"] == 0
 
 
+def test_hand_overs_are_counted(engine: Engine) -> None:
+    def ask(prompt: list[int], **params: object) -> None:
+        engine.ask([prompt], 1, extra_args={"kv_transfer_params": params})
+
+    since = Since(engine)
+    ask(PROMPTS[5], do_remote_decode=True)
+    assert (since["handovers_given"], since["handovers_taken"]) == (1, 0)
+    ask(PROMPTS[5], do_remote_prefill=True, remote_num_tokens=len(PROMPTS[5]))
+    ask([7] * 300, do_remote_prefill=True, remote_num_tokens=300)
+    assert (since["handovers_given"], since["handovers_taken"], since["handovers_late"]) == (1, 2, 1)
+
+
 def test_a_load_that_fails_is_counted_and_its_tokens_are_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     (inner,) = engines().values()
     engine.ask([PROMPTS[0]])

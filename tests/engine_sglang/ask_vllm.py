@@ -1,6 +1,7 @@
 """Real vLLM, asked in an environment of its own: one JSON object in, one line of JSON out.
 
-In: model, prompts, new_tokens, cache (our extra config, or null). Out: tokens and hits of each prompt.
+In: model, prompts, new_tokens, cache (our extra config, or null), params (of each prompt what a proxy says, or null).
+Out: tokens and hits of each prompt.
 """
 
 import json
@@ -36,9 +37,15 @@ def main() -> None:
         disable_log_stats=True,
         kv_transfer_config=transfer,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=asked["new_tokens"], detokenize=False, ignore_eos=True)
     answers = []
-    for prompt in asked["prompts"]:
+    for prompt, params in zip(asked["prompts"], asked["params"] or [None] * len(asked["prompts"]), strict=True):
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=asked["new_tokens"],
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
         (output,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
         answers.append({"tokens": list(output.outputs[0].token_ids), "hits": output.num_cached_tokens or 0})
     print(MARK + json.dumps(answers), flush=True)

@@ -29,15 +29,19 @@ pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed
 
 
 def run_vllm(
-    model: str, numbers: list[int], cache: dict[str, Any] | None
+    model: str, numbers: list[int], cache: dict[str, Any] | None, params: list[dict[str, Any]] | None = None
 ) -> tuple[list[tuple[int, ...]], list[int], str]:
-    """The tokens of each answer, the hits of each prompt, and what vLLM logged."""
+    """The tokens of each answer, the hits of each prompt, and what vLLM logged. params: each's `kv_transfer_params`."""
     asked = {"model": model, "prompts": [PROMPTS[number] for number in numbers], "new_tokens": NEW_TOKENS}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     # Without SGLang's stand-ins.
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if "standins" not in path]
     ran = subprocess.run(
-        [str(VLLM), str(Path(__file__).with_name("ask_vllm.py")), json.dumps(asked | {"cache": cache})],
+        [
+            str(VLLM),
+            str(Path(__file__).with_name("ask_vllm.py")),
+            json.dumps(asked | {"cache": cache, "params": params}),
+        ],
         capture_output=True,
         text=True,
         env=environ | {"PYTHONPATH": os.pathsep.join(paths)},

@@ -138,13 +138,17 @@ class CacheService(Protocol):
     def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
         """Lease exactly these chunks for reading, on a lease of their own beside the holder's promise."""
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
 
         keys: of one group and shard, the whole chain from the prompt's first chunk; of a group that does not need the
         whole prefix, what of it the engine has. Chunks already held are touched, and never evicted to make room for
         their own descendants. A write lease does not expire by time: a writer that lives may still be
         writing. It ends by `commit`, `release`, or with its holder.
+
+        hold_s: what of the chain is held, and what this lease commits, stays in the pool for so long or until it has
+            been read once, whatever becomes of the holder: another engine was told of it. All that is kept so is half
+            of the pool at most; beyond that chunks may leave like any other.
         """
 
     def commit(self, lease: WriteLease) -> None:

@@ -40,6 +40,19 @@ class TransferPlan:
             chunks.setdefault(copy.extent, []).append(copy)
         return chunks
 
+    def repeated(self) -> "TransferPlan":
+        """Of a plan that gathers the first tokens of one chunk: the same, with the rest of the chunk filled by the
+        same tokens again and again. So nothing in the chunk is of another request."""
+        copies = list(self.copies)
+        step = filled = self.tokens
+        while filled < self.chunk_tokens:
+            for copy in self.copies:
+                first = filled + copy.first_token
+                if (tokens := min(copy.tokens, self.chunk_tokens - first)) > 0:
+                    copies.append(Copy(copy.extent, first, copy.first_slot, tokens))
+            filled += step
+        return TransferPlan(tuple(copies), self.chunk_tokens)
+
 
 def plan_transfer(
     extents: Sequence[HostExtent],

@@ -95,6 +95,17 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How long closing waits for what is still to be stored below."""
 
 
+class HandoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Prompts that one engine computes and another goes on with (docs/disaggregated.md). vLLM only."""
+
+    hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
+    """How long what was computed for another engine stays in the pool, unless it has been read before. 0: it may leave
+    like any other chunk. All of it together is half of the pool at most."""
+    wait_s: Seconds = 1.0
+    """How long a request waits for what the other engine is still storing, and never for longer than computing it is
+    estimated to take. What has not come by then is computed. 0: never waits."""
+
+
 class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `use: auto` goes by, beside what it measures."""
 

@@ -27,6 +27,7 @@ from kv_tiers.config import (
     ColdConfig,
     CostConfig,
     Count,
+    HandoverConfig,
     HostConfig,
     HttpConfig,
     JudgeConfig,
@@ -87,6 +88,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     a third party's), name, write (through, back or never) and threads, and the options of the type."""
     cold: ColdConfig = ColdConfig()
     cost: CostConfig = CostConfig()
+    handover: HandoverConfig = HandoverConfig()
     tenants: list[dict[str, Any]] = []
     """Who has a part of the pool alone: of each a name, one of salt_file (0600), salt and tag, and quota_bytes. The
     salt is the cache_salt that the tenant's requests carry."""

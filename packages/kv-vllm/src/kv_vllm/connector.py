@@ -39,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_worker
+from kv_vllm.handover import answer_to_proxy
 from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
@@ -405,8 +406,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # Computed now: vLLM has it before others whose loads have ended, and would wait with a second load of
                 # it for the very blocks that they hold.
                 request, tokens = self._requests[request_id]
-                controls = replace(tokens.controls, loads=False)
-                self._requests[request_id] = (request, replace(tokens, controls=controls))
+                self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"the last {in_a_row} loads have failed, one after another")
 
@@ -421,8 +421,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if known is None:
             weights = self._engine.weights
             adapter = weights.adapter if isinstance(weights, Weights) else None
-            tokens = request_tokens(request, self._settings, adapter_identity=adapter)
-            if tokens is None:
+            if (tokens := request_tokens(request, self._settings, adapter_identity=adapter)) is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]
@@ -478,13 +477,15 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         self._promised.forget(request.request_id)
+        half, settings = self._scheduler, self._settings
+        answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:
             # vLLM's API server kills this process without a chance for last words, so they come when it falls idle.
             self._engine.log_summary()
             self._summary_at_s = time.monotonic() + _SUMMARY_EVERY_S
-        return False, None
+        return False, answer
 
     @guarded(always(None))
     def _reset(self) -> None:

@@ -72,7 +72,8 @@ class ChunkEvents:
         """Look at what a step will load and store. request_of: vLLM's request of this name; None: it has gone."""
         for store in plan.stores:
             if (request := request_of(store.request_id)) is not None:
-                for chunk, digest in enumerate(store.digests):
+                # Nobody but the engine that a prompt is handed over to finds its partial chunk.
+                for chunk, digest in enumerate(store.digests[: -1 if store.tail_tokens else None]):
                     keys = self._keys(plan.space_id, store.tenant, digest)
                     if keys and (name := _id_of(keys[0])) not in self._announced and name not in self._expected:
                         self._expect(name, self._events_of(request, chunk), keys)

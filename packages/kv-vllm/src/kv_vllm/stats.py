@@ -49,6 +49,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "states_refused": Figure("counter", "States of linear layers that were not worth their room."),
     "stores_failed": Figure("counter", "Stores that were given up."),
     "dropped_chunks": Figure("counter", "Chunks that were not stored as too many bytes were on their way already."),
+    "handovers_given": Figure("counter", "Requests whose prompt was stored for another engine to go on with."),
+    "handovers_taken": Figure("counter", "Requests whose prompt another engine had computed, as their proxy said."),
+    "handovers_late": Figure("counter", "Requests of these that lacked some of it in the end, and computed it."),
     "pool_used_bytes": Figure("gauge", "What of the pool holds chunks or is promised to them."),
     "pool_bytes": Figure("gauge", "How large the pool is."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
@@ -136,6 +139,9 @@ class SchedulerFigures:
             "loads_failed": counts.loads_failed,
             "loads_refused": counts.loads_refused,
             "states_refused": counts.states_refused,
+            "handovers_given": counts.handovers_given,
+            "handovers_taken": counts.handovers_taken,
+            "handovers_late": counts.handovers_late,
         }
 
     def _pool(self) -> dict[str, int]:

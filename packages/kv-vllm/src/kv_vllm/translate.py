@@ -10,6 +10,7 @@ from kv_tiers.attach.identity import ServedModel
 from kv_tiers.settings import Settings
 
 from kv_vllm.controls import chosen
+from kv_vllm.handover import with_handover
 from kv_vllm.parallel import draft_model
 
 
@@ -45,7 +46,7 @@ def request_tokens(
         salt=request.cache_salt or None,
         lora=adapter,
         items=tuple(_items(request.mm_features)),
-        controls=own.controls,
+        controls=with_handover(own.controls, request.kv_transfer_params, request.num_prompt_tokens),
     )
 
 

@@ -19,6 +19,9 @@ class Controls:
     max_store_tokens: tokens beyond these are not stored; None: no limit. A hit is a prefix, so the end is the only part
         that can be left out without making what follows it useless.
     use: when held chunks are used; None: as the engine's settings say.
+    hands_over_tokens: another engine goes on after so many tokens of the prompt (`kv_core.connect.handover`): they are
+        stored with the last, partial chunk, and stay in the pool until they are read. 0: no other engine does.
+    awaits_tokens: another engine stores so many tokens of the prompt at this moment. 0: none does.
     tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same ones share chunks.
     """
 
@@ -29,6 +32,8 @@ class Controls:
     min_store_tokens: int = 0
     max_store_tokens: int | None = None
     use: Use | None = None
+    hands_over_tokens: int = 0
+    awaits_tokens: int = 0
     tags: Mapping[str, str] = field(default_factory=dict)
 
     def storable(self, tokens: int) -> int:

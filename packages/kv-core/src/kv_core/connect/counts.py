@@ -20,6 +20,9 @@ class SchedulerCounts:
     loads_failed_in_a_row: the last so many ended so.
     loads_refused: whose allocation did not add up.
     stores: steps of requests that had something to store.
+    handovers_given: requests whose prompt was stored for another engine.
+    handovers_taken: requests that were told of what another engine stores.
+    handovers_late: of those, that waited for some of it in vain, and computed it.
     states_refused: states that the engine handed over and that were not worth their room.
     """
 
@@ -37,4 +40,7 @@ class SchedulerCounts:
     loads_failed_in_a_row: int = 0
     loads_refused: int = 0
     stores: int = 0
+    handovers_given: int = 0
+    handovers_taken: int = 0
+    handovers_late: int = 0
     states_refused: int = 0

@@ -28,6 +28,12 @@ class RequestTokens:
     items: tuple[Item, ...] = ()
     controls: Controls = NO_CONTROLS
 
+    @property
+    def kept_tokens(self) -> int:
+        """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
+        scheduled ahead), and not kept."""
+        return self.controls.storable(min(self.keep_tokens, len(self.tokens)))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineState:

@@ -5,12 +5,13 @@ is a delta over what the engine holds itself, and it is leased from the moment i
 declines, is preempted, aborted or finished. All of an engine's differences are in the caller.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kv_core.clock import HandClock
 from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.counts import SchedulerCounts
 from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.handover import HandOvers
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.layerwise import LayerwiseRule
 from kv_core.connect.request import HOLDING, Event, Phase, advance
@@ -35,10 +36,12 @@ class SchedulerHalf:
         name: str,
         costs: EngineCosts | None = None,
         layerwise: LayerwiseRule | None = None,
+        handovers: HandOvers | None = None,
     ) -> None:
         """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
         takes; without them whatever is held is loaded. layerwise: which loads run in a step; None: none do. It is for
-        one group of layers that needs the whole prefix, and one shard."""
+        one group of layers that needs the whole prefix, and one shard. handovers: None: no request waits for
+        another engine, and nothing is kept for one."""
         self._service = service
         self._shape = shape
         self._space = shape.space
@@ -52,6 +55,7 @@ class SchedulerHalf:
         self._admission = StateAdmission()
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
         self._layerwise = layerwise
+        self._handovers = handovers or HandOvers(shape, HandClock())
         self._filling = 0
         self.costs = costs
         self.counts = SchedulerCounts()
@@ -86,6 +90,8 @@ class SchedulerHalf:
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
         may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
         if may_load and in_whole_blocks:
+            if self._handovers.is_early(tracked):
+                return None
             if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
                 self._drop_layerwise(tracked)
                 if tracked.phase is Phase.RUNNING:
@@ -93,12 +99,14 @@ class SchedulerHalf:
                 plan = self._look_up(request, tracked, usable, computed_tokens)
                 tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
-                if plan.ended is Ended.PENDING:
+                if plan.ended is Ended.PENDING or self._handovers.awaits(request, tracked, self.costs):
                     self._move(request.request_id, tracked, Event.PEND)
+                    if tracked.awaited is not None:  # lower tiers are asked again only by a lookup that begins anew
+                        self._service.end(self._holder(request.request_id))
                     return None
                 tracked.may_wait = False
                 tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
-                self._count_lookup(tracked, usable)
+                self._count_lookup(request, tracked, usable)
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
             offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens if tracked.pays else 0
@@ -167,7 +175,7 @@ class SchedulerHalf:
             LoadStep(
                 request_id,
                 first_chunk,
-                tuple(tracked.keys.digests[first_chunk:last_chunk]),
+                tracked.digests(first_chunk, last_chunk),
                 tracked.tenant,
                 tuple(tuple(table) for table in blocks),
                 first,
@@ -184,15 +192,7 @@ class SchedulerHalf:
     def sources(self, request_id: str) -> dict[str, int]:
         """How many of the tokens that were offered last come from each tier: of a chunk, the slowest of its parts'."""
         tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return {}
-        chunk_tokens = self._shape.chunk_tokens
-        first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
-        tokens: Counter[str] = Counter()
-        for chunk in range(first // chunk_tokens, min(-(-last // chunk_tokens), len(tracked.tiers))):
-            start = chunk * chunk_tokens
-            tokens[tracked.tiers[chunk]] += min(last, start + chunk_tokens) - max(first, start)
-        return dict(tokens)
+        return {} if tracked is None else tracked.offered_by_tier(self._shape.chunk_tokens)
 
     def junction(self, request_id: str) -> int:
         """The boundary, in tokens, up to which others have computed this prompt as well, while the state that a hit
@@ -203,6 +203,8 @@ class SchedulerHalf:
     def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
         """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
         tracked = self._tracked.get(request.request_id)
+        if self._handovers.tail_to_store(request, tracked, computed_tokens):
+            return self._space is not None
         wanted = 1 if tracked is None else tracked.stored_chunks + 1
         if min(computed_tokens, request.keep_tokens) < wanted * self._shape.scheme.chunk_tokens or self._space is None:
             return False  # nearly always: this is asked of every request in every step
@@ -234,7 +236,7 @@ class SchedulerHalf:
         for request_id in failed:
             self.counts.loads_failed += 1
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.stored_chunks = 0  # what could not be loaded will be computed, and is worth storing again
+                tracked.store_again()  # what could not be loaded will be computed, and is worth storing again
         for request_id in finished:
             if self.costs is not None:
                 self.costs.load_ended(request_id, failed=request_id in failed)
@@ -242,6 +244,13 @@ class SchedulerHalf:
             if tracked is not None and tracked.phase in (Phase.LOADING, Phase.FILLING, Phase.DRAINING):
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
+
+    def given_tokens(self, request_id: str) -> int:
+        """How many of its leading tokens another engine can load: they are stored, or on their way to the pool."""
+        tracked = self._tracked.get(request_id)
+        tokens = 0 if tracked is None or tracked.mixed else self._handovers.given_tokens(tracked)
+        self.counts.handovers_given += tokens > 0
+        return tokens
 
     def finished(self, request_id: str) -> None:
         """The engine is done with the request: finished, aborted or failed. Idempotent."""
@@ -278,7 +287,8 @@ class SchedulerHalf:
         self._refused += [load.request_id for load in self._loads if not load.extents]
         self._loads = [load for load in self._loads if load.extents]
         for request_id, tracked in self._tracked.items():
-            tracked.stored_chunks = tracked.offered_tokens = 0
+            tracked.store_again()
+            tracked.offered_tokens = 0
             # One that waits has blocks all the same, if a load has filled some.
             fresh = tracked.phase is Phase.WAITING and not tracked.has_loaded
             tracked.mixed = not (fresh or tracked.phase in (Phase.PENDING, Phase.PROMISED))
@@ -296,7 +306,7 @@ class SchedulerHalf:
             self._engine_has_old_blocks = False
         self._service.clear()
         for request_id, tracked in self._tracked.items():
-            tracked.stored_chunks = 0
+            tracked.store_again()
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
                 # The next question finds no promise to renew and looks up anew.
                 self._service.end(self._holder(request_id))
@@ -349,12 +359,17 @@ class SchedulerHalf:
         shape = self._shape
         return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
 
+    def _named(self, tracked: Tracked) -> list[ChunkKey]:
+        """The keys of its chunks, with the partial one that another engine hands over."""
+        return [*tracked.chunk_keys, *self._keys(tracked, [tracked.tail])] if tracked.tail else tracked.chunk_keys
+
     def _rename(self, tracked: Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
         self._hash_up_to(request, tracked, len(request.tokens))
-        keys, shape = tracked.chunk_keys, self._shape.chunk
+        tracked.tail = self._handovers.tail_to_load(request, tracked)
+        keys, shape = self._named(tracked), self._shape.chunk
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
@@ -379,7 +394,7 @@ class SchedulerHalf:
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
         if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
             return None
-        keys = tracked.chunk_keys[first // chunk_tokens : -(-last // chunk_tokens)]
+        keys = self._named(tracked)[first // chunk_tokens : -(-last // chunk_tokens)]
         lease = self._service.load(keys, self._holder(request.request_id))
         if isinstance(lease, ReadLease) and rule.prepare(lease.extents):
             return lease
@@ -402,9 +417,12 @@ class SchedulerHalf:
             self._service.release(tracked.layerwise)
             tracked.layerwise = None
 
-    def _count_lookup(self, tracked: Tracked, usable: int) -> None:
+    def _count_lookup(self, request: RequestTokens, tracked: Tracked, usable: int) -> None:
         if not tracked.is_counted:
             tracked.is_counted = True
+            if request.controls.awaits_tokens:
+                self.counts.handovers_taken += 1
+                self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
             self.counts.tokens_asked += usable
             hit = min(tracked.promised_chunks * self._shape.chunk_tokens, usable)
@@ -414,7 +432,7 @@ class SchedulerHalf:
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         if not self._shape.stores:
             return 0
-        return min(computed_tokens, _kept_tokens(request)) // self._shape.chunk_tokens
+        return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens
 
     def _store(self, entry: Scheduled) -> StoreStep | None:
         request = entry.request
@@ -428,10 +446,16 @@ class SchedulerHalf:
             for state in entry.states
             if 0 < state.boundary <= chunks * chunk_tokens and state.boundary % chunk_tokens == 0
         }
-        if chunks <= tracked.stored_chunks and not boundaries:
+        tail_tokens = self._handovers.tail_to_store(request, tracked, entry.computed_tokens)
+        if chunks <= tracked.stored_chunks and not boundaries and not tail_tokens:
             return None
-        self._hash_up_to(request, tracked, chunks * chunk_tokens)
-        tracked.stored_chunks = chunks
+        self._hash_up_to(request, tracked, chunks * chunk_tokens + tail_tokens)
+        digests = tuple(tracked.keys.digests[:chunks])
+        if tail_tokens and (tail := tracked.keys.tail_digest()) and tracked.keys.tokens == entry.computed_tokens:
+            digests = (*digests, tail)
+        else:
+            tail_tokens = 0  # or it has generated more meanwhile
+        tracked.stored_chunks, tracked.stored_tail_tokens = chunks, tail_tokens
         admitted = {boundary for boundary in boundaries if self._admits(request, tracked, boundary)}
         states = tuple(
             StateBlock(state.table, state.block, state.boundary // chunk_tokens - 1)
@@ -441,23 +465,21 @@ class SchedulerHalf:
         self.counts.stores += 1
         return StoreStep(
             request.request_id,
-            tuple(tracked.keys.digests[:chunks]),
+            digests,
             tracked.tenant,
             tuple(
-                tuple(table[: chunks * chunk_tokens // block_tokens]) if block_tokens else ()
+                tuple(table[: -(-(chunks * chunk_tokens + tail_tokens) // block_tokens)]) if block_tokens else ()
                 for table, block_tokens in zip(entry.blocks, self._shape.tables, strict=False)
             ),
             states,
+            tail_tokens,
+            self._handovers.hold_ms(request),
         )
 
     def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:
         chunk_tokens = self._shape.chunk_tokens
-        if boundary == tracked.junction:
-            kind = StateKind.JUNCTION
-        elif boundary + chunk_tokens >= _kept_tokens(request):
-            kind = StateKind.TAIL
-        else:
-            kind = StateKind.STEP
+        is_tail = boundary + chunk_tokens >= request.kept_tokens
+        kind = StateKind.JUNCTION if boundary == tracked.junction else StateKind.TAIL if is_tail else StateKind.STEP
         admitted = self._admission.admits(tracked.keys.digests[boundary // chunk_tokens - 1], kind)
         self.counts.states_refused += not admitted
         return admitted
@@ -473,12 +495,6 @@ class SchedulerHalf:
             tracked.promised_chunks, tracked.layerwise = 0, None
         if before is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
             # Preempted: its blocks are gone and will be other blocks. What we hold of it we hold; the rest comes again.
-            tracked.stored_chunks = 0
+            tracked.store_again()
         if tracked.phase is Phase.GONE:
             del self._tracked[request_id]
-
-
-def _kept_tokens(request: RequestTokens) -> int:
-    """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
-    scheduled ahead), and not kept."""
-    return request.controls.storable(min(request.keep_tokens, len(request.tokens)))

@@ -33,6 +33,8 @@ class ConnectShape:
     groups: of layers, in the order of the keys.
     shards: how many different shares of every chunk there are. Ranks may have the same one.
     loads, stores: whether this engine takes chunks and whether it leaves any, as its role says.
+    cuts_chunks: whether a chunk may be stored of which only the first tokens are there. Not where the engine's blocks
+        are stored as they are.
     """
 
     scheme: ChainScheme
@@ -41,6 +43,7 @@ class ConnectShape:
     shards: int = 1
     loads: bool = True
     stores: bool = True
+    cuts_chunks: bool = True
 
     def __post_init__(self) -> None:
         for group in self.groups:

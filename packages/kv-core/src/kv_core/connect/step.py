@@ -15,7 +15,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
 
-STEP_VERSION = 6
+STEP_VERSION = 7
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """Of a plan with nothing in it, made before the scheduler knew its key space."""
 
@@ -68,6 +68,9 @@ class StoreStep:
     tenant: the tag in the keys.
     blocks: for each of the engine's block tables, the blocks that these chunks are in.
     states: those to keep, of groups that have them.
+    tail_tokens: the last digest names a chunk of so many tokens only, at the end of a prompt that another engine goes
+        on with. 0: it is whole, as all others are.
+    hold_ms: for so long they stay in the pool for another engine, unless it reads them before; 0: as all others.
     """
 
     request_id: str
@@ -75,6 +78,8 @@ class StoreStep:
     tenant: bytes
     blocks: tuple[tuple[int, ...], ...]
     states: tuple[StateBlock, ...] = ()
+    tail_tokens: int = 0
+    hold_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ class StepPlan:
                     store.tenant,
                     [list(blocks) for blocks in store.blocks],
                     [[state.table, state.block, state.chunk] for state in store.states],
+                    store.tail_tokens,
+                    store.hold_ms,
                 ]
                 for store in self.stores
             ],
@@ -175,10 +182,11 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, tenant, blocks, states = _sequence(entry, 5)
+    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms = _sequence(entry, 7)
     named = tuple(_digest(digest) for digest in _sequence(digests))
     kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
-    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept)
+    tail, hold = _count(tail_tokens), _count(hold_ms)
+    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept, tail, hold)
 
 
 def _extent(entry: Plain) -> HostExtent:

@@ -37,6 +37,7 @@ class DictService:
     ended: the holders that ended, in order.
     allocations: what `allocated` was called with, in order.
     samples: what `measured` was, one after another.
+    hold_s: what `begin_store` was called with, in order.
     """
 
     fail_loads: int = 0
@@ -49,6 +50,7 @@ class DictService:
     ended: list[Holder] = field(default_factory=list)
     allocations: list[dict[Holder, int]] = field(default_factory=list)
     samples: list[Measured] = field(default_factory=list)
+    hold_s: list[float] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
@@ -90,7 +92,8 @@ class DictService:
         self.open_leases[lease.id] = lease
         return lease
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
+        self.hold_s.append(hold_s)
         writing = {key for lease in self.open_leases.values() if isinstance(lease, WriteLease) for key in lease.keys}
         missing = tuple(key for key in keys if key not in self.held and key not in writing)
         refused = ""

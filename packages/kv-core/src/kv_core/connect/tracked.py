@@ -1,11 +1,27 @@
 """What the scheduler half knows of one request, from the engine's first question to its end."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_core.connect.request import Phase
+from kv_core.hashing import Digest
 from kv_core.keys import ChunkKey
 from kv_core.sequence import KeySequence
 from kv_core.service import ReadLease
+
+
+@dataclass(slots=True)
+class Awaited:
+    """What a request expects of another engine and is not there yet (`kv_core.connect.handover`).
+
+    until_s: when it stops waiting.
+    retry_at_s: when the cache is asked again.
+    retry_s: after how long the time after that.
+    """
+
+    until_s: float
+    retry_at_s: float
+    retry_s: float
 
 
 @dataclass(slots=True)
@@ -25,6 +41,10 @@ class Tracked:
     layerwise: the chunks that it is offered, where they are to be loaded in the step itself.
     has_loaded: a load was begun, so its blocks may hold what was loaded.
     stored_chunks: how many of its leading chunks need no more thought.
+    tail: the digest of the last, partial chunk that another engine hands over; empty: of none.
+    stored_tail_tokens: how many tokens the last, partial chunk has that was stored for another engine.
+    awaited: what it waits for of another engine.
+    has_awaited: it waits for none any more.
     may_wait: until slower tiers have had their chance.
     is_counted: its lookup is in the counts.
     mixed: its blocks may hold KV of other weights than the key space's: never stored.
@@ -43,6 +63,29 @@ class Tracked:
     layerwise: ReadLease | None = None
     has_loaded: bool = False
     stored_chunks: int = 0
+    tail: Digest = b""
+    stored_tail_tokens: int = 0
+    awaited: Awaited | None = None
+    has_awaited: bool = False
     may_wait: bool = True
     is_counted: bool = False
     mixed: bool = False
+
+    def digests(self, first_chunk: int, last_chunk: int) -> tuple[Digest, ...]:
+        """Of these chunks, the last one excluded; after all whole ones comes the partial one."""
+        whole = self.keys.digests
+        tail = (self.tail,) if self.tail and last_chunk > len(whole) else ()
+        return (*whole[first_chunk:last_chunk], *tail)
+
+    def offered_by_tier(self, chunk_tokens: int) -> dict[str, int]:
+        """How many of the tokens that were offered last come from each tier."""
+        first, last = self.offered_from, self.offered_from + self.offered_tokens
+        tokens: Counter[str] = Counter()
+        for chunk in range(first // chunk_tokens, min(-(-last // chunk_tokens), len(self.tiers))):
+            start = chunk * chunk_tokens
+            tokens[self.tiers[chunk]] += min(last, start + chunk_tokens) - max(first, start)
+        return dict(tokens)
+
+    def store_again(self) -> None:
+        """Nothing of it counts as stored any more."""
+        self.stored_chunks = self.stored_tail_tokens = 0

@@ -75,12 +75,14 @@ class _Store:
 
     number: of the plan that they were stored by.
     nbytes: of their payloads.
+    tokens: of them.
     """
 
     number: int
     lease: WriteLease
     copying: CopyEvent
     nbytes: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,15 +327,17 @@ class WorkerHalf:
             table = without_holes(table)
 
         def plan(chunk: int, extent: HostExtent) -> TransferPlan:
-            return plan_transfer(
+            tail_tokens = step.tail_tokens if chunk == len(step.digests) - 1 else 0
+            made = plan_transfer(
                 [extent],
                 table,
                 chunk_tokens=chunk_tokens,
                 block_tokens=group.block_tokens,
                 first_token=chunk * chunk_tokens,
-                last_token=(chunk + 1) * chunk_tokens,
+                last_token=chunk * chunk_tokens + (tail_tokens or chunk_tokens),
                 extents_from_chunk=chunk,
             )
+            return made.repeated() if tail_tokens else made
 
         self._store(space_id, step, number, range(first_chunk, len(step.digests)), plan)
 
@@ -357,7 +361,7 @@ class WorkerHalf:
     ) -> None:
         """Reserve room for these of the step's chunks and start gathering them, each by its plan."""
         keys = self._keys(space_id, step.digests[chunks.start : chunks.stop], step.tenant, group)
-        lease = self._reserve(keys)
+        lease = self._reserve(keys, step.hold_ms / 1000)
         if lease is None:
             return
         chunk_of = dict(zip(keys, chunks, strict=True))
@@ -369,13 +373,16 @@ class WorkerHalf:
             self._service.release(lease)
             self._not_stored(error)
         else:
-            nbytes = _nbytes(lease)
-            self._storing.append(_Store(self._number, lease, event, nbytes))
+            nbytes, chunk_tokens = _nbytes(lease), self._shape.chunk_tokens
+            tokens = len(lease.keys) * chunk_tokens
+            if step.tail_tokens and chunk_of[lease.keys[-1]] == len(step.digests) - 1:
+                tokens -= chunk_tokens - step.tail_tokens
+            self._storing.append(_Store(self._number, lease, event, nbytes, tokens))
             self._in_flight_bytes += nbytes
 
-    def _reserve(self, keys: Sequence[ChunkKey]) -> WriteLease | None:
+    def _reserve(self, keys: Sequence[ChunkKey], hold_s: float) -> WriteLease | None:
         """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
-        lease = self._service.begin_store(keys, self._holder) if keys else None
+        lease = self._service.begin_store(keys, self._holder, hold_s=hold_s) if keys else None
         if lease is not None and self._number and lease.keys:
             room = self._max_in_flight_bytes - self._in_flight_bytes
             fit = len(lease.keys) if _nbytes(lease) <= room else max(0, room // lease.extents[0].nbytes)
@@ -385,7 +392,7 @@ class WorkerHalf:
                 self._service.release(lease)
                 self.counts.chunks_dropped += len(lease.keys) - fit
                 leading = keys[: keys.index(lease.keys[fit])]
-                lease = self._service.begin_store(leading, self._holder) if fit else None
+                lease = self._service.begin_store(leading, self._holder, hold_s=hold_s) if fit else None
         if lease is not None and not lease.keys:
             self._service.release(lease)
             return None
@@ -396,7 +403,7 @@ class WorkerHalf:
         counts.chunks_stored += len(lease.keys)
         counts.bytes_stored += store.nbytes
         if self._shard == 0 and lease.keys[0].group == self._counted_group:  # a lease is of one group
-            counts.tokens_stored += len(lease.keys) * self._shape.chunk_tokens
+            counts.tokens_stored += store.tokens
 
     def _not_stored(self, error: KVError) -> None:
         self.counts.stores_failed += 1

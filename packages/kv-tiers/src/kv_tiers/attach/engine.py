@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 from kv_core.connect.device import LayerwiseCopier
 from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.handover import HandOvers
 from kv_core.connect.layerwise import LayerwiseRule, LoadMode
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
@@ -33,6 +34,7 @@ from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.config import HandoverConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.pool.machine import spelled
@@ -154,6 +156,7 @@ class Engine(OffSwitch):
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
         self._in_flight_bytes = 0
         self._load: LoadMode = "async"
+        self._handover = HandoverConfig()
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
@@ -280,8 +283,14 @@ class Engine(OffSwitch):
             chain=self._shape.scheme.name,
         )
         self.weights = watch(space)
+        wanted = self._handover
         self.scheduler = SchedulerHalf(
-            self.cache, self._shape, name=self.id, costs=self._costs, layerwise=self._layerwise_rule()
+            self.cache,
+            self._shape,
+            name=self.id,
+            costs=self._costs,
+            layerwise=self._layerwise_rule(),
+            handovers=HandOvers(self._shape, MonotonicClock(), wait_s=wanted.wait_s, hold_s=wanted.hold_s),
         )
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)
@@ -362,7 +371,9 @@ class Engine(OffSwitch):
             shards=facts.shards,
             loads=loads,
             stores=stores,
+            cuts_chunks="blocks" not in facts.formats,
         )
+        self._handover = settings.handover
         if settings.server.socket:
             place = f"the server at {settings.server.socket}"
         else:

@@ -15,6 +15,7 @@ from kv_core.lookup import Ended
 from kv_core.service import CacheService
 
 from kv_tiers.cache.hits import find_hit, needed_count
+from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.events import events
@@ -43,7 +44,7 @@ class Administration:
     """Of one cache. Methods are for any thread and take the lock themselves, but where it says otherwise."""
 
     def __init__(
-        self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers
+        self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers, *, holds: Holds
     ) -> None:
         """cache: whose the others are, for what an engine could do as well."""
         self._cache = cache
@@ -52,6 +53,7 @@ class Administration:
         self._shares = shares
         self._lower = lower
         self._promotions = lower.promotions
+        self._holds = holds
         self._pins: dict[str, list[int]] = {}
         self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
 
@@ -98,6 +100,7 @@ class Administration:
 
     def unpin_forgotten(self) -> None:
         """What nobody can find any more is kept for nobody. Under the lock."""
+        self._holds.drop_forgotten()
         was_forgotten = self._index.was_forgotten
         for name, slots in list(self._pins.items()):
             gone = [slot for slot in slots if was_forgotten(slot)]

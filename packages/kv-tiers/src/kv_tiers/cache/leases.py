@@ -46,6 +46,7 @@ class Write:
     slots: where each of them goes.
     chain: all keys of the prompt up to there.
     began_s: since when.
+    hold_s: for how long the chunks are kept for another engine (`kv_tiers.cache.holds`).
     """
 
     number: int
@@ -54,6 +55,7 @@ class Write:
     slots: list[int]
     chain: list[ChunkKey]
     began_s: float
+    hold_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease,
 from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
+from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
@@ -96,11 +97,12 @@ class LocalCache:
         self._host = HostTier(pool, self._index, shares, self._totals, self.events)
         self._lock = self._host.lock
         self._leases = Leases(lease_s)
+        self.holds = Holds(self._host, self._index, shares)
         for lane, _ in lanes:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
-        self.admin = Administration(self, self._host, self._index, shares, self.lower)
+        self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
 
     def lookup(
@@ -179,7 +181,7 @@ class LocalCache:
                     return self._open_read(keys, slots, holder, now_s)
             self._host.verify(doubtful)
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
         chain = list(keys)
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
@@ -195,6 +197,9 @@ class LocalCache:
             refused = len(missing) - len(slots)
             self._totals.chunks_refused += refused
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
+            if hold_s > 0:
+                write.hold_s = hold_s
+                self.holds.hold(list(dict.fromkeys(own_slots)), now_s + hold_s)
         why = ""
         if refused:
             why = (
@@ -224,6 +229,9 @@ class LocalCache:
             # The head of the chain is older than what was added just now, and must not leave before it.
             self._host.touch(write.chain)
             self._spills.committed(write.keys, write.slots, write.chain)
+            if write.hold_s:
+                kept = [slot for key in found if (slot := self._index.find(key)) is not None]
+                self.holds.hold(kept, self._clock.now_s() + write.hold_s)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, found, seconds))
@@ -242,6 +250,7 @@ class LocalCache:
                 return False
             is_void = self._index.any_forgotten(read.slots)
             self._publish_end(read, now_s, "forgotten" if is_void else "released")
+            self.holds.read(read.slots)
             self._host.unlease(read.slots)
             return not is_void
 
@@ -305,7 +314,8 @@ class LocalCache:
 
     def reads_for_peers(self, fingerprint: str) -> PeerReads:
         """fingerprint: of the chunks' format."""
-        return PeerReads(self._host, self._index, self.lower.local_lanes(), chunk_header.format_id(fingerprint))
+        format_id = chunk_header.format_id(fingerprint)
+        return PeerReads(self._host, self._index, self.lower.local_lanes(), format_id, self.holds)
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
@@ -334,6 +344,7 @@ class LocalCache:
             for write in self._leases.clear():
                 self._abort(write)
             self.admin.unpin_all()
+            self.holds.clear()
         if not self.lower.close(self._cold.drain_s):
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not come back from a call")
         self.pool.close()
@@ -346,6 +357,7 @@ class LocalCache:
 
     def _expire(self, now_s: float) -> None:
         self._promotions.expire(now_s)
+        self.holds.expire(now_s)
         for read in self._leases.expire(now_s):
             if self.events.on:
                 self.events.publish(events.LeaseExpired(read.holder, read.number, len(read.slots), read.kind))

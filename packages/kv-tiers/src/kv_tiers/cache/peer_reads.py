@@ -1,7 +1,8 @@
 """What other hosts' servers may read of a cache: chunks of the pool and of the tiers that answer from memory.
 
 Remote tiers are left out. So a question never travels on, and two servers that ask each other cannot make a loop. What
-peers read is not a use of the chunk: a copy stays where it is used. Nothing here changes what the cache holds.
+peers read is not a use of the chunk: a copy stays where it is used. Nothing here changes what the cache holds; a chunk
+that was kept for another engine is kept no longer once it has been read.
 """
 
 import mmap
@@ -16,6 +17,7 @@ from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 
+from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, HostTier
 from kv_tiers.chunk_header import HEADER_BYTES, pack_header
 from kv_tiers.index.residency import Residency
@@ -38,8 +40,9 @@ class StoredChunk:
 class PeerReads:
     """Of one cache, for any thread; it waits for lower tiers, so it is not for an engine's."""
 
-    def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], format_id: bytes) -> None:
+    def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], format_id: bytes, holds: Holds) -> None:
         """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks."""
+        self._holds = holds
         self._host = host
         self._index = index
         self._lanes = lanes
@@ -79,6 +82,8 @@ class PeerReads:
         try:
             with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
                 yield StoredChunk(pack_header(key, None, chunk, self._format_id, checksum_of(chunk)), chunk)
+            with self._host.lock:  # after the context: it has been sent
+                self._holds.read([slot])
         finally:
             with self._host.lock:
                 self._host.unlease([slot])

@@ -164,8 +164,8 @@ class RemoteCache:
             extents = self.pool.extents(wanted, leased.slots)
             return ReadLease(LeaseId(self._numbered(leased.lease)), wanted, extents)
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
-        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder)
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder, hold_s)
         with self._lock:
             self._has_stored = True
             leased = self._ask(request, wire.WriteLeased)

@@ -90,6 +90,7 @@ class CacheReport:
     tiers: below the pool, hottest first.
     tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most.
     tenants_known: how many there are in all.
+    handed_over: chunks that are kept for another engine now (`kv_tiers.cache.holds`).
     """
 
     chunk_bytes: int
@@ -101,6 +102,7 @@ class CacheReport:
     tiers: list[TierReport]
     tenants: list[TenantReport] = field(default_factory=list)
     tenants_known: int = 0
+    handed_over: int = 0
 
 
 @dataclass(slots=True)

@@ -321,6 +321,7 @@ class CacheServer:
                 cache.counts(),
                 _tiers(cache),
                 *_tenants(cache, self._names),
+                cache.holds.chunks,
             )
             for (group_bytes, fingerprint), cache in self._caches.by_format().items()
         ]

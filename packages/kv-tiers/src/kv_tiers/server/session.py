@@ -193,7 +193,7 @@ class Session:
         keys = verb.keys.unpack()
         if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as one may")
-        lease = self.cache.begin_store(keys, self._writer)
+        lease = self.cache.begin_store(keys, self._writer, hold_s=verb.hold_s)
         self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
         self._keys_held += len(keys)
         places: list[int] = []

@@ -25,7 +25,7 @@ from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -40,6 +40,7 @@ GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
 """By group, the size of its chunks."""
+HoldSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
@@ -158,8 +159,11 @@ class Load(Message, tag="load"):
 
 
 class BeginStore(Message, tag="begin_store"):
+    """hold_s: for so long the chunks are kept for another engine."""
+
     keys: Keys
     holder: Name
+    hold_s: HoldSeconds = 0.0
 
 
 class Commit(Message, tag="commit"):

@@ -203,6 +203,17 @@ class ServiceContract:
         self.service.commit(lease)
         assert self.held(keys) == 2
 
+    def test_what_is_kept_for_another_engine_stays_until_it_is_read(self) -> None:
+        keys = key_chain(2)
+        self.service.commit(self.service.begin_store(keys, "w", hold_s=30.0))
+        self.service.end("w")
+        for number in range(2):
+            self.store(key_chain(8, branch=f"crowd {number}"))
+        assert self.service.release(self.load(keys))
+        self.store(key_chain(8, branch="more"))
+        assert self.service.lookup(keys, "asker").chunks == 0
+        self.assert_at_rest()
+
     def test_a_load_of_what_is_not_held_says_what_is_missing(self) -> None:
         keys = key_chain(3)
         self.store(keys)

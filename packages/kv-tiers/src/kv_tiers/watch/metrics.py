@@ -225,6 +225,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
         "kv_pool_bytes", "The host pool's memory by what it is used for.", labels=("cache", "state")
     )
     leases = GaugeMetricFamily("kv_leases", "Leases that are open, promises among the reads.", labels=("cache", "kind"))
+    held = GaugeMetricFamily("kv_handed_over_chunks", "Chunks that are kept for another engine.", labels=("cache",))
     sizes = GaugeMetricFamily("kv_chunk_bytes", "The size of the largest chunk.", labels=("cache",))
     totals: dict[str, dict[_Labels, int]] = {name: {} for name in _TOTALS}
     for name, cache, counts in caches:
@@ -241,9 +242,10 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
         leases.add_metric((name, "read"), counts.read_leases)
         leases.add_metric((name, "write"), counts.write_leases)
         sizes.add_metric((name,), cache.pool.chunk_bytes)
+        held.add_metric((name,), cache.holds.chunks)
         for total, values in totals.items():
             values[name,] = getattr(counts, total)
-    yield from (pool, leases, sizes)
+    yield from (pool, leases, sizes, held)
     for total, values in totals.items():
         yield _counter(total, _TOTALS[total], values)
 

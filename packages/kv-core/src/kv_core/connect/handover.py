@@ -1,0 +1,107 @@
+"""Handing a prompt over from the engine that computes it to the one that decodes: what requests of both sides add.
+
+A hand-over is a hit in a shared cache (docs/adr/0025), so there is little to add. The engine that computes stores the
+last, partial chunk as well, under the digest of exactly those tokens, and has everything kept in the pool until it is
+read. The engine that decodes knows how many tokens to expect. It asks again while some of them are still being written,
+for a bounded time, and computes what has not come by then.
+"""
+
+from math import inf
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.connect.engine_costs import EngineCosts
+from kv_core.connect.inputs import RequestTokens
+from kv_core.connect.shape import ConnectShape
+from kv_core.connect.tracked import Awaited, Tracked
+from kv_core.hashing import Digest
+
+MIN_TAIL_TOKENS: Final = 16
+"""A last chunk of fewer tokens is not stored: computing them takes no longer than a step does anyway."""
+_FIRST_RETRY_S: Final = 0.002
+_MAX_RETRY_S: Final = 0.05
+
+
+class HandOvers:
+    """Of one engine. Belongs to the scheduler's thread; what it knows of a request is in `Tracked`."""
+
+    def __init__(self, shape: ConnectShape, clock: Clock, *, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
+        """wait_s: how long a request may wait for what it was told to expect. hold_s: how long what is handed over
+        stays in the pool unless it is read before."""
+        self._shape = shape
+        self._clock = clock
+        self._wait_s = wait_s
+        self._hold_ms = round(hold_s * 1000)
+        self._has_whole_groups = any(group.coverage.kind == "all" for group in shape.groups)
+
+    # Of the engine that computes the prompt.
+
+    def hold_ms(self, request: RequestTokens) -> int:
+        """How long what this request stores is kept in the pool for another engine; 0: like any other chunk."""
+        return self._hold_ms if request.controls.hands_over_tokens else 0
+
+    def tail_to_store(self, request: RequestTokens, tracked: Tracked | None, computed_tokens: int) -> int:
+        """How many tokens the last, partial chunk has that the step completes that is to be stored; 0: there is none.
+
+        A hit is a whole number of chunks for windows and states, so only models without them have such chunks.
+        """
+        tokens = request.controls.hands_over_tokens
+        if not tokens or computed_tokens != tokens or not self._cuts or not self._shape.stores:
+            return 0
+        if tracked is not None and (tracked.stored_tail_tokens or tracked.mixed):
+            return 0
+        tail = tokens % self._shape.chunk_tokens
+        return tail if tail >= MIN_TAIL_TOKENS and request.controls.storable(tokens) == tokens else 0
+
+    def given_tokens(self, tracked: Tracked) -> int:
+        """How many leading tokens have been stored, or are on their way to the pool."""
+        return tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
+
+    # Of the engine that decodes.
+
+    def tail_to_load(self, request: RequestTokens, tracked: Tracked) -> Digest:
+        """The digest of the last, partial chunk that this request was told of; empty: of none. All of the request's
+        tokens have been hashed."""
+        keys, tokens = tracked.keys, request.controls.awaits_tokens
+        is_whole_prompt = tokens == keys.tokens and tokens % self._shape.chunk_tokens >= MIN_TAIL_TOKENS
+        return (keys.tail_digest() or b"") if self._cuts and is_whole_prompt else b""
+
+    def is_early(self, tracked: Tracked) -> bool:
+        """Whether it is too soon to ask the cache again."""
+        awaited = tracked.awaited
+        return awaited is not None and self._clock.now_s() < min(awaited.retry_at_s, awaited.until_s)
+
+    def lacks(self, request: RequestTokens, tracked: Tracked) -> bool:
+        """Whether something that the request was told of is not there.
+
+        Which states are stored is not said, so groups of layers that need the whole prefix tell for all.
+        """
+        chunk_tokens, tokens = self._shape.chunk_tokens, request.controls.awaits_tokens
+        if self._shape.chunk.is_plain:
+            return tracked.promised_chunks < tokens // chunk_tokens + bool(tracked.tail)
+        wanted = min(tokens, tracked.keys.tokens - 1) // chunk_tokens
+        return self._has_whole_groups and max(tracked.promised_chunks, tracked.junction // chunk_tokens) < wanted
+
+    def awaits(self, request: RequestTokens, tracked: Tracked, costs: EngineCosts | None) -> bool:
+        """Whether to ask the cache again before the request is computed or loaded. It waits once, and never for longer
+        than computing what is missing would take, where that is known."""
+        if tracked.has_awaited or not request.controls.awaits_tokens:
+            return False
+        awaited, tracked.awaited = tracked.awaited, None
+        now_s = self._clock.now_s()
+        if awaited is None:
+            known = None if costs is None else costs.of(0)
+            missing_from = tracked.promised_chunks * self._shape.chunk_tokens
+            compute_s = None if known is None else known.compute_s(missing_from, request.controls.awaits_tokens)
+            awaited = Awaited(now_s + min(self._wait_s, inf if compute_s is None else compute_s), 0.0, _FIRST_RETRY_S)
+        if now_s >= awaited.until_s or not self.lacks(request, tracked):
+            tracked.has_awaited = True
+            return False
+        awaited.retry_at_s = now_s + awaited.retry_s
+        awaited.retry_s = min(2 * awaited.retry_s, _MAX_RETRY_S)
+        tracked.awaited = awaited
+        return True
+
+    @property
+    def _cuts(self) -> bool:
+        return self._shape.cuts_chunks and self._shape.chunk.is_plain

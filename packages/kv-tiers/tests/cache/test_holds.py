@@ -1,0 +1,145 @@
+"""Chunks that are kept for another engine: until it has read them or the time is over, and never more than may be."""
+
+from collections.abc import Callable
+
+import pytest
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.testing.contract import assert_adds_up
+from kv_tiers.testing.tenants import ANN, cache_of, held, store
+from kv_tiers.testing.tower import FINGERPRINT
+
+KEYS = key_chain(3)
+
+
+def hand_over(cache: LocalCache, keys: list[ChunkKey], hold_s: float = 30.0) -> None:
+    cache.commit(cache.begin_store(keys, "w", hold_s=hold_s))
+
+
+def crowd(cache: LocalCache) -> None:
+    """Other prompts, as many as the pool has room for."""
+    for number in range(8):
+        store(cache, key_chain(1, branch=f"crowd {number}"))
+
+
+def read(cache: LocalCache, keys: list[ChunkKey]) -> None:
+    lease = cache.load(keys, "reader")
+    assert isinstance(lease, ReadLease)
+    assert cache.release(lease)
+
+
+def read_as_peer(cache: LocalCache, keys: list[ChunkKey]) -> None:
+    reads = cache.reads_for_peers(FINGERPRINT)
+    for key in keys:
+        with reads.read(key, 1.0) as stored:
+            assert stored is not None
+            assert cache.holds.chunks > 0
+
+
+def test_what_is_handed_over_stays_though_its_writer_has_gone_and_the_pool_is_full() -> None:
+    cache = cache_of(8)
+    hand_over(cache, KEYS)
+    cache.end("w")
+    crowd(cache)
+    assert held(cache, KEYS) == 3
+    assert cache.holds.chunks == 3
+    assert cache.counts().read_leases == 0
+    cache.close()
+
+
+@pytest.mark.parametrize("reader", [read, read_as_peer])
+def test_once_it_was_read_it_leaves_like_anything_else(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
+    cache = cache_of(8)
+    hand_over(cache, KEYS)
+    reader(cache, KEYS[:2])
+    assert cache.holds.chunks == 1
+    reader(cache, KEYS[2:])
+    assert cache.holds.chunks == 0
+    crowd(cache)
+    assert held(cache, KEYS) == 0
+    assert_adds_up(cache.counts())
+    cache.close()
+
+
+def test_a_peer_that_did_not_take_all_of_it_leaves_it_held() -> None:
+    cache = cache_of(8)
+    hand_over(cache, KEYS)
+    with pytest.raises(ConnectionError), cache.reads_for_peers(FINGERPRINT).read(KEYS[0], 1.0):
+        raise ConnectionError
+    assert cache.holds.chunks == 3
+    cache.close()
+
+
+def test_when_the_time_is_over_it_leaves_like_anything_else_and_a_renewal_starts_it_anew() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    hand_over(cache, KEYS, 30.0)
+    clock.advance(20)
+    hand_over(cache, KEYS, 30.0)  # the same prompt for another request: all of it is held
+    clock.advance(20)
+    crowd(cache)
+    assert held(cache, KEYS) == 3
+    clock.advance(10.1)
+    crowd(cache)
+    assert cache.holds.chunks == 0
+    assert held(cache, KEYS) == 0
+    assert_adds_up(cache.counts())
+    cache.close()
+
+
+def test_a_shorter_time_ends_before_a_longer_one_that_was_said_earlier() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    hand_over(cache, KEYS, 3600.0)
+    other = key_chain(1, branch="other")
+    hand_over(cache, other, 1.0)
+    clock.advance(2)
+    cache.counts()
+    assert cache.holds.chunks == 3
+    cache.close()
+
+
+@pytest.mark.parametrize("how", ["forget", "clear", "clear the tenant"])
+def test_what_is_forgotten_is_kept_for_nobody(how: str) -> None:
+    cache = cache_of(8)
+    hand_over(cache, KEYS)
+    if how == "forget":
+        cache.forget(KEYS)
+    elif how == "clear":
+        cache.clear()
+    else:
+        cache.admin.clear_tenant(KEYS[0].tenant)
+    assert cache.holds.chunks == 0
+    assert cache.counts().slots_used == 0
+    cache.close()
+
+
+def test_half_of_the_pool_stays_for_others() -> None:
+    cache = cache_of(8)
+    keys = key_chain(8)
+    hand_over(cache, keys)
+    assert cache.holds.chunks == 4
+    crowd(cache)
+    assert held(cache, keys) == 4
+    cache.close()
+
+
+def test_half_of_a_tenants_quota_and_no_more_is_kept() -> None:
+    cache = cache_of(8, {ANN: 4})
+    keys = key_chain(4, salt="ann")
+    hand_over(cache, keys)
+    assert cache.holds.chunks == 2
+    hand_over(cache, KEYS[:2])
+    assert cache.holds.chunks == 4
+    cache.close()
+
+
+def test_a_store_that_is_given_up_keeps_nothing() -> None:
+    cache = cache_of(8)
+    cache.release(cache.begin_store(KEYS, "w", hold_s=30.0))
+    assert cache.holds.chunks == 0
+    assert cache.counts().slots_used == 0
+    cache.close()

@@ -1,0 +1,72 @@
+"""vLLM's protocol for disaggregated prefill: what its proxies put into `kv_transfer_params`, and what we answer there.
+
+A proxy sends a prompt with `do_remote_decode` to the engine that computes it, with `max_tokens` 1, takes
+`kv_transfer_params` from the answer and sends them with the same prompt to the engine that decodes. The names are those
+of vLLM's NixlConnector, so that proxies written for it work unchanged (docs/disaggregated.md).
+
+To us the answer says one thing: how many tokens are stored or being stored. Where they are is not taken from a request:
+the engine that decodes finds them by their keys in its own cache, and in those peers that its own settings name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kv_core.connect.controls import Controls
+from kv_core.errors import ConfigError
+from kv_tiers.host_port import read_host_port
+from kv_tiers.settings import Settings
+from vllm.v1.request import RequestStatus
+
+
+def with_handover(controls: Controls, params: object, prompt_tokens: int) -> Controls:
+    """The controls of a request whose proxy hands its prompt over, or has had it computed elsewhere.
+
+    params: its `kv_transfer_params`. What is wrong in them changes nothing, as another connector may mean it. Where the
+    number of tokens is missing, the last token is not waited for, as no engine that we know of stores it then.
+    """
+    if not isinstance(params, Mapping):
+        return controls
+    if params.get("do_remote_decode") is True:
+        return replace(controls, hands_over_tokens=prompt_tokens)
+    if params.get("do_remote_prefill") is True:
+        said = params.get("remote_num_tokens")
+        known = said if isinstance(said, int) and not isinstance(said, bool) and said >= 0 else prompt_tokens - 1
+        return replace(controls, awaits_tokens=min(known, prompt_tokens))
+    return controls
+
+
+def answer_to_proxy(
+    request: Any, given_tokens: Callable[[str], int], engine_id: str, settings: Settings
+) -> dict[str, Any] | None:
+    """What the engine that decodes is to be sent with the prompt; None: it computes it.
+
+    request: vLLM's, that has just ended. given_tokens: of a request, how many of its first tokens are stored.
+    """
+    params = request.kv_transfer_params
+    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
+        return None
+    if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+        return None
+    if not (stored_tokens := given_tokens(request.request_id)):
+        return None
+    host, port = _address(settings)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request.request_id,
+        "remote_block_ids": [],  # blocks are vLLM's own; what is handed over has keys
+        "remote_host": host,
+        "remote_port": port,
+        "remote_num_tokens": stored_tokens,
+    }
+
+
+def _address(settings: Settings) -> tuple[str, int]:
+    """Where other hosts read what this engine stores, for people and logs; none where its settings do not say."""
+    try:
+        listen = read_host_port(settings.peers.listen, "peers.listen")
+    except ConfigError:
+        return "", 0
+    return listen.host, listen.port
