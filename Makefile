@@ -35,6 +35,7 @@ test: lint test-packages test-engine test-sglang ## everything but `test-engines
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
 	@scripts/setup.sh browser
+	@scripts/setup.sh mooncake
 	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) packages tests \
 	  --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
 

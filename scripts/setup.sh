@@ -9,6 +9,7 @@
 #   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
 #   scripts/setup.sh nixl         what vLLM's NixlConnector needs, some 340 MB, for `make bench-handover`
 #   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
+#   scripts/setup.sh mooncake     a Mooncake Store for its tier's tests, into .venv; its libraries from apt, as root
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -122,6 +123,17 @@ nixl)
     "$uv" pip install --quiet --python .venvs/vllm/bin/python --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
   ;;
 dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
+mooncake)
+  if ! .venv/bin/python -c 'import mooncake.store' 2>/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      libraries=(libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1)
+      { apt-get install -qq -y "${libraries[@]}" || { apt-get update -qq && apt-get install -qq -y "${libraries[@]}"; }; } >/dev/null 2>&1 || true
+    fi
+    "$uv" pip install --quiet --python .venv/bin/python 'mooncake-transfer-engine-non-cuda>=0.3.13,<0.4' || true
+    .venv/bin/python -c 'import mooncake.store' 2>/dev/null ||
+      say "Mooncake's client cannot be installed here, so the tests of its tier are skipped"
+  fi
+  ;;
 trained) write_trained 'SmolLM2 135M'; write_trained 'Gemma 3 270M' ;;
 smollm2)
   if [ ! -f '.venvs/trained/models/SmolLM2 135M/.written' ] && [ "$(free_mib)" -lt 5120 ]; then
@@ -133,5 +145,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake or browser"; exit 2 ;;
 esac

@@ -12,6 +12,7 @@ from kv_tiers.options import read_options
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.dram import DramConfig
+from kv_tiers.tiers.mooncake import MooncakeConfig
 from kv_tiers.tiers.objects import ObjectsConfig
 from kv_tiers.tiers.peers import PeersTierConfig
 from kv_tiers.tiers.redis import RedisConfig
@@ -27,6 +28,7 @@ REQUIRED: dict[str, object] = {
     "bucket": "b",
     "name": "n",
     "hosts": ["h:1"],
+    "master": "h:1",
 }
 RECORDS: dict[str, type[msgspec.Struct]] = {
     "Common to all:": LaneConfig,
@@ -35,6 +37,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "`type: s3`:": ObjectsConfig,
     "`type: shared_fs`:": SharedFsConfig,
     "`type: peers` ([other hosts' servers](peers.md)):": PeersTierConfig,
+    "`type: mooncake`:": MooncakeConfig,
     "`type: dram`:": DramConfig,
     "Of each:": TenantConfig,
 }

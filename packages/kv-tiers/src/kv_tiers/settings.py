@@ -84,8 +84,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     once, whatever is said here."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
-    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, shared_fs, peers, dram or
-    a third party's), name, write (through, back or never) and threads, and the options of the type."""
+    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, mooncake, shared_fs,
+    peers, dram or a third party's), name, write (through, back or never) and threads, and the options of the type."""
     cold: ColdConfig = ColdConfig()
     cost: CostConfig = CostConfig()
     handover: HandoverConfig = HandoverConfig()

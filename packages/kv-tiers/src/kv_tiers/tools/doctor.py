@@ -17,7 +17,14 @@ from kv_tiers.server import wire
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
 
-_EXTRAS = {"redis": "redis", "s3": "obstore", "http": "starlette", "otel": "opentelemetry-sdk", "top": "rich"}
+_EXTRAS = {
+    "redis": "redis",
+    "s3": "obstore",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "http": "starlette",
+    "otel": "opentelemetry-sdk",
+    "top": "rich",
+}
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
 
 

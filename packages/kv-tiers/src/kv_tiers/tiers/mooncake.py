@@ -1,0 +1,363 @@
+"""Chunks in a Mooncake Store: memory of many hosts behind one master, over TCP or RDMA, by Mooncake's own client.
+
+    <prefix>/<namespace>/<the key's path>       the header, then the payload
+
+One object holds one chunk. The store evicts by its own rules, so a stored chunk may be gone: a miss. Nor is it certain
+that an object that the master lists can be read: when a node dies, the master still lists its objects for some seconds,
+and each read of one takes a second to fail. So a node that has failed is left out for a while: its chunks are absent at
+once, and those of other nodes are served.
+
+Mooncake's client may only write to memory that is registered with it. Chunks therefore pass through buffers of this
+tier, one copy more than the network needs, instead of registering the host pool where every holder of its descriptors
+could write.
+
+https://kvcache-ai.github.io/Mooncake/ has the store's design and how to start a master.
+"""
+
+import mmap
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from kv_core.errors import ConfigError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+
+from kv_tiers.chunk_header import HEADER_BYTES
+from kv_tiers.host_port import read_host_port
+from kv_tiers.options import read_options
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+
+# Mooncake's error codes (mooncake-store/include/types.h) that mean something of their own here.
+_NO_ROOM: Final = -200
+_BUFFER_TOO_SMALL: Final = -600
+_NOT_FOUND: Final = -704
+_TRANSFER_FAILED: Final = -800
+
+_LOCAL_BUFFER_BYTES: Final = 16 << 20
+"""What Mooncake's client takes for itself; we read and write through buffers of our own."""
+_BUFFERS_S: Final = 30.0
+"""How long a call waits for others' transfers to end."""
+
+
+class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which store, and what this process adds to it."""
+
+    master: str
+    """host:port of `mooncake_master`."""
+    prefix: str = "kv"
+    metadata: str = "P2PHANDSHAKE"
+    """Where nodes find each other: their addresses are in each other's messages, or the URL of a metadata server."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = ""
+    """Names, separated by commas; empty: Mooncake chooses."""
+    local_host: str = ""
+    """This host's name or address for other nodes; empty: the address from which the master is reached."""
+    contribute_bytes: int = 0
+    """Memory of this process that becomes part of the store."""
+    transfers: int = 8
+    """Chunks on their way at once, of all calls together. Each has a buffer of a chunk's size."""
+    connect_timeout_s: float = 2.0
+    dead_node_s: float = 30.0
+    """For how long a node that did not answer is left out."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", self.prefix):
+            raise ValueError("prefix is a path of names of letters, digits, _ and -")
+        if self.transfers < 1 or self.contribute_bytes < 0:
+            raise ValueError("transfers is positive, contribute_bytes is not negative")
+        if min(self.connect_timeout_s, self.dead_node_s) <= 0:
+            raise ValueError("connect_timeout_s and dead_node_s are positive")
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    make_mooncake_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+
+
+@checked(_check_options)
+def make_mooncake_tier(options: Mapping[str, object], context: TierContext) -> Tier:
+    """The factory of the tier type `mooncake`; `MooncakeConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured, or Mooncake is not installed.
+    """
+    return MooncakeTier(read_options(MooncakeConfig, options, "mooncake"), context)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Room for one object, registered with Mooncake.
+
+    bytes: header and payload, [HEADER_BYTES + chunk_bytes] uint8.
+    """
+
+    memory: mmap.mmap
+    bytes: "np.ndarray[Any, np.dtype[np.uint8]]"
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+
+class MooncakeTier:
+    """Safe to call from any thread. Nothing is connected before the first call."""
+
+    holds_is_local = False
+
+    def __init__(self, config: MooncakeConfig, context: TierContext, *, name: str = "mooncake") -> None:
+        """Raises `ConfigError`."""
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise ConfigError(
+                f"{name}: a Mooncake Store needs Mooncake's client ({error}); pip install 'kv-tiers[mooncake]', and on "
+                "Debian apt install libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
+            ) from error
+        self.name = name
+        self._make_client: Callable[[], Any] = MooncakeDistributedStore
+        self._placement: Any = ReplicateConfig()
+        self._config = config
+        self._master = read_host_port(config.master, f"{name}: master")
+        self._prefix = f"{config.prefix}/{context.namespace}"
+        self._object_bytes = HEADER_BYTES + context.chunk_bytes
+        self._connecting = threading.Lock()
+        self._client: Any = None
+        self._free: list[_Buffer] = []
+        self._buffers_changed = threading.Condition()
+        self._left_out: dict[str, float] = {}  # nodes that failed, and when each is tried again
+        self._no_stores_until = 0.0
+        self._full = ""
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        if not keys:
+            return []
+        names = [self._name(key) for key in keys]
+        found = [_checked(code) == 1 for code in self._connected().batch_is_exist(names)]
+        lost = self._lost([name for name, is_there in zip(names, found, strict=True) if is_there])
+        return [is_there and name not in lost for name, is_there in zip(names, found, strict=True)]
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        outcomes: list[LoadOutcome] = []
+        while len(outcomes) < len(reads):
+            rest = reads[len(outcomes) :]
+            with self._lent(len(rest)) as buffers:
+                outcomes += self._load(rest[: len(buffers)], buffers)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        outcomes: list[StoreOutcome] = []
+        while len(outcomes) < len(writes):
+            rest = writes[len(outcomes) :]
+            with self._lent(len(rest)) as buffers:
+                outcomes += self._store(rest[: len(buffers)], buffers)
+        if outcomes:
+            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+        return outcomes
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        self._remove([self._name(key) for key in keys])
+
+    def clear(self) -> None:
+        self._remove_below(self._prefix)
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        self._remove_below(f"{self._prefix}/[^/]+/{tenant.hex()}")
+
+    def probe(self) -> None:
+        # A master that has started again knows nothing of this client, so what failed is connected anew.
+        self._reach_master()
+        client = self._connected()
+        if client.batch_is_exist([f"{self._prefix}/probe"])[0] < 0:
+            with self._connecting:
+                if self._client is client:
+                    self._disconnect()
+            raise TierDown("the master does not answer")
+
+    def usage(self) -> TierUsage:
+        return TierUsage(full=self._full)
+
+    def close(self) -> None:
+        with self._connecting:
+            self._disconnect()
+
+    def _name(self, key: ChunkKey) -> str:
+        return f"{self._prefix}/{key.path()}"
+
+    def _load(self, reads: Sequence[Read], buffers: Sequence[_Buffer]) -> list[LoadOutcome]:
+        names = [self._name(read.key) for read in reads]
+        lost = self._lost(names)
+        wanted = [(name, buffer) for name, buffer in zip(names, buffers, strict=True) if name not in lost]
+        addresses = [buffer.address for _, buffer in wanted]
+        answers = self._connected().batch_get_into(
+            [name for name, _ in wanted], addresses, [self._object_bytes] * len(wanted)
+        )
+        sizes: dict[str, int] = dict(zip((name for name, _ in wanted), answers, strict=True))
+        self._leave_out([name for name, size in sizes.items() if size == _TRANSFER_FAILED])
+        return [
+            self._received(read, name, sizes.get(name, _NOT_FOUND), buffer)
+            for read, name, buffer in zip(reads, names, buffers, strict=True)
+        ]
+
+    def _received(self, read: Read, name: str, size: int, buffer: _Buffer) -> LoadOutcome:
+        if size in (_NOT_FOUND, _TRANSFER_FAILED):
+            return Absent()
+        if size == _BUFFER_TOO_SMALL or 0 <= size <= HEADER_BYTES:
+            self._remove([name])
+            return Damaged("an object whose size cannot be a chunk's")
+        payload_bytes = min(_checked(size) - HEADER_BYTES, read.wanted_bytes)
+        read.header[:] = bytes(buffer.bytes[:HEADER_BYTES])
+        # Without the interpreter's lock, which assigning a memoryview would hold.
+        np.copyto(
+            np.frombuffer(read.pages, np.uint8)[:payload_bytes],
+            buffer.bytes[HEADER_BYTES : HEADER_BYTES + payload_bytes],
+        )
+        return Loaded(payload_bytes)
+
+    def _store(self, writes: Sequence[Write], buffers: Sequence[_Buffer]) -> list[StoreOutcome]:
+        if time.monotonic() < self._no_stores_until:
+            return [Refused("a node of the store does not answer")] * len(writes)
+        for write, buffer in zip(writes, buffers, strict=True):
+            buffer.bytes[:HEADER_BYTES] = np.frombuffer(write.header, np.uint8)
+            np.copyto(
+                buffer.bytes[HEADER_BYTES : HEADER_BYTES + write.stored_bytes], np.frombuffer(write.payload, np.uint8)
+            )
+        answers = self._connected().batch_put_from(
+            [self._name(write.key) for write in writes],
+            [buffer.address for buffer in buffers[: len(writes)]],
+            [HEADER_BYTES + write.stored_bytes for write in writes],
+            self._placement,
+        )
+        return [self._stored(code) for code in answers]
+
+    def _stored(self, code: int) -> StoreOutcome:
+        if code == _TRANSFER_FAILED:
+            # The master forgets a dead node after some seconds, and names it for new objects until then.
+            self._no_stores_until = time.monotonic() + self._config.dead_node_s / 3
+            return Refused("a node of the store does not answer")
+        if code == _NO_ROOM:
+            return Refused("the store has no room")
+        _checked(code)
+        return Stored()
+
+    def _remove(self, names: Sequence[str]) -> None:
+        if names:
+            for code in self._connected().batch_remove(list(names), True):  # True: whoever has read it lately
+                if code != _NOT_FOUND:
+                    _checked(code)
+
+    def _remove_below(self, path: str) -> None:
+        _checked(self._connected().remove_by_regex(f"^{path}/.*", True))
+
+    # Nodes that do not answer.
+
+    def _lost(self, names: Sequence[str]) -> set[str]:
+        """Those of which every copy is on a node that is left out. No round trip unless one is."""
+        now = time.monotonic()
+        dead = {node for node, until in list(self._left_out.items()) if now < until}
+        if not dead or not names:
+            return set()
+        copies = self._connected().batch_get_replica_desc(list(names))
+        return {name for name, of_name in copies.items() if _nodes(of_name) and _nodes(of_name) <= dead}
+
+    def _leave_out(self, names: Sequence[str]) -> None:
+        """The nodes that these are on failed just now."""
+        if names:
+            until = time.monotonic() + self._config.dead_node_s
+            for of_name in self._connected().batch_get_replica_desc(list(names)).values():
+                self._left_out |= dict.fromkeys(_nodes(of_name), until)
+
+    # The connection.
+
+    def _connected(self) -> Any:
+        client = self._client
+        if client is not None:
+            return client
+        with self._connecting:
+            if self._client is None:
+                self._connect()
+            return self._client
+
+    def _connect(self) -> None:
+        config = self._config
+        # Mooncake's client tries for a minute and a half to reach a master that is not there.
+        address = self._reach_master()
+        client = self._make_client()
+        code = client.setup(
+            config.local_host or address,
+            config.metadata,
+            config.contribute_bytes,
+            _LOCAL_BUFFER_BYTES,
+            config.protocol,
+            config.rdma_devices,
+            config.master,
+        )
+        if code:
+            raise TierDown(f"Mooncake's client could not join the store at {config.master}: error {code}")
+        buffers = []
+        for _ in range(config.transfers):
+            memory = mmap.mmap(-1, self._object_bytes)
+            buffer = _Buffer(memory, np.frombuffer(memory, np.uint8))
+            if code := client.register_buffer(buffer.address, self._object_bytes):
+                client.close()
+                raise TierDown(f"Mooncake's client could not register a buffer of {self._object_bytes} bytes: {code}")
+            buffers.append(buffer)
+        with self._buffers_changed:
+            self._free = buffers
+            self._buffers_changed.notify_all()
+        self._client = client
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        with self._buffers_changed:
+            self._free = []
+
+    def _reach_master(self) -> str:
+        """The address of this host from which the master is reached."""
+        try:
+            master = (self._master.host, self._master.port)
+            with socket.create_connection(master, timeout=self._config.connect_timeout_s) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            raise TierDown(f"no master at {self._config.master}: {error}") from error
+
+    @contextmanager
+    def _lent(self, most: int) -> Iterator[list[_Buffer]]:
+        """Up to so many buffers, and at least one."""
+        client = self._connected()
+        with self._buffers_changed:
+            if not self._buffers_changed.wait_for(lambda: self._free, _BUFFERS_S):
+                raise TierDown(f"no transfer has ended for {_BUFFERS_S:.0f} s")
+            buffers, self._free = self._free[:most], self._free[most:]
+        try:
+            yield buffers
+        finally:
+            with self._buffers_changed:
+                if self._client is client:  # another connection has buffers of its own
+                    self._free += buffers
+                    self._buffers_changed.notify_all()
+
+
+def _checked(code: int) -> int:
+    """
+    Raises:
+        TierDown: it is an error that says nothing of one object.
+    """
+    if code < 0:
+        raise TierDown(f"Mooncake's client answers with error {code}")
+    return code
+
+
+def _nodes(copies: Sequence[Any]) -> set[str]:
+    """Of one object's copies, those that are in memory."""
+    return {
+        copy.get_memory_descriptor().buffer_descriptor.transport_endpoint for copy in copies if copy.is_memory_replica()
+    }
