@@ -6,7 +6,10 @@ read back and compared: one wrong, stale or foreign byte anywhere fails the test
 hash of the prefix too, so what a request generates does not depend on who computed its KV.
 
 Of a sliding window the context is what it still sees. Of a linear layer it is the state after the last computed token,
-which each step takes from the block where vLLM keeps it and leaves in the block of its own last token.
+which each step takes from the block where vLLM keeps it and leaves in the block of its own last token. A reference
+window (R-SWA) shows a generated token less than it would see in a prompt, so its KV is another.
+
+With guesses a step computes tokens that may turn out wrong (`guessed_states` has their states).
 """
 
 from collections import deque
@@ -17,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from guessed_states import GuessedStates
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
 from kv_vllm.connector import KVTiersConnector
@@ -33,9 +37,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -47,17 +52,28 @@ STATES = ((3, 8), (2, 4, 4))
 """Shapes of a linear layer's two states."""
 VOCABULARY = 50
 _MODULUS = (1 << 61) - 1
+_GENERATED = 1 << 23
+"""What the KV of a generated token differs by under a reference window."""
+_NO_TOKEN = 2
+"""A guess that is never right."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One request's share of a step, as it stood when the step was scheduled."""
+    """One request's share of a step, as it stood when the step was scheduled. guesses: its last tokens, as far as they
+    are guessed."""
 
     request_id: str
     start: int
     end: int
     tables: list[list[int]]
     samples: bool
+    guesses: list[int]
+
+    @property
+    def settled(self) -> int:
+        """The request's tokens up to the first guess."""
+        return self.end - len(self.guesses)
 
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -80,10 +96,12 @@ class Oracle:
         connector: bool = True,
         kinds: Sequence[str] = ("full",),
         events: bool = False,
+        guesses: int = 0,
         **extra: Any,
     ) -> None:
-        """kinds: of each group of layers: full, window:TOKENS or state. sequences: how many requests run at once.
-        events: vLLM is to publish KV events."""
+        """kinds: of each group of layers: full, window:TOKENS, reference:TOKENS or state. sequences: how many requests
+        run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to all are right; not
+        with an asynchronous scheduler, whose positions a real runner corrects."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -105,6 +123,9 @@ class Oracle:
             distributed_executor_backend=ONE_PROCESS,
             kv_transfer_config=transfer if connector else None,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+            speculative_config={"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 2}
+            if guesses
+            else None,
         ).create_engine_config()
         self.vllm_config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off on a CPU
         self.vllm_config.cache_config.num_gpu_blocks = blocks
@@ -113,12 +134,14 @@ class Oracle:
             self.vllm_config.cache_config.block_size = BLOCK_TOKENS
             self.vllm_config.cache_config.mamba_block_size = BLOCK_TOKENS
         self.kinds = tuple(kinds)
+        self.guesses = guesses
+        self._guessed_states = GuessedStates(BLOCK_TOKENS)
         self.names = [[f"group.{group}.layer.{layer}" for layer in range(LAYERS)] for group in range(len(kinds))]
         self.kv_cache_config = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(names, _spec(kind)) for names, kind in zip(self.names, kinds, strict=True)
+                KVCacheGroupSpec(names, _spec(kind, guesses)) for names, kind in zip(self.names, kinds, strict=True)
             ],
         )
         self.caches: dict[str, torch.Tensor] = {}
@@ -142,6 +165,7 @@ class Oracle:
             log_stats=True,
         )
         self.tokens: dict[str, list[int]] = {}
+        self.prompt_tokens: dict[str, int] = {}
         self.generated: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
         self.errors: set[str] = set()
@@ -182,6 +206,7 @@ class Oracle:
             **options,
         )
         self.tokens[request_id] = list(prompt)
+        self.prompt_tokens[request_id] = len(prompt)
         self.generated[request_id] = []
         self.scheduler.add_request(request)
 
@@ -213,7 +238,8 @@ class Oracle:
         scheduled = output.num_scheduled_tokens[request_id]
         end = request.num_computed_tokens  # already advanced by schedule()
         tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
-        return Work(request_id, end - scheduled, end, tables, not request.is_prefill_chunk)
+        guesses = list(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        return Work(request_id, end - scheduled, end, tables, not request.is_prefill_chunk, guesses)
 
     def _execute(self, output: Any, works: list[Work]) -> None:
         if self.worker is not None:
@@ -221,6 +247,9 @@ class Oracle:
             self.worker.bind_connector_metadata(output.kv_connector_metadata)
             if output.has_sync_kv_loads:
                 self.worker.start_load_kv(None)
+        if self.guesses:
+            resumed = output.scheduled_cached_reqs.resumed_req_ids
+            self._guessed_states.forget([*output.finished_req_ids, *(output.preempted_req_ids or ()), *resumed])
         # As a forward pass does it: everyone writes first, then everyone attends.
         for work in works:
             self._write(work)
@@ -231,7 +260,7 @@ class Oracle:
             if not output.has_sync_kv_loads:
                 raise
             failure = error  # for vLLM may hear of it at the step's end, and drop what was computed
-        sampled = [[self._token(work.request_id, work.end)] if work.samples else [] for work in works]
+        sampled = [self._sampled(work) if work.samples else [] for work in works]
         if works or self.worker is not None:
             result = ModelRunnerOutput(
                 req_ids=[work.request_id for work in works],
@@ -241,6 +270,9 @@ class Oracle:
             )
             if failure is not None and not result.kv_connector_output.invalid_block_ids:
                 raise failure
+            if self.guesses:  # after the stores, as the sampler's answer comes after the forward pass
+                for work, tokens in zip(works, sampled, strict=True):
+                    self._settle_states(work, max(1, len(tokens)))
             for outputs in self.scheduler.update_from_output(output, result).values():
                 for entry in outputs.outputs:
                     if entry.request_id in self.generated:
@@ -249,6 +281,31 @@ class Oracle:
                             self.answers[entry.request_id] = entry.kv_transfer_params
                         if entry.finish_reason is not None and str(entry.finish_reason) == "error":
                             self.errors.add(entry.request_id)
+            if self.guesses:
+                sampling = [work for work in works if work.samples]
+                guesses = [self._guesses(work.request_id) for work in sampling]
+                self.scheduler.update_draft_token_ids(DraftTokenIds([work.request_id for work in sampling], guesses))
+
+    def _sampled(self, work: Work) -> list[int]:
+        """What comes after the first token that is no guess, and after each guess that is right."""
+        sampled = [self._token(work.request_id, work.settled)]
+        for guess in work.guesses:
+            if guess != sampled[-1]:
+                break
+            sampled.append(self._token(work.request_id, work.settled + len(sampled)))
+        return sampled
+
+    def _guesses(self, request_id: str) -> list[int]:
+        """Of the tokens to come. How many are right depends on what was."""
+        known = self.prompt_tokens[request_id] + len(self.generated[request_id])
+        right = _digest(self.tokens[request_id][:known]) % (self.guesses + 1)
+        return [self._token(request_id, known + at) if at < right else _NO_TOKEN for at in range(self.guesses)]
+
+    def _fed(self, work: Work) -> list[int]:
+        """The request's tokens up to the end of this step."""
+        if work.settled:
+            self._token(work.request_id, work.settled - 1)
+        return [*self.tokens[work.request_id][: work.settled], *(max(guess, _NO_TOKEN) for guess in work.guesses)]
 
     def _connector_output(self, output: Any) -> KVConnectorOutput | None:
         worker = self.worker
@@ -277,54 +334,89 @@ class Oracle:
 
     def _write(self, work: Work) -> None:
         """What the step computes. A state goes from the block of the last computed token to that of the step's last."""
-        self._token(work.request_id, work.end - 1)
-        values = _values(self.tokens[work.request_id][: work.end])
+        values = _values(self._fed(work))
+        places = self._guessed_states.begin(work.request_id, work.start, work.end) if self.guesses else None
         for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
             if kind == "state":
-                self._go_on(work, names, table, values)
+                self._go_on(work, names, table, values, places)
                 continue
             slots = torch.tensor(
                 [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
             )
-            rows = _rows(values[work.start :])
+            rows = _rows(self._differing(kind, work, values)[work.start :])
             for number, name in enumerate(names):
                 layer = self.layers[name]
                 layer.impl.do_kv_cache_update(layer, rows + number, -rows - number, self.caches[name], slots)
 
-    def _go_on(self, work: Work, names: list[str], table: list[int], values: list[int]) -> None:
+    def _differing(self, kind: str, work: Work, values: list[int]) -> list[int]:
+        """The values as layers of this kind have them."""
+        if not kind.startswith("reference"):
+            return values
+        prompt_tokens = self.prompt_tokens[work.request_id]
+        return [*values[:prompt_tokens], *(value + _GENERATED for value in values[prompt_tokens:])]
+
+    def _go_on(
+        self, work: Work, names: list[str], table: list[int], values: list[int], places: tuple[int, int, int] | None
+    ) -> None:
+        """places: as of `GuessedStates.begin`."""
+        last = (work.end - 1) // BLOCK_TOKENS
+        newest, first, now = places or ((work.start - 1) // BLOCK_TOKENS, last, last)
         for number, name in enumerate(names):
             for state in self.layers[name].kv_cache:
                 if work.start:
-                    before = state[table[(work.start - 1) // BLOCK_TOKENS]]
+                    before = state[table[newest]].clone()
                     where = f"request {work.request_id}, layer {number}, after token {work.start} (to {work.end})"
                     assert torch.equal(before, _state_of(values[work.start - 1] + number, state)), (
                         f"wrong state: {where}"
                     )
-                state[table[(work.end - 1) // BLOCK_TOKENS]] = _state_of(values[work.end - 1] + number, state)
+                    state[table[first]] = before
+                for at, value in enumerate(values[work.settled - 1 :]):
+                    assert table[now + at], f"no block for the state of a guess: request {work.request_id}"
+                    state[table[now + at]] = _state_of(value + number, state)
+
+    def _settle_states(self, work: Work, accepted: int) -> None:
+        copied = self._guessed_states.end(work.request_id, work.settled, accepted)
+        if copied is None:
+            return
+        source, into = copied
+        for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
+            for name in names if kind == "state" else ():
+                for state in self.layers[name].kv_cache:
+                    state[table[into]] = state[table[source]]
 
     def _check(self, works: list[Work]) -> None:
         """Everything the step attends to must be what computing it would have written, layer by layer."""
-        expected = [_rows(_values(self.tokens[work.request_id][: work.end])) for work in works]
+        values = [_values(self._fed(work)) for work in works]
         for group, (kind, names) in enumerate(zip(self.kinds, self.names, strict=True)):
             if kind == "state":
                 continue  # it was looked at before it was written over
+            expected = [_rows(self._differing(kind, *each)) for each in zip(works, values, strict=True)]
             for number, name in enumerate(names):
                 if self.worker is not None and works:
                     self.worker.wait_for_layer_load(name)
                 for work, rows in zip(works, expected, strict=True):
                     window = int(kind.partition(":")[2]) if kind.startswith("window") else 0
                     seen_from = max(0, work.start - window + 1) if window else 0
-                    self._check_layer(work, name, number, work.tables[group], rows, seen_from)
+                    gone = self._gone(kind, work)
+                    self._check_layer(work, name, number, work.tables[group], rows, seen_from, gone)
+
+    def _gone(self, kind: str, work: Work) -> range:
+        """The tokens that nothing sees any more between what is always seen and what still is."""
+        if not kind.startswith("reference"):
+            return range(0)
+        return range(self.prompt_tokens[work.request_id], work.start - int(kind.partition(":")[2]))
 
     def _check_layer(
-        self, work: Work, name: str, number: int, table: list[int], expected: torch.Tensor, seen_from: int
+        self, work: Work, name: str, number: int, table: list[int], expected: torch.Tensor, seen_from: int, gone: range
     ) -> None:
         # Written down here a second time, apart from the layout under test: K as [dim, token], then V.
         cache = self.caches[name]
         block = cache.reshape(cache.shape[0], KV_HEADS, 2, BLOCK_TOKENS * HEAD_DIM)
         for index in range(seen_from // BLOCK_TOKENS, -(-work.end // BLOCK_TOKENS)):
-            page = block[table[index]]
             first = index * BLOCK_TOKENS
+            if first in gone and first + BLOCK_TOKENS - 1 in gone:
+                continue
+            page = block[table[index]]
             wanted = expected[first : first + BLOCK_TOKENS] + number
             seen = slice(max(0, seen_from - first), len(wanted))
             keys = page[:, 0].reshape(KV_HEADS, HEAD_DIM, BLOCK_TOKENS).permute(2, 0, 1)
@@ -381,11 +473,13 @@ class Oracle:
         self.scheduler.shutdown()
 
 
-def _spec(kind: str) -> Any:
+def _spec(kind: str, guesses: int = 0) -> Any:
     shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
     name, _, tokens = kind.partition(":")
     if name == "window":
         return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=int(tokens))
+    if name == "reference":
+        return RSWASpec(**shape, dtype=torch.float32, rswa_window=int(tokens))
     if name == "state":
         return MambaSpec(
             block_size=BLOCK_TOKENS,
@@ -394,6 +488,7 @@ def _spec(kind: str) -> Any:
             page_size_padded=_spec("full").page_size_bytes,
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
             mamba_cache_mode="align",
+            num_speculative_blocks=guesses,
         )
     return FullAttentionSpec(**shape, dtype=torch.float32)
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +12,19 @@ from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 from kv_vllm.layouts import read_groups
+from kv_vllm.needs import keeps_prompts_only
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    RSWASpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -89,6 +94,36 @@ def test_tokens_that_a_draft_model_needs_behind_a_window_belong_to_it(cache: Cac
     cache.add("a")
     bound = cache.bind(KVCacheGroupSpec(["a"], replace(WINDOW, extra_retained_tokens=5)))
     assert bound.groups[0].coverage == Coverage("window", 69)
+
+
+def test_reference_windows_are_kept_as_full_attention(cache: Cache) -> None:
+    """Of prompts, whose tokens all see each other; the connector stores no more (`keeps_prompts_only`)."""
+    cache.add("a")
+    group = KVCacheGroupSpec(["a"], RSWASpec(**ONE, rswa_window=64))
+    assert described(cache.bind(group)) == [("all", 0, 1)]
+    for groups, only_prompts in (([group], True), ([KVCacheGroupSpec(["a"], FULL)], False)):
+        assert keeps_prompts_only(KVCacheConfig(BLOCKS, [], groups)) is only_prompts
+
+
+def test_a_window_of_latents_is_a_window(cache: Cache) -> None:
+    """Proved by vLLM's own update of MLA's cache. A draft model's tokens behind the window belong to it."""
+    rank, rope = 48, 16
+    impl = CPUMLAImpl.__new__(CPUMLAImpl)  # its update needs the rank alone
+    impl.kv_lora_rank = rank
+    layer = SimpleNamespace(impl=impl, kv_cache_dtype="auto", _k_scale=torch.ones(()), _k_scale_float=1.0)
+    cache.config.compilation_config.static_forward_context["a"] = layer
+    cache.tensors["a"] = torch.zeros(BLOCKS, 1, 32, rank + rope)
+    spec = SlidingWindowMLASpec(
+        block_size=32,
+        num_kv_heads=1,
+        head_size=rank + rope,
+        dtype=torch.float32,
+        sliding_window=64,
+        extra_retained_tokens=3,
+    )
+    bound = cache.bind(KVCacheGroupSpec(["a"], spec))
+    assert described(bound) == [("window:67", 0, 1)]
+    assert [layout.name for layout in bound.layouts] == ["vLLM MLA"]
 
 
 def test_layers_with_other_heads_are_groups_of_ours_with_one_table(cache: Cache) -> None:

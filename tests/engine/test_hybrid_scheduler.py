@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kv_core.connect.inputs import EngineState
 from kv_core.errors import CopyFailed
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, Oracle
@@ -23,6 +24,7 @@ KINDS = [
     ("full", "state"),
     ("state",),
     ("full", "window:100", "state", "state"),
+    ("reference:64",),
 ]
 Make = Callable[..., Oracle]
 
@@ -144,6 +146,81 @@ def test_the_oracle_sees_a_single_wrong_byte_of_either_group(
     oracle.close(drain=False)
 
 
+WITH_GUESSES = [kinds for kinds in KINDS if "state" in kinds or kinds == ("full", "window:100")]
+
+
+@pytest.fixture
+def make_guessing(tiny_llama: str, linear_model: str) -> Iterator[Make]:
+    """As `make`, with three guesses a step. A test that breaks an engine closes it."""
+    made: list[Oracle] = []
+
+    def build(kinds: tuple[str, ...], **options: Any) -> Oracle:
+        made.append(built(kinds, tiny_llama, linear_model, guesses=3, **options))
+        return made[-1]
+
+    yield build
+    for oracle in made:
+        finish(oracle)
+
+
+@pytest.mark.parametrize("kinds", WITH_GUESSES, ids=" ".join)
+def test_with_guesses_what_one_request_stored_another_loads(make_guessing: Make, kinds: tuple[str, ...]) -> None:
+    """Right ones and wrong ones, over blocks' ends, while decoded tokens are kept: of states those of prompts."""
+    oracle = make_guessing(kinds, save_decode=True)
+    for number, prompt_tokens in enumerate((64, 65, 90, 128, 150)):
+        prompt = [3 + number, *SHARED[: prompt_tokens - 1]]
+        assert ask(oracle, f"a{number}", prompt, 150) == 0
+        again = [*prompt, *oracle.generated[f"a{number}"]]
+        states = prompt_tokens // CHUNK * CHUNK
+        kept = states if "state" in kinds else (len(again) - 1) // CHUNK * CHUNK
+        assert ask(oracle, f"b{number}", again, 150) == kept, number
+        assert ask(oracle, f"c{number}", [*prompt, 9], 150) == states
+
+
+def test_a_state_that_is_taken_while_tokens_are_guessed_may_be_anothers(
+    tiny_llama: str, linear_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what vLLM offers in a step with guesses is not there when the forward pass has ended."""
+
+    def all_of_them(config: Any, output: Any, request: Any, handed_over: Any) -> tuple[EngineState, ...]:
+        return tuple(EngineState(*state) for state in handed_over)
+
+    monkeypatch.setattr("kv_vllm.connector.settled_states", all_of_them)
+    oracle = built(("full", "state"), tiny_llama, linear_model, guesses=3, save_decode=True)
+    prompts = [[3 + number, *SHARED[:99]] for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        ask(oracle, f"a{number}", prompt, 200)
+
+    def ask_again() -> None:
+        for number, prompt in enumerate(prompts):
+            ask(oracle, f"b{number}", [*prompt, *oracle.generated[f"a{number}"]])
+
+    with pytest.raises(AssertionError, match="wrong state: request b"):
+        ask_again()
+    oracle.close(drain=False)
+
+
+def test_under_a_reference_window_only_prompts_are_kept(make: Make) -> None:
+    """A generated token has seen less than it would as a part of a prompt."""
+    oracle = make(("reference:64",), save_decode=True)
+    prompt = SHARED[:200]
+    assert ask(oracle, "a", prompt, 200) == 0
+    assert ask(oracle, "b", [*prompt, *oracle.generated["a"]], 200) == 192
+    assert ask(oracle, "c", [*prompt, *oracle.generated["a"]], 4) == 384
+
+
+def test_a_generated_tokens_kv_under_a_reference_window_is_not_a_prompts(
+    tiny_llama: str, linear_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr("kv_vllm.connector.keeps_prompts_only", lambda config: False)
+    oracle = built(("reference:64",), tiny_llama, linear_model, save_decode=True)
+    ask(oracle, "a", SHARED[:200], 100)
+    with pytest.raises(AssertionError, match="wrong K: request b"):
+        ask(oracle, "b", [*SHARED[:200], *oracle.generated["a"]])
+    oracle.close(drain=False)
+
+
 @given(data=st.data())
 @settings(
     max_examples=20,
@@ -154,8 +231,10 @@ def test_anything_that_can_happen_in_any_order(tiny_llama: str, linear_model: st
     """Requests come, grow, are aborted and preempted, loads fail, chunks of any group are forgotten."""
     kinds = data.draw(st.sampled_from(KINDS))
     has_states = "state" in kinds
+    asynchronous = data.draw(st.booleans())
     options = {
-        "asynchronous": data.draw(st.booleans()),
+        "asynchronous": asynchronous,
+        "guesses": 0 if asynchronous else data.draw(st.sampled_from([0, 1, 4])),
         "blocks": data.draw(st.sampled_from([36, 48, 90])) * len(kinds),
         "batch_tokens": data.draw(st.sampled_from([64, 96, 200, 512])),
         "prefix_caching": has_states or data.draw(st.booleans()),

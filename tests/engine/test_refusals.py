@@ -25,20 +25,25 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    RSWASpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 from vllm.v1.request import Request
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 CROSS = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 ENCODER = EncoderOnlyAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-UNKNOWN = RSWASpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64)
+UNKNOWN = CircularBufferSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+LATENT: dict[str, Any] = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+COMPRESSED = MLAAttentionSpec(**LATENT, tokens_per_state=4)
+REPLAYED = SlidingWindowMLASpec(**LATENT, sliding_window=64, bounded_replay=True)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 PREFIX_LM = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, non_causal=True)
 
@@ -67,11 +72,8 @@ def read(
             (8, 1, 1, 64),
             r"group 0 .*MambaSpec.*\(mamba_cache_mode none\).*--mamba-cache-mode align",
         ),
-        (
-            [KVCacheGroupSpec(["a"], replace(STATE, mamba_cache_mode="align", num_speculative_blocks=2))],
-            (8, 1, 1, 64),
-            "guessed tokens.*without --speculative-config",
-        ),
+        ([KVCacheGroupSpec(["a"], COMPRESSED)], (8, 1, 8, 64), "MLAAttentionSpec.*one latent for 4 tokens"),
+        ([KVCacheGroupSpec(["a"], REPLAYED)], (8, 1, 32, 64), "SlidingWindowMLASpec.*bounded_replay"),
         (
             [KVCacheGroupSpec(["a"], replace(STATE, mamba_cache_mode="align"))],
             (8, 1, 1, 64),
@@ -83,7 +85,7 @@ def read(
             (8, 2, 32, 64),
             "group 1 .*CrossAttentionSpec.*encoder",
         ),
-        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "RSWASpec.*does not know"),
+        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "CircularBufferSpec.*does not know"),
         ([KVCacheGroupSpec(["a"], FULL, host_resident=True)], (8, 2, 32, 64), "in host memory"),
         ([KVCacheGroupSpec(["a"], FULL)], (12, 2, 32, 64), r"\(12, 2, 32, 64\) for 8 blocks of 32"),
         ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), r"\(8, 2, 2048\) for 8 blocks"),

@@ -13,11 +13,13 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
+import torch
 from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.held import HeldBlocks
-from kv_core.connect.inputs import EngineState, RequestTokens, Scheduled
+from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.layerwise import LayerwiseReport
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.step import StepPlan
@@ -46,13 +48,12 @@ from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
+from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
+from kv_vllm.states import settled_states
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.translate import request_tokens, served_model
-from kv_vllm.weights import Weights
-
-if TYPE_CHECKING:
-    import torch
+from kv_vllm.weights import Weights, adapter_identity
 
 _log = limited_logger(__name__)
 
@@ -102,6 +103,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         check_parallelism(vllm_config)
+        self._read = partial(request_tokens, settings=self._settings, prompts_only=keeps_prompts_only(kv_cache_config))
         self._engine = engine_of(str(transfer.engine_id))
         if not self.off and (why := check_interface()):
             self._engine.refuse(why)
@@ -138,7 +140,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Worker half.
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -322,7 +324,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
             self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
-    def _register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.off:
             return
         try:
@@ -419,9 +421,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _known(self, request: Any) -> RequestTokens | None:
         known = self._requests.get(request.request_id)
         if known is None:
-            weights = self._engine.weights
-            adapter = weights.adapter if isinstance(weights, Weights) else None
-            if (tokens := request_tokens(request, self._settings, adapter_identity=adapter)) is None:
+            if (tokens := self._read(request, adapter_identity=adapter_identity(self._engine.weights))) is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]
@@ -451,7 +451,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 most = max(most, new_tokens)
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
             if request_id in handed_over or completes_chunk(known, computed_tokens):
-                states = tuple(EngineState(*state) for state in handed_over.get(request_id, ()))
+                offered = handed_over.get(request_id, ())
+                states = settled_states(self._vllm_config, scheduler_output, request, offered)
                 tables = block_state.get_block_ids(request_id)
                 scheduled.append(Scheduled(known, computed_tokens, tables, states))
         plan = self._scheduler.build_step(scheduled)

@@ -64,7 +64,7 @@ def _alike(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Itera
 def _read_group(
     vllm_config: Any, needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor], blocks: int
 ) -> LayerGroup | Refusal:
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     spec, names = needed.spec, needed.names
     layers = vllm_config.compilation_config.static_forward_context
@@ -83,7 +83,7 @@ def _read_group(
             "the scales of the quantised cache are found while the engine runs (calculate_kv_scales), and what is "
             "stored before has others; leave that out, or use a checkpoint that has the scales"
         )
-    mla = isinstance(spec, MLAAttentionSpec)
+    mla = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     heads, head_dim = int(shape[1]), int(shape[3]) if mla else int(shape[3]) // 2
     kinds = {str(layer.kv_cache_dtype) for layer in attention}
     row_dtype = vllm_config.model_config.dtype

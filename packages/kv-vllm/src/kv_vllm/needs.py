@@ -68,7 +68,9 @@ def coverage_of(spec: Any) -> Coverage | str | None:
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
+        RSWASpec,
         SinkFullAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
     )
 
@@ -80,11 +82,18 @@ def coverage_of(spec: Any) -> Coverage | str | None:
             "attends to what an encoder made of the request's audio or image, which is no part of the prefix that we "
             "name; encoder-decoder models run without this cache"
         )
-    if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec):
+    if kind in (MLAAttentionSpec, SlidingWindowMLASpec) and spec.tokens_per_state != 1:
+        return (
+            f"keeps one latent for {spec.tokens_per_state} tokens, and what it has not finished is in other layers; "
+            "this release caches latents of single tokens"
+        )
+    if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, RSWASpec):
         if spec.non_causal:
             return "is not causal: the KV of a token depends on the tokens behind it"
-        return ALL
-    if kind is SlidingWindowSpec:
+        return ALL  # of reference windows (R-SWA) too: all tokens of a prompt see each other
+    if kind is SlidingWindowMLASpec and spec.bounded_replay:
+        return "has its window computed anew after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
+    if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
         return Coverage("window", spec.sliding_window + spec.extra_retained_tokens)
     if kind is ChunkedLocalAttentionSpec:
         return Coverage("local", spec.attention_chunk_size)
@@ -94,13 +103,17 @@ def coverage_of(spec: Any) -> Coverage | str | None:
                 f"keeps no state at the ends of blocks (mamba_cache_mode {spec.mamba_cache_mode}); start with "
                 "--enable-prefix-caching --mamba-cache-mode align"
             )
-        if spec.num_speculative_blocks:
-            return (
-                "keeps states of guessed tokens beside those that are accepted, and this release cannot tell them "
-                "apart; start without --speculative-config"
-            )
         return STATE
     return "is of a kind that this release does not know, and what keeps its blocks in another way would be misread"
+
+
+def keeps_prompts_only(kv_cache_config: Any) -> bool:
+    """Whether the KV of generated tokens is not what a prefill of them would compute: a reference window (R-SWA) shows
+    a generated token the prompt and the last few, and each token of a prompt all before it."""
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(spec, RSWASpec) for group in groups for spec, _ in _by_spec(group))
 
 
 def _by_spec(group: Any) -> Iterator[tuple[Any, list[str]]]:

@@ -3,13 +3,19 @@
 vLLM hands over each layer's blocks as bytes, and the layer itself cuts its states out of them (`MambaBase`). vLLM moves
 states between blocks too, when it resumes from one (v1/worker/mamba_utils.py), by functions of the model that say which
 bytes a state is. Ours must be the same ones.
+
+With speculation a step leaves a state for each guess, in blocks behind one another, and vLLM moves the one of the last
+accepted token to where it belongs after the sampler has run (`postprocess_mamba_align_gpu`). A boundary that such a
+step reaches is offered before that, so what is read then may be of a rejected guess. A prompt's boundaries are reached
+without guesses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 import torch
+from kv_core.connect.inputs import EngineState
 from kv_cuda.canary import Refusal
 from kv_cuda.states import StateGroup
 
@@ -49,6 +55,21 @@ def read_states(
         origin=f"vllm-{vllm_version()}/{spec.mamba_type.name}/{'/'.join(kinds)}/{_order()}",
         table=needed.table,
     )
+
+
+def settled_states(
+    vllm_config: Any, scheduler_output: Any, request: Any, handed_over: Iterable[tuple[int, int, int]]
+) -> tuple[EngineState, ...]:
+    """Those of the states that vLLM hands over in this step that are final when its forward pass has ended.
+
+    handed_over: of each its block table, its block, and how many tokens it is after.
+    """
+    states = tuple(EngineState(*state) for state in handed_over)
+    if not states or vllm_config.speculative_config is None:
+        return states
+    if request.request_id in scheduler_output.scheduled_spec_decode_tokens:
+        return ()
+    return tuple(state for state in states if state.boundary <= request.num_prompt_tokens)
 
 
 def _order() -> str:

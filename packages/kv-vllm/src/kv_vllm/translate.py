@@ -15,7 +15,11 @@ from kv_vllm.parallel import draft_model
 
 
 def request_tokens(
-    request: Any, settings: Settings, *, adapter_identity: Callable[[Any], str | None] | None = None
+    request: Any,
+    settings: Settings,
+    *,
+    adapter_identity: Callable[[Any], str | None] | None = None,
+    prompts_only: bool = False,
 ) -> RequestTokens | None:
     """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
 
@@ -26,6 +30,7 @@ def request_tokens(
 
     settings: what holds where the request says nothing itself.
     adapter_identity: of a `LoRARequest`, the name of its content; None: not known. Without it no adapter has one.
+    prompts_only: the KV of generated tokens is not that of a prompt (`kv_vllm.needs`), and never stored.
     """
     lora = request.lora_request
     if request.pooling_params is not None:
@@ -42,7 +47,7 @@ def request_tokens(
     return RequestTokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
-        keep_tokens=sys.maxsize if own.save_decode else request.num_prompt_tokens,
+        keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
         salt=request.cache_salt or None,
         lora=adapter,
         items=tuple(_items(request.mm_features)),

@@ -98,6 +98,11 @@ class Weights(EngineWeights):
         super().close()
 
 
+def adapter_identity(weights: EngineWeights | None) -> Callable[[Any], str | None] | None:
+    """How the content of a request's adapter is named; None: it has no name."""
+    return weights.adapter if isinstance(weights, Weights) else None
+
+
 def _watch(vllm_config: Any) -> None:
     """See what the executor of this engine is called with. Once a class, for the process's life."""
     from vllm.v1.executor.abstract import Executor
