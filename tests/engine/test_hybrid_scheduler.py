@@ -182,8 +182,9 @@ def test_a_state_that_is_taken_while_tokens_are_guessed_may_be_anothers(
 ) -> None:
     """The control: what vLLM offers in a step with guesses is not there when the forward pass has ended."""
 
-    def all_of_them(config: Any, output: Any, request: Any, handed_over: Any) -> tuple[EngineState, ...]:
-        return tuple(EngineState(*state) for state in handed_over)
+    def all_of_them(config: Any, output: Any, request: Any) -> tuple[EngineState, ...]:
+        offered = output.kv_connector_block_state.boundary_state_offloads
+        return tuple(EngineState(*state) for state in offered.get(request.request_id, ()))
 
     monkeypatch.setattr("kv_vllm.connector.settled_states", all_of_them)
     oracle = built(("full", "state"), tiny_llama, linear_model, guesses=3, save_decode=True)

@@ -451,8 +451,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 most = max(most, new_tokens)
             # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
             if request_id in handed_over or completes_chunk(known, computed_tokens):
-                offered = handed_over.get(request_id, ())
-                states = settled_states(self._vllm_config, scheduler_output, request, offered)
+                states = settled_states(self._vllm_config, scheduler_output, request)
                 tables = block_state.get_block_ids(request_id)
                 scheduled.append(Scheduled(known, computed_tokens, tables, states))
         plan = self._scheduler.build_step(scheduled)

@@ -10,7 +10,7 @@ step reaches is offered before that, so what is read then may be of a rejected g
 without guesses.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -57,14 +57,10 @@ def read_states(
     )
 
 
-def settled_states(
-    vllm_config: Any, scheduler_output: Any, request: Any, handed_over: Iterable[tuple[int, int, int]]
-) -> tuple[EngineState, ...]:
-    """Those of the states that vLLM hands over in this step that are final when its forward pass has ended.
-
-    handed_over: of each its block table, its block, and how many tokens it is after.
-    """
-    states = tuple(EngineState(*state) for state in handed_over)
+def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tuple[EngineState, ...]:
+    """Those of the states that vLLM hands over in this step that are final when its forward pass has ended."""
+    offered = scheduler_output.kv_connector_block_state.boundary_state_offloads.get(request.request_id, ())
+    states = tuple(EngineState(*state) for state in offered)
     if not states or vllm_config.speculative_config is None:
         return states
     if request.request_id in scheduler_output.scheduled_spec_decode_tokens:
