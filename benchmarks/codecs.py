@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/codecs.py [--json] [--recorded FILE]
 
 The numbers are drawn for each channel from a normal distribution of its own width. `limit` of speeds is a copy of the
-same bytes, with a codec in C as a comparison (zstd at level 1) in rows of their own. --recorded: a file of real keys
+same bytes, with a codec in C as a comparison (zstd at level 1) in rows of their own. Codecs with kernels are measured
+with each kind that is here; targets are for the fastest. --recorded: a file of real keys
 and values in bfloat16 instead, in the canonical order.
 """
 
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
-from kv_tiers.codecs.floats import make_floats_codec
-from kv_tiers.codecs.progressive import make_progressive_codec
+from kv_tiers.codecs.floats import FloatsCodec
+from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.codecs.zstd import make_zstd_codec
 from kv_tiers.tier import ANY_CHUNKS
 
@@ -39,7 +41,8 @@ def drawn(dtype: str) -> bytes:
     return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
 
 
-def rows_of(codec: Codec, dtype: str, chunk: bytes) -> list[Row]:
+def rows_of(codec: Codec, dtype: str, chunk: bytes, kernels: str = "", *, judged: bool = False) -> list[Row]:
+    """kernels: their name. judged: it has targets."""
     out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
     source = memoryview(chunk)
     size = codec.encode(source, out)
@@ -53,10 +56,9 @@ def rows_of(codec: Codec, dtype: str, chunk: bytes) -> list[Row]:
     limit = len(chunk) / median_s(lambda: np.copyto(copied, view)) / 1e9
     encode = len(chunk) / median_s(lambda: codec.encode(source, out)) / 1e9
     decode = len(chunk) / median_s(lambda: codec.decode(out[:size], back)) / 1e9
-    judged = codec.name != "zstd"
     bfloat16 = judged and dtype == "bfloat16"
     ratio = len(chunk) / size
-    named = f"{codec.name}, {dtype}"
+    named = f"{codec.name}, {dtype}" + (f", {kernels}" if kernels else "")
     first_parts = []
     if isinstance(codec, DecodesPrefixes):
         quarter = out[: len(chunk) // APPROXIMATE_SHARE]
@@ -82,9 +84,15 @@ def main() -> int:
     chunks = {dtype: drawn(dtype) for dtype in LEAST_RATIO}
     if options.recorded:
         chunks = {"bfloat16": options.recorded.read_bytes()}
-    codecs = [make_floats_codec({}, ANY_CHUNKS), make_zstd_codec({}, ANY_CHUNKS)]
-    rows = [row for dtype, chunk in chunks.items() for codec in codecs for row in rows_of(codec, dtype, chunk)]
-    rows += rows_of(make_progressive_codec({}, ANY_CHUNKS), "bfloat16", chunks["bfloat16"])
+    rows: list[Row] = []
+    for number, kernels in enumerate(kernels_here()):
+        for dtype, chunk in chunks.items():
+            codecs: list[Codec] = [FloatsCodec(kernels)]
+            codecs += [ProgressiveCodec(kernels)] if dtype == "bfloat16" else []
+            for codec in codecs:
+                rows += rows_of(codec, dtype, chunk, kernels.name, judged=number == 0)
+    for dtype, chunk in chunks.items():
+        rows += rows_of(make_zstd_codec({}, ANY_CHUNKS), dtype, chunk)
     return report(rows, options.json)
 
 

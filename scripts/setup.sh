@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environments: .venv (the workspace and its tools), .venvs/vllm and .venvs/sglang (a real engine each,
 # with our packages). For `make bench-peer` also .venvs/lmcache: LMCache, without us.
-# Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. Repeating it costs a moment.
+# Needs Python 3.11 or later and nothing else: uv is installed beside them if it is missing. A C compiler, if there is one,
+# makes our codecs faster. Repeating it costs a moment.
 #
 #   scripts/setup.sh workspace|vllm|sglang|lmcache
 #   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
@@ -44,7 +45,7 @@ fi
 # Installs into environment $1 what $2… says, unless just that was done before.
 install() {
   local environment=$1; shift
-  local wanted; wanted="$* $(cat packages/*/pyproject.toml pyproject.toml | cksum)"
+  local wanted; wanted="$* $(cat packages/*/pyproject.toml packages/*/hatch_build.py packages/*/src/*/*/*.c pyproject.toml | cksum)"
   if [ "$(cat "$environment/.installed" 2>/dev/null || true)" = "$wanted" ]; then return; fi
   if [ ! -x "$environment/bin/python" ]; then "$uv" venv --quiet --python '>=3.11,<3.14' "$environment"; fi
   say "installing into $environment"

@@ -1,7 +1,9 @@
 """What no single package can promise: each builds, installs and imports alone, and their version ranges agree."""
 
 import email
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -110,6 +112,35 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
     for stranger in SIBLINGS - wanted:
         absent = subprocess.run([python, "-I", "-c", f"import {stranger.replace('-', '_')}"], capture_output=True)
         assert absent.returncode != 0, f"{stranger} is there, so the check proves nothing"
+
+
+@pytest.mark.parametrize("compiler", ["there", "missing"])
+def test_kv_tiers_builds_with_a_compiler_and_without(compiler: str, wheels: Path, tmp_path: Path) -> None:
+    """Without one the wheel is pure, and its codecs use numpy."""
+    if compiler == "missing":
+        subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, "packages/kv-tiers"],
+            check=True,
+            capture_output=True,
+            cwd=ROOT,
+            env=os.environ | {"CC": "/bin/false"},
+        )
+    elif not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("there is no C compiler")
+    (wheel,) = (wheels if compiler == "there" else tmp_path).glob("kv_tiers-*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl") == (compiler == "missing")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    ran = subprocess.run(
+        [sys.executable, "-c", "from kv_tiers.codecs import kernels as k; print(k.__file__, k.best_kernels().name)"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+    )
+    where, kernels = ran.stdout.split()
+    assert Path(where).is_relative_to(tmp_path)
+    assert kernels == ("compiled" if compiler == "there" else "numpy")
 
 
 def _borrow(site: Path, names: set[str]) -> None:

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.floats import make_floats_codec
+from kv_tiers.codecs.floats import FloatsCodec, make_floats_codec
+from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import ANY_CHUNKS
 
 RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
+CODECS = [pytest.param(FloatsCodec(kernels), id=kernels.name) for kernels in kernels_here()]
 SPECIAL = {  # zeros, the smallest subnormals, infinities, NaNs with a payload, the largest
     "u2": [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7C00, 0xFC00, 0x7E01, 0x7F7F],
     "u4": [0, 1 << 31, 1, (1 << 31) + 1, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFFFFFFFF, 0x7F7FFFFF],
@@ -79,12 +82,19 @@ class TestFloats(CodecContract):
         assert self.encode(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()) is None
 
 
+class TestFloatsWithNumpy(TestFloats):
+    """Where nothing was compiled."""
+
+    def make(self) -> Codec:
+        return FloatsCodec(NumpyKernels())
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("word", SPECIAL)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_any_bits_come_back(word: str, data: st.DataObject) -> None:
+def test_any_bits_come_back(word: str, codec: FloatsCodec, data: st.DataObject) -> None:
     """Of every kind, whatever the sample says they are: special numbers among drawn ones, and an odd tail of bytes."""
-    codec = make_floats_codec({}, ANY_CHUNKS)
     chance = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     count = data.draw(st.integers(8, 3000))
     values = chance.normal(0, 1, count).astype(np.float32).view(np.uint32)
@@ -101,16 +111,14 @@ def test_any_bits_come_back(word: str, data: st.DataObject) -> None:
         assert decoded == chunk
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_a_wrong_guess_of_the_dtype_costs_bytes_and_no_bits(data: st.DataObject) -> None:
+def test_a_wrong_guess_of_the_dtype_costs_bytes_and_no_bits(codec: FloatsCodec, data: st.DataObject) -> None:
     """Bits of any kind, taken apart as each kind: by the payload's first byte the encoder's choice is forced."""
-    from kv_tiers.codecs import floats
-
-    codec = make_floats_codec({}, ANY_CHUNKS)
     chunk = data.draw(st.binary(min_size=1, max_size=600))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floats, "_likeliest", lambda _: floats._KINDS[data.draw(st.sampled_from([1, 2, 3]))])
+        patch.setattr(codec, "_likeliest", lambda _: data.draw(st.sampled_from([1, 2, 3])))
         out = memoryview(bytearray(len(chunk) + 200))
         size = codec.encode(memoryview(chunk), out)
     assert size is not None

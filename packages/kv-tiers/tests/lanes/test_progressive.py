@@ -13,39 +13,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
+from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import PARTS, ProgressiveCodec, make_progressive_codec
 from kv_tiers.testing.codec_contract import CodecContract
+from kv_tiers.testing.codec_fuzz import SPECIAL, drawn_words
 from kv_tiers.tier import ANY_CHUNKS
 
 RECORDED = {
     name: (Path(__file__).parent / "recorded" / f"{name}.bfloat16").read_bytes() for name in ("smollm2", "gemma3")
 }
 CODEC = ProgressiveCodec()
-SPECIAL = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F7F, 0xFF7F, 0x0400]
+CODECS = pytest.mark.parametrize(
+    "codec", [pytest.param(ProgressiveCodec(kernels), id=kernels.name) for kernels in kernels_here()]
+)
 
 
 def drawn(count: int, seed: int = 0) -> np.ndarray:
-    """Numbers as keys and values are: each channel of 64 with a width of its own."""
-    chance = np.random.default_rng(seed)
-    widths = np.exp(chance.normal(0, 1, 64)).astype(np.float32)
-    values = chance.normal(0, 1, count).astype(np.float32) * np.resize(widths, count)
-    return (values.view(np.uint32) >> 16).astype("<u2")
+    return drawn_words(np.random.default_rng(seed), count)
 
 
 def values_of(chunk: bytes) -> np.ndarray:
     return (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def encoded(chunk: bytes) -> bytes:
+def encoded(chunk: bytes, codec: ProgressiveCodec = CODEC) -> bytes:
     out = memoryview(bytearray(len(chunk)))
-    size = CODEC.encode(memoryview(chunk), out)
+    size = codec.encode(memoryview(chunk), out)
     assert size is not None
     return bytes(out[:size])
 
 
-def from_prefix(prefix: bytes, nbytes: int) -> tuple[int, bytes]:
+def from_prefix(prefix: bytes, nbytes: int, codec: ProgressiveCodec = CODEC) -> tuple[int, bytes]:
     out = bytearray(nbytes)
-    return CODEC.decode_prefix(memoryview(prefix), memoryview(out)), bytes(out)
+    return codec.decode_prefix(memoryview(prefix), memoryview(out)), bytes(out)
 
 
 def part_ends(payload: bytes) -> list[int]:
@@ -77,17 +78,25 @@ class TestProgressive(CodecContract):
             payload[at] ^= 1 << at % 8
 
 
+class TestProgressiveWithNumpy(TestProgressive):
+    """Where nothing was compiled."""
+
+    def make(self) -> Codec:
+        return ProgressiveCodec(NumpyKernels())
+
+
+@CODECS
 @pytest.mark.parametrize(("name", "bits"), [("smollm2", 11.0), ("gemma3", 11.6)])
 def test_real_keys_and_values_take_a_quarter_for_the_first_part_and_three_quarters_whole(
-    name: str, bits: float
+    name: str, bits: float, codec: ProgressiveCodec
 ) -> None:
     chunk = RECORDED[name]
-    payload = encoded(chunk)
+    payload = encoded(chunk, codec)
     first, second, whole = part_ends(payload)
     assert first <= len(chunk) / APPROXIMATE_SHARE
     assert second <= len(chunk) / 2 + 100
     assert whole == len(payload) <= len(chunk) * bits / 16
-    assert from_prefix(payload, len(chunk)) == (PARTS, chunk)
+    assert from_prefix(payload, len(chunk), codec) == (PARTS, chunk)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -136,9 +145,10 @@ def test_a_number_is_off_by_half_a_step_at_most() -> None:
     assert (off <= 2.0 ** (mean + 4 - 127) / 2).all()
 
 
-@settings(deadline=None, max_examples=80)
+@CODECS
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_any_bits_come_back(data: st.DataObject) -> None:
+def test_any_bits_come_back(codec: ProgressiveCodec, data: st.DataObject) -> None:
     """Special numbers among drawn ones, sections of any length, and an odd tail of bytes."""
     count = data.draw(st.one_of(st.integers(6000, 9000), st.integers((1 << 17) - 300, (1 << 17) + 900)))
     words = drawn(count, data.draw(st.integers(0, 1000)))
@@ -146,26 +156,27 @@ def test_any_bits_come_back(data: st.DataObject) -> None:
     places = chance.integers(0, count, data.draw(st.integers(0, count // 100)))
     words[places] = chance.choice(np.array(SPECIAL, "<u2"), places.size)
     chunk = words.tobytes() + data.draw(st.binary(max_size=3))
-    payload = encoded(chunk)
-    assert from_prefix(payload, len(chunk)) == (PARTS, chunk)
-    approximated = values_of(from_prefix(payload[: part_ends(payload)[0]], len(chunk))[1][: 2 * count])
+    payload = encoded(chunk, codec)
+    assert from_prefix(payload, len(chunk), codec) == (PARTS, chunk)
+    approximated = values_of(from_prefix(payload[: part_ends(payload)[0]], len(chunk), codec)[1][: 2 * count])
     exact = values_of(chunk[: 2 * count])
     # Numbers of 1984 steps or more are in the first part as they are, and so are infinities and what is no number.
     assert np.array_equal(np.isfinite(approximated), np.isfinite(exact))
 
 
+@CODECS
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
-def test_random_bits_come_back_whatever_the_room(seed: int, exponents: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), exponents=st.integers(1, 12))
+def test_random_bits_come_back_whatever_the_room(codec: ProgressiveCodec, seed: int, exponents: int) -> None:
     """Bits that are no keys or values at all, with fewer exponents or more; what cannot be made so small is left."""
     chance = np.random.default_rng(seed)
     words = chance.integers(0, 1 << 16, 4096).astype("<u2")
     words = (words & 0x807F) | (chance.integers(128 - exponents, 128 + exponents, 4096) << 7).astype("<u2")
     chunk = words.tobytes()
     out = memoryview(bytearray(len(chunk)))
-    size = CODEC.encode(memoryview(chunk), out)
+    size = codec.encode(memoryview(chunk), out)
     if size is not None:
-        assert from_prefix(bytes(out[:size]), len(chunk)) == (PARTS, chunk)
+        assert from_prefix(bytes(out[:size]), len(chunk), codec) == (PARTS, chunk)
 
 
 def test_what_cannot_be_cut_into_so_small_a_first_part_is_left() -> None:

@@ -7,15 +7,13 @@ the time of the coder.
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_tiers.codec import CodecError
+from kv_tiers.codecs.kernels import SECTION_NUMBERS, Bytes
 from kv_tiers.codecs.zstd import Contexts, zstandard_for
 
-FRAME_SYMBOLS: Final = 1 << 17
+FRAME_SYMBOLS: Final = SECTION_NUMBERS
 """The most that a frame holds."""
-
-Bytes = NDArray[np.uint8]
 
 
 class ByteCoder:

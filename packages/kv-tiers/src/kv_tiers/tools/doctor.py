@@ -141,8 +141,19 @@ def file_system_of(path: Path, mounts: Path) -> str:
     return kind
 
 
+def _kernels() -> Finding:
+    from kv_tiers.codecs.kernels import best_kernels
+
+    what = "codecs floats, progressive"
+    if best_kernels().name == "compiled":
+        return Finding("ok", what, "compiled")
+    advice = "only if you use them and want them faster: install a C compiler, then kv-tiers again"
+    return Finding("ok", what, "in numpy, as none were compiled", advice)
+
+
 def _libraries() -> Iterator[Finding]:
     yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
+    yield _kernels()
     there = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
     here = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in there.items() if version)
     missing = [extra for extra, version in there.items() if not version]

@@ -1,0 +1,137 @@
+"""The kernels in C, from a library that this package's build compiles where there is a compiler (`kernels.c`).
+
+Called through ctypes, which gives up the interpreter's lock for the length of a call. Every array travels with its
+size, and the C functions compare all sizes before they touch anything.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kv_core.errors import MisuseError
+from kv_core.log import limited_logger
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.kernels import Bytes, Words
+
+_log = limited_logger(__name__)
+
+LIBRARY: Final = Path(__file__).with_name("_kernels.so")
+SOURCE: Final = Path(__file__).with_name("kernels.c")
+_VERSION: Final = 1
+"""Of the functions' arguments; `KV_VERSION` in the source."""
+_NONE: Final[Bytes] = np.empty(0, np.uint8)
+_ARRAYS: Final = {
+    "split": 3,
+    "join": 3,
+    "cut": 6,
+    "restore": 6,
+    "pack": 3,
+    "unpack": 3,
+    "select": 3,
+    "place": 3,
+    "histogram": 2,
+}
+"""How many arrays each function takes."""
+_WITH_NUMBER: Final = ("split", "join", "cut", "restore", "select", "place")
+"""Those whose first argument is a number."""
+
+
+class CompiledKernels:
+    """`Kernels`."""
+
+    name = "compiled"
+
+    def __init__(self, library: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be loaded: it is not there, or for another processor.
+            MisuseError: it was compiled from another version of the source.
+        """
+        loaded = ctypes.CDLL(str(library))
+        loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
+        if loaded.kv_version() != _VERSION:
+            raise MisuseError(f"{library} was compiled from another version of {SOURCE.name}: install kv-tiers again")
+        self.source_checksum: int = loaded.kv_source()
+        """zlib.crc32 of the source that it was compiled from; 0: not known."""
+        self._functions: dict[str, Any] = {}
+        for name, arrays in _ARRAYS.items():
+            function = getattr(loaded, f"kv_{name}")
+            number = [ctypes.c_int64] if name in _WITH_NUMBER else []
+            function.argtypes = number + [ctypes.c_void_p, ctypes.c_size_t] * arrays
+            function.restype = ctypes.c_int64
+            self._functions[name] = function
+
+    def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
+        self.call("split", kind, words, coded, rest)
+
+    def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
+        self.call("join", kind, coded, rest, words)
+
+    def cut(
+        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
+    ) -> tuple[int, int]:
+        counts = np.empty(2, np.int64)
+        self.call("cut", offset, words, exponents, symbols, nibbles, missing, counts)
+        return int(counts[0]), int(counts[1])
+
+    def restore(
+        self, symbols: Bytes, nibbles: Bytes | None, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+    ) -> tuple[int, int, int]:
+        counts = np.empty(3, np.int64)
+        known = _NONE if nibbles is None else nibbles
+        self.call("restore", int(to_middle), symbols, known, exponents, words, missing, counts)
+        return int(counts[0]), int(counts[1]), int(counts[2])
+
+    def pack(self, words: Words, missing: Bytes) -> Bytes:
+        out = np.empty(missing.size // 8 * 7 + 8, np.uint8)
+        return out[: self.call("pack", words, missing, out)]
+
+    def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
+        self.call("unpack", packed, missing, words)
+
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        out = np.empty(count, "<u2")
+        self.call("select", mark, words, marks, out)
+        return out
+
+    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
+        self.call("place", mark, values, marks, words)
+
+    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
+        counts = np.empty(256, np.int64)
+        self.call("histogram", symbols, counts)
+        return counts
+
+    def call(self, name: str, *arguments: int | NDArray[Any]) -> int:
+        """One function by its name in the source, without `kv_`: its number, if it takes one, and its arrays. What it
+        answers.
+
+        Raises:
+            MisuseError: the arrays' sizes do not fit each other.
+        """
+        flat: list[int] = []
+        for one in arguments:
+            if isinstance(one, int):
+                flat.append(one)
+            else:
+                assert one.flags.c_contiguous
+                flat += one.ctypes.data, one.nbytes
+        answer: int = self._functions[name](*flat)
+        if answer < 0:
+            raise MisuseError(f"kernel {name}: arrays whose sizes do not fit each other")
+        return answer
+
+
+@cache
+def installed_kernels() -> CompiledKernels | None:
+    """Those that were built with this package. None: there are none for this machine."""
+    if not LIBRARY.exists():
+        return None
+    try:
+        return CompiledKernels(LIBRARY)
+    except (OSError, MisuseError) as error:
+        _log.warning("the codecs use numpy, which is slower: %s", error)
+        return None

@@ -1,0 +1,93 @@
+"""The passes over numbers of the codecs `floats` and `progressive`, and who computes them.
+
+Two ways to the same bytes: numpy, which is always there, and C (`compiled_kernels`), which is many times as fast and
+there where this package was built with a compiler. docs/adr/0026 says why and how.
+"""
+
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[Any]
+Bytes = NDArray[np.uint8]
+
+BFLOAT16: Final = 1
+FLOAT16: Final = 2
+FLOAT32: Final = 3
+
+SECTION_NUMBERS: Final = 1 << 17
+SCALED_NUMBERS: Final = 256
+"""Numbers of a chunk of the codec `progressive` that share a step; a section is a whole number of these."""
+ESCAPED: Final = 255
+"""The symbol of a number of 1984 steps or more, which the first part holds as it is."""
+ALL_MISSING: Final = 8
+"""Bits of a number whose leading one is in neither the first part nor the second: it is stored as it is."""
+
+
+class Kernels(Protocol):
+    """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
+    other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
+    `SECTION_NUMBERS`."""
+
+    name: str
+    """`numpy` or `compiled`."""
+
+    def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
+        """Take numbers apart, as docs/formats/floats.md has it.
+
+        kind: what they are, `BFLOAT16`, `FLOAT16` or `FLOAT32`; words: n, as unsigned integers; coded: n; rest: plane
+        after plane, n × (size of a number − 1).
+        """
+
+    def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
+        """The reverse."""
+
+    def cut(
+        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
+    ) -> tuple[int, int]:
+        """Cut bfloat16 numbers at a step, as docs/formats/progressive.md has it. How many are `ESCAPED`, and how many
+        are `ALL_MISSING`.
+
+        offset: how far the step lies above the mean exponent of its numbers, in 256ths of a bit.
+        exponents: n / `SCALED_NUMBERS`, of the steps. symbols: n. nibbles: n / 2, those of the first half in the lower
+        bits. missing: n, how many bits of each number are in neither.
+        """
+
+    def restore(
+        self, symbols: Bytes, nibbles: Bytes | None, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+    ) -> tuple[int, int, int]:
+        """The numbers with zeros for what is in neither, and how many bits those are: as many as were cut. How many
+        are `ESCAPED`, how many `ALL_MISSING`, and how many bits the others miss together.
+
+        nibbles: None where they are not known: each number is then taken to be in the middle of its step.
+        to_middle: halfway to the next nibble instead of zeros.
+        """
+
+    def pack(self, words: Words, missing: Bytes) -> Bytes:
+        """The missing bits of all numbers but those that are `ALL_MISSING`, one behind the other from bit 0 up."""
+
+    def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
+        """Set them in words that have zeros there. packed: as many bytes as the bits take."""
+
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        """The words whose mark is this one. count: how many there are."""
+
+    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
+        """Set the words whose mark is this one. values: as many as there are."""
+
+    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
+        """How often each of 256 occurs."""
+
+
+def kernels_here() -> list[Kernels]:
+    """All that this machine has, the fastest first."""
+    from kv_tiers.codecs.compiled_kernels import installed_kernels
+    from kv_tiers.codecs.numpy_kernels import NumpyKernels
+
+    compiled = installed_kernels()
+    return [*([] if compiled is None else [compiled]), NumpyKernels()]
+
+
+def best_kernels() -> Kernels:
+    return kernels_here()[0]

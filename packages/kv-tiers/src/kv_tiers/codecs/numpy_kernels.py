@@ -1,0 +1,230 @@
+"""The kernels in numpy: what they mean, and what runs where nothing was compiled.
+
+Only integers and exact conversions, so the bytes are the same on every processor.
+"""
+
+from typing import Final
+
+import numpy as np
+from kv_core.errors import MisuseError
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.kernels import (
+    ALL_MISSING,
+    BFLOAT16,
+    ESCAPED,
+    FLOAT16,
+    FLOAT32,
+    SCALED_NUMBERS,
+    Bytes,
+    Words,
+)
+
+_CACHED: Final = 1 << 15
+"""How many numbers are worked on at a time, so that numpy's passes over them stay in the processor's cache."""
+_RUN: Final = 8
+"""Numbers whose missing bits, 56 at most, are moved together in 64."""
+_ONE: Final = np.uint64(1)
+_LEAST_EXPONENT: Final = 8
+"""Of a step. Numbers of exponent 0, which have no leading one, thereby lie far below every step."""
+_MOST_EXPONENT: Final = 240
+"""Of a step. No approximation is thereby infinite."""
+
+
+class NumpyKernels:
+    """`Kernels`."""
+
+    name = "numpy"
+
+    def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
+        planes = _planes(kind, rest, words.size)
+        for some in _pieces(words.size):
+            _SPLITS[kind](words[some], coded[some], [plane[some] for plane in planes])
+
+    def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
+        planes = _planes(kind, rest, words.size)
+        for some in _pieces(words.size):
+            _JOINS[kind](coded[some], [plane[some] for plane in planes], words[some])
+
+    def cut(
+        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
+    ) -> tuple[int, int]:
+        _check(words, symbols, exponents, missing)
+        own = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
+        sums = own.sum(1, dtype=np.uint32) + np.uint32(offset)
+        exponents[...] = np.clip(sums // SCALED_NUMBERS, _LEAST_EXPONENT, _MOST_EXPONENT)
+        wide = np.empty(words.size, np.uint8)
+        for some in _pieces(words.size):
+            steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]
+            _cut(words[some], steps, symbols[some], wide[some], missing[some])
+        half = words.size // 2
+        nibbles[...] = wide[:half] | wide[half:] << 4
+        return int(np.count_nonzero(symbols == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
+
+    def restore(
+        self, symbols: Bytes, nibbles: Bytes | None, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+    ) -> tuple[int, int, int]:
+        _check(words, symbols, exponents, missing)
+        wide = np.full(words.size, 8, np.uint8)  # the middle of a step
+        if nibbles is not None:
+            half = words.size // 2
+            wide[:half], wide[half:] = nibbles & 15, nibbles >> 4
+        for some in _pieces(words.size):
+            steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]
+            _restore(symbols[some], wide[some], steps, words[some], missing[some], to_middle=to_middle)
+        escaped, whole = np.count_nonzero(symbols == ESCAPED), np.count_nonzero(missing == ALL_MISSING)
+        return int(escaped), int(whole), int((missing & 7).sum(dtype=np.int64))
+
+    def pack(self, words: Words, missing: Bytes) -> Bytes:
+        bits, starts, sizes = _runs(missing)
+        low = (words & 0xFF).astype(np.uint64).reshape(-1, _RUN) & ((_ONE << bits) - _ONE)
+        runs, filled = np.zeros(len(bits), np.uint64), np.zeros(len(bits), np.uint64)
+        for place in range(_RUN):
+            runs |= low[:, place] << filled
+            filled += bits[:, place]
+        runs <<= starts & np.uint64(7)
+        # Runs meet within a byte, and there have no bit in common: sums, exact in float64, put them together.
+        first_bytes, of_runs = (starts >> np.uint64(3)).astype(np.intp), runs.astype("<u8").view(np.uint8)
+        packed = np.zeros((sizes + 7) // 8 + _RUN)
+        for place in range(_RUN):
+            packed += np.bincount(first_bytes + place, of_runs[place::_RUN], len(packed))
+        return packed[:-_RUN].astype(np.uint8)
+
+    def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
+        bits, starts, sizes = _runs(missing)
+        if packed.size != (sizes + 7) // 8:
+            raise MisuseError(f"{packed.size} bytes for {sizes} missing bits")
+        padded = np.append(packed, np.zeros(8, np.uint8))
+        from_each_byte = np.ndarray(packed.size + 1, "<u8", padded.data, strides=(1,))
+        runs = from_each_byte[(starts >> np.uint64(3)).astype(np.intp)] >> (starts & np.uint64(7))
+        low = np.empty(bits.shape, np.uint64)
+        for place in range(_RUN):
+            low[:, place] = runs & ((_ONE << bits[:, place]) - _ONE)
+            runs >>= bits[:, place]
+        np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
+
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        selected: Words = words[marks == mark]
+        if selected.size != count:
+            raise MisuseError(f"{selected.size} words of mark {mark} instead of {count}")
+        return selected
+
+    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
+        wanted = marks == mark
+        if values.size != np.count_nonzero(wanted):  # numpy would repeat a single one
+            raise MisuseError(f"{values.size} words for another number of places")
+        words[wanted] = values
+
+    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
+        return counts
+
+
+def _pieces(numbers: int) -> list[slice]:
+    return [slice(first, min(first + _CACHED, numbers)) for first in range(0, numbers, _CACHED)]
+
+
+def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
+    """The planes that are stored as they are, where they lie."""
+    if kind in (BFLOAT16, FLOAT16):
+        return [rest]
+    return [rest[: 2 * numbers].view("<u2"), rest[2 * numbers :]]
+
+
+def _check(words: Words, symbols: Bytes, exponents: Bytes, missing: Bytes) -> None:
+    sizes = (words.size, symbols.size, missing.size, exponents.size * SCALED_NUMBERS)
+    if len(set(sizes)) > 1:
+        raise MisuseError(f"sizes that do not fit each other: {sizes}")
+
+
+def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
+    """[n / 8, 8]: how many bits each number misses, `ALL_MISSING` being none; [n / 8]: where the bits of eight numbers
+    begin; and how many all are."""
+    bits = (missing & 7).astype(np.uint64).reshape(-1, _RUN)
+    ends = bits.sum(1, dtype=np.uint64).cumsum(dtype=np.uint64)
+    return bits, np.append(np.uint64(0), ends[:-1]), int(ends[-1])
+
+
+def _split_bfloat16(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    wide = np.right_shift(words, 7)
+    coded[...] = wide
+    np.bitwise_and(wide, 0x100, out=wide)
+    np.right_shift(wide, 1, out=wide)
+    np.bitwise_or(wide, np.bitwise_and(words, 0x7F), out=wide)
+    rest[0][...] = wide
+
+
+def _join_bfloat16(coded: Bytes, rest: list[Words], words: Words) -> None:
+    signed = words.view(np.int16)
+    signed[...] = rest[0].view(np.int8)  # widened with its sign, which is the number's
+    np.bitwise_and(signed, np.int16(-0x7F81), out=signed)
+    exponents = coded.astype(np.int16)
+    np.left_shift(exponents, 7, out=exponents)
+    np.bitwise_or(signed, exponents, out=signed)
+
+
+def _split_float16(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    coded[...] = np.right_shift(words, 8)
+    rest[0][...] = words.view(np.uint8)[::2]
+
+
+def _join_float16(coded: Bytes, rest: list[Words], words: Words) -> None:
+    words[...] = coded
+    np.left_shift(words, 8, out=words)
+    np.bitwise_or(words, rest[0], out=words)
+
+
+def _split_float32(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    turned = np.bitwise_or(np.left_shift(words, 1), np.right_shift(words, 31))
+    halves = turned.view(np.uint16)
+    rest[0][...] = halves[::2]
+    rest[1][...] = halves[1::2]  # its low byte
+    coded[...] = np.right_shift(halves[1::2], 8)
+
+
+def _join_float32(coded: Bytes, rest: list[Words], words: Words) -> None:
+    words[...] = coded
+    np.left_shift(words, 8, out=words)
+    np.bitwise_or(words, rest[1], out=words)
+    np.left_shift(words, 16, out=words)
+    np.bitwise_or(words, rest[0], out=words)
+    low = np.left_shift(words, 31)
+    np.right_shift(words, 1, out=words)
+    np.bitwise_or(words, low, out=words)
+
+
+_SPLITS: Final = {BFLOAT16: _split_bfloat16, FLOAT16: _split_float16, FLOAT32: _split_float32}
+_JOINS: Final = {BFLOAT16: _join_bfloat16, FLOAT16: _join_float16, FLOAT32: _join_float32}
+
+
+def _cut(words: Words, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes) -> None:
+    # A number is its significand (its leading one and seven bits) times 2 ** (its exponent - 134), and a step
+    # 2 ** (the step's exponent - 127): the whole steps are the significand, moved by so many bits.
+    own = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
+    moved = ((exponents.astype(np.int16) + 7)[:, None] - own).reshape(-1)
+    # At most five bits of the significand are in the symbol, and what they were moved up by is added to them.
+    kept = np.clip(moved, 3, ALL_MISSING + 4)
+    sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, kept.view(np.uint16))
+    steps = (sixteenths >> 4) + (np.maximum(3 - moved, 0) << 4).view(np.uint16)
+    symbols[...] = steps << 1 | words >> 15
+    symbols[steps >= ESCAPED >> 1] = ESCAPED
+    np.bitwise_and(sixteenths, 15, out=nibbles, casting="unsafe")
+    np.maximum(kept - 4, 0, out=missing, casting="unsafe")
+
+
+def _restore(
+    symbols: Bytes, nibbles: Bytes, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+) -> None:
+    wide = symbols.astype(np.uint16)
+    steps = wide >> 1
+    moved_up = np.maximum(steps >> 4, 1) - 1
+    steps -= moved_up << 4
+    sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
+    if to_middle:
+        sixteenths += np.float32(0.5)
+    high = (sixteenths.view(np.uint32) >> 16).astype(np.uint16)
+    np.clip(np.int16(ALL_MISSING + 126) - (high >> 7).view(np.int16), 0, ALL_MISSING, out=missing, casting="unsafe")
+    high += moved_up << 7
+    blocks = high.reshape(-1, SCALED_NUMBERS)
+    blocks += ((exponents.astype(np.uint16) - 131) << 7)[:, None]
+    np.bitwise_or(high, wide << 15, out=words)

@@ -1,0 +1,216 @@
+"""Compiled kernels and numpy's: the same bytes from both, whatever the numbers and whatever a payload says; and no
+access beyond a buffer, under the compiler's sanitizers."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import MisuseError
+from kv_tiers.codec import Codec
+from kv_tiers.codecs import compiled_kernels
+from kv_tiers.codecs.compiled_kernels import LIBRARY, SOURCE, CompiledKernels, installed_kernels
+from kv_tiers.codecs.floats import FloatsCodec
+from kv_tiers.codecs.kernels import ALL_MISSING, ESCAPED, SCALED_NUMBERS, SECTION_NUMBERS, Bytes, kernels_here
+from kv_tiers.codecs.numpy_kernels import NumpyKernels
+from kv_tiers.codecs.progressive import ProgressiveCodec
+from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
+
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+NUMPY = NumpyKernels()
+SEEDS = st.integers(0, 2**32 - 1)
+BLOCKS = st.one_of(st.integers(1, 9), st.just(SECTION_NUMBERS // SCALED_NUMBERS))
+_FLAGS = ["-std=gnu11", "-fPIC", "-shared", "-g", "-O1", "-DKV_ONE_VERSION"]
+_SANITIZERS = "-fsanitize=address,undefined"
+needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
+
+
+@pytest.fixture
+def compiled() -> CompiledKernels:
+    found = installed_kernels()
+    assert found is not None
+    return found
+
+
+def test_where_there_is_a_compiler_the_codecs_run_what_it_made_of_this_source() -> None:
+    assert [kernels.name for kernels in kernels_here()] == (["compiled", "numpy"] if COMPILER else ["numpy"])
+    if COMPILER:
+        found = installed_kernels()
+        assert found is not None
+        assert found.source_checksum == zlib.crc32(SOURCE.read_bytes()), f"{LIBRARY} is old: install kv-tiers again"
+        assert FloatsCodec().kernels.name == ProgressiveCodec().kernels.name == "compiled"
+
+
+@pytest.mark.parametrize("library", ["absent", "of another processor", "of another version"])
+def test_a_library_that_cannot_be_used_means_numpy(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / LIBRARY.name
+    if library == "of another processor":
+        path.write_bytes(b"\x7fELF" + bytes(200))
+    elif library == "of another version":
+        if not COMPILER:
+            pytest.skip("there is no C compiler")
+        other = tmp_path / "other.c"
+        other.write_text(SOURCE.read_text().replace("#define KV_VERSION 1", "#define KV_VERSION 999"))
+        subprocess.run([COMPILER, *_FLAGS, "-o", path, other], check=True, timeout=60)
+    monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
+    installed_kernels.cache_clear()
+    try:
+        assert [kernels.name for kernels in kernels_here()] == ["numpy"]
+    finally:
+        installed_kernels.cache_clear()
+    assert bool(caplog.records) == (library != "absent")
+
+
+def arrays(n: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Steps, symbols, nibbles and missing bits of so many numbers."""
+    sizes = (n // SCALED_NUMBERS, n, n // 2, n)
+    steps, symbols, nibbles, missing = (np.full(size, 0xA5, np.uint8) for size in sizes)
+    return steps, symbols, nibbles, missing
+
+
+@needs_compiled
+@settings(deadline=None, max_examples=100)
+@given(seed=SEEDS, blocks=BLOCKS, offset=st.integers(0, 1023))
+def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: int) -> None:
+    """Drawn ones, special ones, and any bits at all; and put together from any bytes."""
+    compiled = installed_kernels()
+    assert compiled is not None
+    chance, n = np.random.default_rng(seed), blocks * SCALED_NUMBERS
+    words = drawn_words(chance, n, n // 20) if seed % 3 else chance.integers(0, 1 << 16, n, dtype=np.uint16)
+    cuts = []
+    for kernels in (NUMPY, compiled):
+        made = arrays(n)
+        steps, symbols, nibbles, missing = made
+        escaped, whole = kernels.cut(words, offset, exponents=steps, symbols=symbols, nibbles=nibbles, missing=missing)
+        cuts.append(
+            [
+                *made,
+                kernels.pack(words, missing),
+                kernels.select(words, symbols, ESCAPED, escaped),
+                kernels.select(words, missing, ALL_MISSING, whole),
+                kernels.histogram(symbols),
+            ]
+        )
+    for one, other in zip(*cuts, strict=True):
+        assert np.array_equal(one, other)
+    steps, symbols, nibbles, missing, packed, escapes, wholes, _ = cuts[0]
+    for kernels in (NUMPY, compiled):
+        restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
+        counts = kernels.restore(symbols, nibbles, steps, restored, lacking, to_middle=False)
+        assert counts == (escapes.size, wholes.size, int((missing & 7).sum(dtype=np.int64)))
+        assert np.array_equal(lacking, missing)
+        kernels.unpack(packed, missing, restored)
+        kernels.place(wholes, missing, ALL_MISSING, restored)
+        kernels.place(escapes, symbols, ESCAPED, restored)
+        assert np.array_equal(restored, words)
+    any_bytes = [chance.integers(0, 256, size, dtype=np.uint8) for size in (n, n // 2, n // SCALED_NUMBERS)]
+    for known in (any_bytes[1], None):
+        for to_middle in (False, True):
+            both = []
+            for kernels in (NUMPY, compiled):
+                restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
+                counts = kernels.restore(any_bytes[0], known, any_bytes[2], restored, lacking, to_middle=to_middle)
+                both.append((counts, restored.tobytes(), lacking.tobytes()))
+            assert both[0] == both[1]
+
+
+@needs_compiled
+@settings(deadline=None, max_examples=100)
+@given(seed=SEEDS, n=st.one_of(st.integers(0, 600), st.just(SECTION_NUMBERS)), kind=st.sampled_from([1, 2, 3]))
+def test_numbers_are_taken_apart_alike_at_any_address(seed: int, n: int, kind: int) -> None:
+    compiled = installed_kernels()
+    assert compiled is not None
+    word = np.dtype("<u4" if kind == 3 else "<u2")
+    raw = np.random.default_rng(seed).bytes(n * word.itemsize + 1)
+    words = np.frombuffer(raw, word, n, seed % 2)  # at an odd address, perhaps
+    split = []
+    for kernels in (NUMPY, compiled):
+        coded, rest = np.empty(n, np.uint8), np.empty(n * (word.itemsize - 1), np.uint8)
+        kernels.split(kind, words, coded, rest)
+        back = np.empty(n, word)
+        kernels.join(kind, coded, rest, back)
+        assert np.array_equal(back, words)
+        split.append((coded.tobytes(), rest.tobytes()))
+    assert split[0] == split[1]
+
+
+@needs_compiled
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("codec", [FloatsCodec, ProgressiveCodec], ids=lambda codec: codec.name)
+def test_payloads_of_real_keys_and_values_are_the_same_bytes(
+    path: Path, codec: type[FloatsCodec] | type[ProgressiveCodec], compiled: CompiledKernels
+) -> None:
+    chunk = path.read_bytes()
+    payloads = [encoded(codec(kernels), chunk) for kernels in (NUMPY, compiled)]
+    assert payloads[0] == payloads[1]
+    for kernels in (NUMPY, compiled):
+        decoded = bytearray(len(chunk))
+        codec(kernels).decode(memoryview(payloads[0]), memoryview(decoded))
+        assert decoded == chunk
+
+
+def encoded(codec: Codec, chunk: bytes) -> bytes:
+    out = memoryview(bytearray(len(chunk)))
+    size = codec.encode(memoryview(chunk), out)
+    assert size is not None
+    return bytes(out[:size])
+
+
+@needs_compiled
+@settings(deadline=None, max_examples=25)
+@given(seed=SEEDS)
+def test_what_becomes_of_damaged_payloads_is_the_same_too(seed: int) -> None:
+    compiled = installed_kernels()
+    assert compiled is not None
+    assert outcomes(compiled, seed, 2) == outcomes(NUMPY, seed, 2)
+
+
+@needs_compiled
+def test_arrays_whose_sizes_do_not_fit_are_refused(compiled: CompiledKernels) -> None:
+    assert misfits(compiled) == []
+    with pytest.raises(MisuseError, match="kernel split"):
+        compiled.split(1, np.zeros(4, "<u2"), np.zeros(4, np.uint8), np.zeros(5, np.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+@pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_PORTABLE"])
+def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path) -> None:
+    """A library with sanitizers, in a process that they end where it errs, and the same outcomes from it: with what
+    this processor has, and without."""
+    library = tmp_path / LIBRARY.name
+    made = subprocess.run(
+        [str(COMPILER), *_FLAGS, variant, _SANITIZERS, "-fno-sanitize-recover=all", "-o", str(library), str(SOURCE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    runtimes = [
+        subprocess.check_output([str(COMPILER), f"-print-file-name={name}"], text=True, timeout=60).strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if made.returncode or not all(map(os.path.isabs, runtimes)):
+        pytest.skip("this compiler has no sanitizers")
+    environ = os.environ | {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",  # or small buffers lie in blocks of Python's own
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "kv_tiers.testing.codec_fuzz", str(library), "11", "40"],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines() == [outcomes(NUMPY, 11, 40)]
