@@ -41,8 +41,11 @@ class Codec(Protocol):
         """
 
 
-APPROXIMATE_SHARE: Final = 4
-"""A payload's first part ends within the chunk's size divided by this, so a reader knows how much to ask for."""
+PREFIX_SHARES: Final = (2, 4)
+"""A payload's first two parts end within half of the chunk's size, the first alone within a quarter: so a reader knows
+how much to ask for."""
+APPROXIMATE_SHARE: Final = PREFIX_SHARES[-1]
+"""What an approximation takes at least."""
 
 
 @runtime_checkable

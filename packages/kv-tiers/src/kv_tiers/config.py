@@ -76,8 +76,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What makes chunks smaller on their way there: the name of a codec, or its `type` and its options. Empty: they are
     stored as they are. What is there already is read whatever it was stored with."""
     approximate: bool = False
-    """Read only the first quarter of chunks that the codec `progressive` stored, which decodes to an approximation:
-    tokens may differ. `write` must be never in every tier of such a cache (docs/quality.md)."""
+    """Read less than all of chunks that the codec `progressive` stored, a quarter at least, which decodes to an
+    approximation: tokens may differ. `write` must be never in every tier of such a cache (docs/quality.md)."""
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

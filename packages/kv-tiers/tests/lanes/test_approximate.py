@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kv_core.clock import HandClock
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
@@ -101,22 +104,24 @@ def store(tier: Tier, keys: list[ChunkKey], codec: Codec | None) -> None:
     assert outcomes == [Stored()] * len(keys)
 
 
-def load(tier: Tier, keys: list[ChunkKey], *, approximate: bool = True) -> tuple[list[LoadOutcome], list[bytes], Lane]:
+def load(
+    tier: Tier, keys: list[ChunkKey], *, approximate: bool = True, share: int | None = None
+) -> tuple[list[LoadOutcome], list[bytes], Lane]:
     lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0)
     reads = [
         Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), len(RECORDED))
         for key in keys
     ]
     arrivals: list[Arrival] = []
-    assert lane.load(reads, arrivals.extend)
+    assert lane.load(reads, arrivals.extend, share=share)
     assert lane.step()
     return [arrival.outcome for arrival in arrivals], [bytes(read.room) for read in reads], lane
 
 
-def expected() -> bytes:
+def expected(parts: int = 1) -> bytes:
     payload, decoded = memoryview(bytearray(len(RECORDED))), bytearray(len(RECORDED))
     assert ProgressiveCodec().encode(memoryview(RECORDED), payload)
-    assert ProgressiveCodec().decode_prefix(payload[: len(RECORDED) // 4], memoryview(decoded)) == 1
+    assert ProgressiveCodec().decode_prefix(payload[: parts * len(RECORDED) // 4], memoryview(decoded)) == parts
     return bytes(decoded)
 
 
@@ -128,6 +133,35 @@ def test_a_quarter_is_read_and_decodes_to_the_approximation(tier: CountingTier) 
     assert expected() != RECORDED
     assert tier.brought_bytes == 3 * len(RECORDED) / 4
     assert (lane.counts().loaded, lane.counts().approximate) == (3, 3)
+
+
+def test_a_half_is_read_where_that_much_is_wanted_and_decodes_to_two_parts(tier: CountingTier) -> None:
+    store(tier, KEYS, CODECS["progressive"])
+    outcomes, chunks, lane = load(tier, KEYS, share=2)
+    assert outcomes == [Loaded(len(RECORDED))] * 3
+    assert chunks == [expected(2)] * 3
+    assert expected(2) not in (expected(1), RECORDED)
+    assert tier.brought_bytes == 3 * len(RECORDED) / 2
+    assert lane.counts().approximate == 3
+    outcomes, chunks, lane = load(tier, KEYS, share=1)
+    assert chunks == [RECORDED] * 3
+    assert lane.counts().approximate == 0
+
+
+@pytest.mark.parametrize(("budget_s", "share"), [(8.0, 1), (7.9, 2), (4.0, 2), (3.9, 4), (0.1, 4)])
+def test_as_much_is_read_as_is_expected_in_time(budget_s: float, share: int) -> None:
+    """A medium of a hundred bytes a second, and chunks of 800."""
+    clock = HandClock()
+    for approximate in (True, False):
+        tier = DramTier(HostPool.anonymous("measured", CONTEXT.chunk_bytes, 8), LruPolicy())
+        lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0, clock=clock)
+        assert lane.worthwhile_share(800, budget_s) == (4 if approximate else 1)  # nothing is known yet
+        for number in range(40):
+            lane._speed.began(number, 100 * (1 + number % 5), clock.now_s())
+            clock.advance(1.0 + number % 5)
+            lane._speed.ended(number, clock.now_s(), brought=True)
+        assert lane.worthwhile_share(800, budget_s * 1.001) == (share if approximate else 1)
+        lane.close()
 
 
 def test_a_cache_that_did_not_ask_for_approximations_gets_every_bit(tier: CountingTier) -> None:
@@ -177,7 +211,7 @@ def test_a_codec_that_is_not_installed_is_a_miss_and_the_chunk_stays(tier: Count
 
 
 READING = {"type": "dram", "capacity_bytes": "4MiB", "approximate": True, "write": "never"}
-SMALL = HostConfig(capacity_bytes=1 << 20)
+SMALL = HostConfig(capacity_bytes=4 << 20)
 
 
 def test_fingerprints() -> None:
@@ -208,6 +242,34 @@ def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path
         assert cache.lower.states()[0].lane.approximate == len(options) // 2
         cache.close()
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_what_a_quick_link_pays_for_is_read_whole(tmp_path: Path) -> None:
+    """With an engine whose computing takes far longer than any load; before it is known, a quarter."""
+    tier = {"type": "shared_fs", "directory": str(tmp_path)}
+    keys = key_chain(6)
+    exact = cache_over([tier | {"codec": "progressive"}])
+    lease = exact.begin_store(keys, "w")
+    for extent in lease.extents:
+        exact.pool.view[extent.offset : extent.offset + len(RECORDED)] = RECORDED
+    exact.commit(lease)
+    until(lambda: exact.lower.states()[0].lane.stored == len(keys))
+    exact.close()
+    cache = cache_over([tier | {"approximate": True, "write": "never"}])
+    for chunks in range(1, len(keys) + 1):
+        costs = Costs(compute=(1e3, 0.0)) if chunks == len(keys) else None
+
+        def found(chunks: int = chunks, costs: Costs | None = costs) -> bool:
+            plan = cache.lookup(keys[:chunks], f"r{chunks}", shape=ChunkShape(16), wait_for_promotion=True, costs=costs)
+            return plan.chunks == chunks
+
+        until(found)
+    read = cache.load(keys, "r6")
+    assert isinstance(read, ReadLease)
+    brought = [bytes(cache.pool.view[one.offset : one.offset + len(RECORDED)]) for one in read.extents]
+    assert brought == [expected()] * 5 + [RECORDED]
+    cache.release(read)
+    cache.close()
 
 
 def cache_over(tiers: list[dict[str, object]]) -> LocalCache:

@@ -42,7 +42,7 @@ from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.promotion import Job, Promotion
 from kv_tiers.cache.spill import Spills
-from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
+from kv_tiers.cache.worth import PRECISION_WORTH, Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
@@ -187,7 +187,7 @@ class Promotions:
         if not view.all_answered:
             # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
             jobs = [job for job in jobs if job.is_whole]
-        limit_s = self._wait_s
+        limit_s, computing_s = self._wait_s, None
         if costs is not None and costs.compute is not None:
             worth = self._worth(view, shape, jobs, costs, have=have, best=best)
             wait.skipped, wait.awaited = worth.skipped, worth.awaited
@@ -199,6 +199,7 @@ class Promotions:
                 self._load_unawaited(holder, requested, jobs, costs, now_s)
                 return False
             best, limit_s = worth.chunks, worth.limit_s
+            computing_s = costs.compute_s(have * shape.chunk_tokens, best * shape.chunk_tokens)
             jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
@@ -207,7 +208,7 @@ class Promotions:
         wait.tiers.update(job.tier for job in jobs)
         tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
-        return self._start(Promotion(holder, requested), jobs)
+        return self._start(Promotion(holder, requested, computing_s), jobs)
 
     def skipped(self, holder: Holder) -> Skipped | None:
         """What slower tiers hold and the holder does not wait for. Under the lock."""
@@ -407,14 +408,25 @@ class Promotions:
                 return bool(self._arriving)  # loads for others are under way; when they end there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])
         submitted = False
+        shares = self._shares(promotion, jobs)
         for job in jobs:
-            refused = bool(short.intersection(job.slots)) or not self._submit(promotion, job)
+            refused = bool(short.intersection(job.slots)) or not self._submit(promotion, job, shares.get(job.tier))
             if refused:
                 self._arrived(promotion, job, [])
             submitted = submitted or not refused
         return submitted
 
-    def _submit(self, promotion: Promotion, job: Job) -> bool:
+    def _shares(self, promotion: Promotion, jobs: Sequence[Job]) -> dict[int, int]:
+        """By tier, how much of each chunk is worth reading. Empty where it is not known: as little as may be."""
+        if promotion.computing_s is None:
+            return {}
+        keys: dict[int, list[ChunkKey]] = {}
+        for job in jobs:
+            keys.setdefault(job.tier, []).extend(job.keys)
+        total, budget_s = self._host.pool.sizes.total, PRECISION_WORTH * promotion.computing_s
+        return {tier: self._lanes[tier].worthwhile_share(total(own), budget_s) for tier, own in keys.items()}
+
+    def _submit(self, promotion: Promotion, job: Job, share: int | None) -> bool:
         pool = self._host.pool
         reads = [
             Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), pool.chunk_bytes, pool.sizes.of(key))
@@ -422,7 +434,7 @@ class Promotions:
         ]
         lane = self._lanes[job.tier]
         job.estimated_s = lane.load_s(pool.sizes.total(job.keys))
-        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals))
+        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals), share=share)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job."""

@@ -8,6 +8,9 @@ from kv_core.coverage import ChunkShape
 
 from kv_tiers.lanes.lane import Lane
 
+PRECISION_WORTH = 0.1
+"""Of what computing takes: how long a load may take for more of a chunk to be read than an approximation needs, where
+approximations may be read. A tenth costs a request little, and is worth the exact bytes."""
 _LATE = 1.5
 _GRACE_S = 0.01
 _PROBE_S = 0.25

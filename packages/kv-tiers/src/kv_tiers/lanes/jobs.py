@@ -45,8 +45,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Load:
+    """share: one of so many equal shares of each chunk's size is read, where chunks have parts; 1: all of it."""
+
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
+    share: int = 1
 
 
 @dataclass(slots=True)

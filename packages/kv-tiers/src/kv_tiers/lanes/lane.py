@@ -27,14 +27,14 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.codec import Codec
+from kv_tiers.codec import APPROXIMATE_SHARE, PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, first_part, no_codec
+from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage
+from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -91,7 +91,7 @@ class Lane:
         clock: Clock | None = None,
     ) -> None:
         """codec, find_codec: as of `Payloads`.
-        approximate: read first parts alone where chunks have them. Only for a tier that `ReadsPrefixes`.
+        approximate: first parts alone may be read where chunks have them. Only for a tier that `ReadsPrefixes`.
         only_hides: others fill this tier, so what is discarded or cleared stays there, and is not found by us any more.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
         clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
@@ -103,7 +103,7 @@ class Lane:
         """Where its health and damage are published; the cache above sets it."""
         self._noticed = Health.UP
         self._payloads = Payloads(format_id, codec, find_codec)
-        self._approximate = approximate
+        self._least_share = APPROXIMATE_SHARE if approximate else 1
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks,
@@ -137,18 +137,28 @@ class Lane:
         """As `holds`, of any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
         return self._submit(Ask(list(keys), done))
 
-    def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None]) -> bool:
-        """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused."""
-        return self._submit(Load(list(reads), done))
+    def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None], *, share: int | None = None) -> bool:
+        """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
+
+        share: as `worthwhile_share` answers; None: as little of each as may be."""
+        return self._submit(Load(list(reads), done, self._least_share if share is None else share))
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
         """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
     def load_s(self, nbytes: int) -> float | None:
-        """What so many bytes are expected to take, were they asked for now; None: nothing is known yet."""
+        """What chunks of so many bytes are expected to take, were as little of them as may be asked for now; None:
+        nothing is known yet."""
         with self._changed:
-            return self._speed.seconds(nbytes, self._clock.now_s())
+            return self._speed.seconds(nbytes // self._least_share, self._clock.now_s())
+
+    def worthwhile_share(self, nbytes: int, budget_s: float) -> int:
+        """As much of chunks of so many bytes as is expected to come within `budget_s`: all of it (1), or one of so many
+        equal shares where approximations may be read. The least where nothing is known."""
+        with self._changed:
+            shares = [share for share in (1, *PREFIX_SHARES) if share < self._least_share]
+            return self._speed.share_within(budget_s, nbytes, shares, self._clock.now_s()) or self._least_share
 
     def load_cost(self) -> tuple[float, float] | None:
         """Seconds a load, and seconds a byte, with nothing before it; None: nothing is known yet."""
@@ -264,7 +274,8 @@ class Lane:
             if not self._health().serves or not self._jobs.submit(job):
                 return False
             if isinstance(job, Load):
-                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s())
+                nbytes = sum(map(chunk_bytes, job.reads)) // job.share
+                self._speed.began(id(job), nbytes, self._clock.now_s())
             self._changed.notify()
             return True
 
@@ -322,7 +333,7 @@ class Lane:
         began = self._clock.now_s()
         match job:
             case Load():
-                arrivals, failures = self._load(job.reads)
+                arrivals, failures = self._load(job.reads, job.share)
                 with self._changed:
                     now_s = self._clock.now_s()
                     self._counts.seconds_loading += now_s - began
@@ -367,7 +378,7 @@ class Lane:
                     _log.info("tier %s is back", self.name)
         return _nothing
 
-    def _load(self, reads: list[Read]) -> tuple[list[Arrival], list[str]]:
+    def _load(self, reads: list[Read], share: int) -> tuple[list[Arrival], list[str]]:
         """What became of each; and why some could not be read, which is a fault of the device and none of theirs."""
         arrivals = []
         wrong = []
@@ -375,7 +386,7 @@ class Lane:
         with self._changed:
             # A load that follows from an answer of before these were discarded would bring them back.
             wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
-        approximated = self._load_first_parts(wanted) if self._approximate else {}
+        approximated = self._payloads.load_first_parts(self.tier, wanted, share) if share > 1 else {}
         wanted = [read for read in wanted if id(read) not in approximated]
         brought = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
         for read in reads:
@@ -403,20 +414,6 @@ class Lane:
                 self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
             self.discard(wrong)
         return arrivals, list(dict.fromkeys(failures))
-
-    def _load_first_parts(self, reads: list[Read]) -> dict[int, Arrival]:
-        """By the id of the read. Those that are not here have no first part to be read alone: read them whole."""
-        if not reads:
-            return {}
-        assert isinstance(self.tier, ReadsPrefixes)
-        outcomes = self.tier.load_prefixes([first_part(read) for read in reads])
-        arrivals = {
-            id(read): Arrival(read.key, outcome)
-            if not isinstance(outcome, Loaded)
-            else self._payloads.approximation(read, outcome)
-            for read, outcome in zip(reads, outcomes, strict=True)
-        }
-        return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
 
     def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:

@@ -18,9 +18,9 @@ from kv_core.outcome import Absent, Damaged, Loaded
 
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
-from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError, DecodesPrefixes
+from kv_tiers.codec import Codec, CodecError, DecodesPrefixes
 from kv_tiers.lanes.jobs import Arrival, Outgoing
-from kv_tiers.tier import Read, Write
+from kv_tiers.tier import Read, ReadsPrefixes, Tier, Write
 
 _log = limited_logger(__name__)
 
@@ -69,8 +69,23 @@ class Payloads:
             return Arrival(read.key, Absent())
         return self._decode(codec, header, payload, read)
 
+    def load_first_parts(self, tier: Tier, reads: Sequence[Read], share: int) -> dict[int, Arrival]:
+        """Load one of so many equal shares of chunks, from a tier that `ReadsPrefixes`. By the id of the read; those
+        that are not here have no first part to be read alone: read them whole."""
+        if not reads:
+            return {}
+        assert isinstance(tier, ReadsPrefixes)
+        outcomes = tier.load_prefixes([first_parts(read, share) for read in reads])
+        arrivals = {
+            id(read): Arrival(read.key, outcome)
+            if not isinstance(outcome, Loaded)
+            else self.approximation(read, outcome)
+            for read, outcome in zip(reads, outcomes, strict=True)
+        }
+        return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
+
     def approximation(self, read: Read, loaded: Loaded) -> Arrival | None:
-        """As `arrival`, of a chunk whose `first_part` came, decoded from that. None: it has none, or not there.
+        """As `arrival`, of a chunk whose `first_parts` came, decoded from that. None: it has none, or not there.
 
         The checksum is of the approximation's bytes, which are what is in the pool from now.
         """
@@ -153,10 +168,10 @@ class Payloads:
         return buffers[at]
 
 
-def first_part(read: Read) -> Read:
-    """The same chunk, read as far as an approximation needs."""
+def first_parts(read: Read, share: int) -> Read:
+    """The same chunk, of which one of so many equal shares is read."""
     size = chunk_bytes(read)
-    return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // APPROXIMATE_SHARE, size))
+    return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // share, size))
 
 
 def chunk_bytes(read: Read) -> int:

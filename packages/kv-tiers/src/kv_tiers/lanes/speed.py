@@ -7,6 +7,7 @@ load that is overdue counts before it has ended: as much slower as it is, so muc
 Nothing here locks or knows the time: the lane does, and holds its one lock around every call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +47,14 @@ class LoadSpeed:
             if oldest.expected_s is not None and age_s > oldest.expected_s > 0.0:
                 estimate *= age_s / oldest.expected_s
         return estimate
+
+    def share_within(self, budget_s: float, nbytes: int, shares: Sequence[int], now_s: float) -> int | None:
+        """The first of these that, as one of so many equal shares of the bytes, would be here in time; None: none."""
+        for share in shares:
+            expected_s = self.seconds(nbytes // share, now_s)
+            if expected_s is not None and expected_s <= budget_s:
+                return share
+        return None
 
     def began(self, number: int, nbytes: int, now_s: float) -> None:
         """number: tells it from others under way."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,7 @@ from kv_core.outcome import Loaded, LoadOutcome, StoreOutcome
 
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
-from kv_tiers.tier import Read, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import Read, ReadsPrefixes, Tier, TierContext, TierUsage, Write
 
 
 class ThrottledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,9 +52,19 @@ class ThrottledTier:
         return self._tier.holds(keys)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self._throttled(self._tier.load, reads)
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Only around a tier that `ReadsPrefixes`."""
+        assert isinstance(self._tier, ReadsPrefixes)
+        return self._throttled(self._tier.load_prefixes, reads)
+
+    def _throttled(
+        self, load: Callable[[Sequence[Read]], list[LoadOutcome]], reads: Sequence[Read]
+    ) -> list[LoadOutcome]:
         with self._medium:
             began = time.monotonic()
-            outcomes = self._tier.load(reads)
+            outcomes = load(reads)
             nbytes = sum(outcome.nbytes for outcome in outcomes if isinstance(outcome, Loaded))
             self.loaded_bytes += nbytes
             if self.load_bytes_per_s > 0.0:
