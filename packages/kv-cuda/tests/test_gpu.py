@@ -6,7 +6,8 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from kv_cuda.copy.copy_paths import (
     write_file_copy_paths,
 )
 from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.pinned import PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.files.cufile import NoCuFile
@@ -185,6 +187,28 @@ def test_lists_of_tokens_cross_the_bus_once_for_all_layers(monkeypatch: pytest.M
     copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
     assert len(copier.load_layers(whole())) == LAYERS > 1
     assert uploads == [CHUNK]
+
+
+def test_a_profiler_sees_a_range_around_each_load_and_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder is in the place of NVTX, which needs a CUDA device."""
+    seen: list[str] = []
+
+    @contextmanager
+    def recorded(name: str) -> Iterator[None]:
+        seen.append(f"begin {name}")
+        yield
+        seen.append(f"end {name}")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", recorded)
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
+    gathered(copier, whole())
+    assert not seen, "a range on a CPU"
+    copier._range = nvtx_ranges(torch.device("cuda"))
+    gathered(copier, whole())
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    copier.load(whole()).wait()
+    ranges = [f"kv {direction}: {CHUNK} tokens" for direction in ("store", "load")]
+    assert seen == [f"{edge} {name}" for name in ranges for edge in ("begin", "end")]
 
 
 def test_a_part_of_a_chunk_never_leaves_through_the_ring() -> None:

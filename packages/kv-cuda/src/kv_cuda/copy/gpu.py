@@ -22,6 +22,7 @@ from kv_core.transfer import Copy, TransferPlan
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import copy_shape, validate_and_split
@@ -75,6 +76,7 @@ class GpuCopier:
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
         self._device = tensors[0].device
+        self._range = nvtx_ranges(self._device)
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
         # Neighbouring bytes on both sides; 0 where not even a whole row is.
@@ -147,6 +149,10 @@ class GpuCopier:
 
     def _move(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
         """One event for each step, which is the planes that have then been moved."""
+        with self._range(f"kv {direction}: {plan.tokens} tokens"):
+            return self._enqueue(plan, direction, steps)
+
+    def _enqueue(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         validate_and_split(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         self._refuse_misaligned(plan)
