@@ -22,6 +22,8 @@ from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
+from kv_tiers.server.http.metrics import peer_families
+from kv_tiers.server.report import PeersServed
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.tower import Tower
@@ -423,7 +425,7 @@ def test_the_page_lists_every_event_and_no_other() -> None:
 
 def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
     tower, bus, _ = watched_tower("through")
-    metrics = Metrics(bus, lambda: [tower.cache])
+    metrics = Metrics(bus, lambda: [tower.cache], lambda: peer_families(PeersServed()))
     keys = key_chain(2)
     tower.store(keys)
     tower.run()

@@ -11,7 +11,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.testing import key_chain
 
-from kv_tiers.config import HostConfig, HttpConfig
+from kv_tiers.config import HostConfig, HttpConfig, PeersConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.http.start import open_http
@@ -40,6 +40,7 @@ class Served:
             tenants=[Tenant("acme", tenant_tag("salt of acme")), Tenant("globex", tenant_tag("salt of globex"))],
             socket=str(self.path),
             http=msgspec.convert(given, HttpConfig),
+            peers=PeersConfig(listen="127.0.0.1:0"),
         )
         self.clock = HandClock()
         self.server = CacheServer(config, clock=self.clock)

@@ -83,10 +83,17 @@ class _Histogram:
 class Metrics(Subscriber):
     """Counts from its construction on. `exposition` may be called from any thread."""
 
-    def __init__(self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> None:
-        """bus: of these caches; this subscribes to it. caches: returns those that exist now."""
+    def __init__(
+        self,
+        bus: EventBus,
+        caches: Callable[[], Iterable[LocalCache]],
+        others: Callable[[], Iterable[Metric]] = tuple,
+    ) -> None:
+        """bus: of these caches; this subscribes to it. caches: returns those that exist now. others: what a scrape
+        shows besides the caches."""
         self._bus = bus
         self._caches = caches
+        self._others = others
         self._lock = threading.Lock()  # of what follows
         self._lookups: Counter[_Labels] = Counter()
         self._chunks_asked: Counter[_Labels] = Counter()
@@ -175,6 +182,7 @@ class Metrics(Subscriber):
         build = InfoMetricFamily("kv_build", "Which release this is.", labels=())
         build.add_metric((), {"version": version("kv-tiers"), "python": platform.python_version()})
         yield build
+        yield from self._others()
 
     def _from_events(self) -> Iterator[Metric]:
         with self._lock:
