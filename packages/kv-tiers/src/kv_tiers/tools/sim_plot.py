@@ -24,10 +24,10 @@ def check(path: str) -> None:
         raise InputError("--plot needs the package matplotlib: pip install 'kv-tiers[plot]'")
 
 
-def draw(path: str, traces: Mapping[str, tuple[int, Lines]]) -> None:
-    """One panel a trace: hit ratio over capacity in % of unique chunks, one line a policy.
+def draw(path: str, traces: Mapping[str, tuple[int, Lines]], what: str = "hit ratio by tokens") -> None:
+    """One panel a trace: what was gained over capacity in % of unique chunks, one line a policy.
 
-    traces: by name, how many unique chunks it has, and the lines. Call `check` first.
+    traces: by name, how many unique chunks it has, and the lines. what: the name of their axis. Call `check` first.
 
     Raises:
         OSError: the file cannot be written.
@@ -52,6 +52,6 @@ def draw(path: str, traces: Mapping[str, tuple[int, Lines]]) -> None:
             panel.set_xlabel("capacity, of the unique chunks")
             panel.set_title(name)
             panel.grid(alpha=0.3)
-        panels[0].set_ylabel("hit ratio by tokens")
+        panels[0].set_ylabel(what)
         panels[0].legend(frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
