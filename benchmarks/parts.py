@@ -155,9 +155,9 @@ def main() -> int:
         trace = read_trace(str(path))
         name = path.name.split(".")[0]
         limit = simulate(trace, float("inf"), WAYS[0]).saved
-        lines: dict[str, list[tuple[int, float]]] = {way.name: [] for way in WAYS}
+        lines: dict[str, list[tuple[float, float]]] = {way.name: [] for way in WAYS}
         for share in SHARES:
-            capacity = int(share * trace.chunks_unique)
+            capacity = share * trace.chunks_unique
             found = {way: simulate(trace, capacity * RAW, way) for way in WAYS}
             best = found[WAYS[1]]
             for way, outcome in found.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kv_core.errors import InputError
 
-Lines = Mapping[str, Sequence[tuple[int, float]]]
+Lines = Mapping[str, Sequence[tuple[float, float]]]
 """By policy: capacity in chunks, and the hit ratio there."""
 
 _KINDS = (".svg", ".png", ".pdf")
