@@ -11,21 +11,21 @@ of an engine are for it to learn what computing and loading take, and do not cou
 --bandwidth: of these links alone. --prompts: how many count.
 """
 
+import sys
+
+# This folder holds a copy.py, which must not stand in for the standard library's.
+sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
+
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
-sys.path.append(str(Path(__file__).parent))
-
-import _child
-import _engines
-from _child import Child, progress
-from _report import Row, parser, report
+from benchmarks import _child, _engines
+from benchmarks._child import Child, progress
+from benchmarks._report import Row, parser, report
 
 ROOT = Path(__file__).parents[1]
 BANDWIDTHS = {"1 GB/s": 1e9, "200 MB/s": 2e8, "50 MB/s": 5e7}
