@@ -213,8 +213,14 @@ def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None
         assert sum(asked["restart"].hits) > 0
         second.assert_at_rest()
     expected = alone(model, row, prompts.all, prompts.chunk_tokens)
+    loads_are_alike = [True] * len(prompts.all)
     for way, given in asked.items():
-        its = own_answers(given, expected, len(prompts.boundaries)) if row.own_hits else expected[0].answers
+        its: Sequence[Answer | None] = expected[0].answers
+        if row.own_hits:
+            its = own_answers(given, expected, len(prompts.boundaries))
+            its = [answer if alike else None for answer, alike in zip(its, loads_are_alike, strict=True)]
+            # What this round computed in other steps, the rounds after it load.
+            loads_are_alike = [answer is not None for answer in its]
         assert sum(answer is not None for answer in its) > len(its) // 4, way
         shown[way] = _equal(given.answers, its)
     assert shown.pop("again") == shown["warm"]
