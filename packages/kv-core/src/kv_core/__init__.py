@@ -1,4 +1,4 @@
-"""Names for attention state, and plans that move it. Decides; does no I/O, has no threads and no clock.
+"""Keys that name attention state, and plans that move it. Pure decisions: no I/O, no threads, no clock.
 
     LOAD   tokens ─▶ keys ─▶ lookup plan ─▶ lease ─▶ transfer plan ─▶ bytes in the engine's blocks
            └─────── kv_core ───────────┘  kv_tiers   └────── kv_cuda ──────┘

@@ -1,4 +1,4 @@
-"""The checksum that goes with a chunk wherever it leaves the host pool for (docs/formats/chunk.md)."""
+"""The checksum stored with a chunk wherever it leaves the host pool (docs/formats/chunk.md)."""
 
 import xxhash
 

@@ -1,4 +1,4 @@
-"""Time as a value handed in, so that what expires can be tested without waiting."""
+"""Clocks passed as values, so that tests of deadlines need not wait."""
 
 from typing import Protocol
 

@@ -1,11 +1,11 @@
-"""Which pays for a request: to load what is held of it, or to compute it.
+"""The cost model: whether a request should load what is held of it, or compute it.
 
-Both are estimates in seconds, and both are straight arithmetic: `compute_s` of tokens `a … b` is
-`token_s · (b - a) + pair_s · (b² - a²) / 2`, as attention reads for each token all before it; `load_s` is
-`fixed_s + token_s · tokens` for the copy from the pool, less what is computed while layers are copied, after a wait for
-what is not there yet. The coefficients are learnt elsewhere (`kv_core.estimate`), the engine's by its scheduler half
-and the tiers' by their lanes, and meet in a lookup. What is not known yet decides nothing: then everything that is held
-is used, and waited for as configured.
+Both times are estimated in seconds by plain arithmetic. `compute_s` of tokens `a … b` is `token_s · (b - a) + pair_s ·
+(b² - a²) / 2`, because attention reads all earlier tokens for each token. `load_s` is `fixed_s + token_s · tokens` for
+the copy from the pool, minus what is computed while layers are copied, plus the wait for chunks that are not in the
+pool yet. The coefficients are learnt elsewhere (`kv_core.estimate`): the engine's by its scheduler half, the tiers' by
+their lanes. They meet in a lookup. While something is unknown it decides nothing: everything that is held is then used,
+and waited for as configured.
 """
 
 from collections.abc import Iterable

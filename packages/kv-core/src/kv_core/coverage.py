@@ -1,10 +1,10 @@
-"""What a group of layers needs of a prefix: all of it, the tokens that a window still sees, or a state at its end.
+"""Coverages: which chunks of a prefix a group of layers needs: all, those in its window, or a state at the boundary.
 
 A hit ends at a boundary, a whole number of chunks. Full attention needs every chunk before it; a sliding window of w
-tokens only those that overlap the last w - 1; chunked local attention those since its own chunk began; a linear layer
-the one state that was taken at exactly this boundary. A lookup answers the longest boundary at which every group has
-what it needs, and a load moves that and no more (the hybrid managers of vLLM's v1/core/kv_cache_coordinator.py do the
-same for blocks on the device).
+tokens only those that overlap the last w - 1 tokens; chunked local attention those since its current chunk began; a
+linear layer the one state taken at exactly this boundary. A lookup answers with the longest boundary at which every
+group is complete, and a load moves only what that needs (vLLM's v1/core/kv_cache_coordinator.py does the same for
+blocks on the device).
 """
 
 import re

@@ -1,7 +1,8 @@
-"""What can go wrong, in families by who must act.
+"""Exceptions, in families by who has to act.
 
-`MisuseError` is a bug in this process: nobody catches it. `TierDown` is the world's fault: the manager counts it and
-serves a miss. `InputError` and `ConfigError` are the caller's: their text says what was wrong, where, and what to do.
+`MisuseError` is a bug in this process and is never caught. `TierDown` is a fault of the outside world; it is counted
+and becomes a miss. `InputError` and `ConfigError` are the caller's mistakes: their text says what was wrong, where, and
+what to do.
 """
 
 

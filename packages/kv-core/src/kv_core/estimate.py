@@ -1,13 +1,12 @@
-"""How long something takes, learnt from how long it took.
+"""Online estimators of durations.
 
 An `Estimator` fits seconds to a few features (a fixed part, bytes, tokens) by least squares of the relative error, so
-that a short sample counts as much as a long one, with coefficients that are never negative. Old samples fade. One
-sample that is far off moves it little. Where the last few are all far off in the same direction, or the last several
-are off on average by more than their spread explains, everything before them is forgotten: what is measured has
-changed.
+that short samples count as much as long ones. Coefficients are never negative. Old samples fade, and a single outlier
+has little effect. If the last few samples are all far off in the same direction, or the last several are off on average
+by more than their spread explains, all earlier samples are discarded, because what is measured has changed.
 
-What it says (`coefficients`) has settled after some samples, and then stays until the fit is `_DEADBAND` away from it.
-So a decision based on it stays the same while the samples are noisy, and changes once when their distribution does.
+The published `coefficients` settle after some samples and then stay until the fit is `_DEADBAND` away from them. So a
+decision based on them does not flap while samples are noisy, and changes once when their distribution does.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Where a run of bytes is, said without pointers so that it means the same in every process."""
+"""Locations of byte ranges in pools and files, without pointers, so that they mean the same in every process."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""The bytes of one chunk, the same on every tier and for every engine that agrees on the fingerprint.
+"""Chunk formats: how one chunk's bytes are arranged, the same on every tier and in every engine with the same
+fingerprint.
 
 `canonical`: part after part (K then V, or MLA's single latent part), each [layers, tokens, heads, head_dim] in C order.
 One layer of one part is one contiguous range, whatever order the engine keeps, and SGLang's `page_first_direct` host

@@ -1,10 +1,10 @@
-"""A chain of digests: each chunk's hash extends its parent's, so that one digest names a whole prefix.
+"""The hash chain: each chunk's hash extends its parent's, so one digest names a whole prefix.
 
-The bytes that are hashed are written down in docs/formats/keys.md, and `golden_keys.json` in the tests holds what must
-come out. They never change; another encoding would be another algorithm's name. With `sha256` the digests of whole
-chunks are those that SGLang gives its pages, with its namespaces for LoRA and salt, so that both engines name the same
-prefix alike. Tags, multimodal items and partial chunks are ours: their messages open with a name of their own, which no
-chunk of tokens below 2**24 can begin with.
+The hashed bytes are specified in docs/formats/keys.md, with golden vectors in the tests (`golden_keys.json`). They
+never change; another encoding would be a new algorithm with a new name. With `sha256`, the digests of whole chunks are
+those that SGLang gives its pages, including its namespaces for LoRA and salt, so both engines name a prefix alike.
+Tags, multimodal items and partial chunks are our extension: their messages begin with a prefix that no chunk of tokens
+below 2**24 can begin with.
 """
 
 import hashlib

@@ -1,14 +1,14 @@
-"""What names one chunk's bytes: a key space, whose it is, a digest of the whole prefix, and which share of it.
+"""Chunk keys: a key space, a tenant, a digest of the whole prefix, and the group, shard and layer.
 
-A `ChunkKey` is its own bytes, so an index hashes and compares it at the speed of `bytes`:
+A `ChunkKey` is a subclass of `bytes`, so an index hashes and compares it at the speed of `bytes`:
 
-    version 1 byte | space 16 | tenant 7 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
+version 1 byte | space 16 | tenant 7 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
 
-with whole numbers big-endian, so that the keys of one digest's shares sort in order. The tenant's tag tells whose chunk
-it is, for quotas and accounts; what keeps tenants apart is the digest, whose chain begins with the whole salt, so that
-two tenants whose tags should be alike still share nothing. The other spellings (hex, a path,
-and the text that also says the whole key space) give back the same bytes. Each has exactly one way to be written, which
-is how hostile text is refused: what was read is spelled again, and must be what was given.
+Integers are big-endian, so that the keys of one digest's shards sort in order. The tenant's tag says whose chunk it is,
+for quotas and accounting. It is the digest that keeps tenants apart: its chain begins with the whole salt, so even two
+tenants with equal tags share nothing. The other notations (hex, a path, and a text that includes the whole key space)
+convert back to the same bytes. Each has exactly one valid spelling, and parsers enforce it by formatting what they have
+read and comparing it with the input.
 """
 
 import hashlib

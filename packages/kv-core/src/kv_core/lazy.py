@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, so that a command of it starts at once."""
+"""Lazy imports: names of a package that are imported on first use, so that its commands start quickly."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

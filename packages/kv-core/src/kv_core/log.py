@@ -1,8 +1,7 @@
-"""Loggers whose lines cannot repeat without bound: what happens again and again is logged a few times, then once a
-minute with the number of lines left out.
+"""Rate-limited loggers: a line that repeats is logged a few times, then once a minute with the number suppressed.
 
-Every module of ours takes its logger here. A kind of line is its text before the arguments are put in, so a line a
-client, chunk or request is one kind. The time is the record's own, which `logging` has taken already.
+Every module takes its logger from here. Lines are the same kind if their format strings are equal, before the arguments
+are filled in, so a line per client, chunk or request is one kind. The time is that of the log record.
 """
 
 import logging

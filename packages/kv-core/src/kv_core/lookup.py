@@ -1,4 +1,4 @@
-"""The answer to a lookup: how many leading chunks can be served, from where, and why no more."""
+"""Lookup plans: how many leading chunks can be served, from which tier, and why the run ended."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

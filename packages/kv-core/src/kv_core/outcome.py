@@ -1,4 +1,4 @@
-"""What became of one chunk, as values: expected outcomes are matched, not caught."""
+"""The outcome of an operation on one chunk. Expected outcomes are values to match, not exceptions."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""A request that grows: append its tokens as they come, and get the digests of the chunks they complete.
+"""The digests of a growing request: append tokens as they come, get the digest of each chunk they complete.
 
-Only new tokens are read. A sequence keeps its digests and the tokens after its last whole chunk, and forgets the rest.
+Only new tokens are read. A sequence keeps its digests and the tokens after its last whole chunk.
 """
 
 from collections.abc import Iterable, Sequence

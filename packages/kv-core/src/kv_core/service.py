@@ -1,9 +1,10 @@
-"""The only door into a cache. An engine's halves hold a `CacheService` and cannot tell where it runs.
+"""`CacheService`: the only interface to a cache. An engine's halves use it and cannot tell in which process the cache
+runs.
 
-Nothing here blocks and no chunk bytes pass through: a lease names extents of a pool that both sides map, the worker
-copies there, and says when it is done. A lookup's answer is a promise: the chunks it names are leased to its holder at
-once. Whoever holds anything is named by a `Holder` (one request, or one worker), so that all of it can be given back in
-one call when the holder ends, however it ends.
+Nothing here blocks, and no chunk bytes pass through it. A lease names extents of a pool that both sides map; the worker
+copies there and reports when it is done. A lookup's answer is a promise: the chunks that it names are leased to its
+holder at once. A `Holder` is a request or a worker; all of its leases can be released in one call when it ends, however
+it ends.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Hypothesis strategies for everything that kv-core names, so that other packages' tests need not invent them.
+"""Hypothesis strategies for everything that kv-core names, for the tests of all packages.
 
-Small sizes on purpose: a chunk of four tokens has every boundary that a chunk of 256 has.
+Sizes are small on purpose: a chunk of four tokens has every boundary that a chunk of 256 has.
 """
 
 import hashlib

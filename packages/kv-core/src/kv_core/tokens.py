@@ -1,12 +1,12 @@
-"""Token ids in whatever container the caller has them, and their bytes as the hash chain reads them.
+"""Token ids in any container, and their bytes as the hash chain reads them.
 
-Every container is sliced where it lies, and a slice of an array becomes a list by its own `tolist`. So the chain has a
-single path, and neither numpy nor torch is imported. Tokens are checked by the packing itself: `struct` refuses what is
-no whole number of 32 bits, and only then does Python look for the culprit.
+Containers are sliced in place, and a slice of an array becomes a list by its own `tolist`, so there is one code path
+and neither numpy nor torch is imported. Packing validates tokens: `struct` refuses anything that is not a 32-bit
+integer, and only then does Python search for the offending token.
 
-One thing that `struct` lets pass is a `bool` inside a list, which Python says equals 0 or 1. Looking at every token's
-type would cost as much as hashing it, so the ends of each run are looked at: that catches the mistake people make,
-a mask handed over as tokens.
+The one mistake that `struct` accepts is a `bool` inside a list, because Python treats it as 0 or 1. Checking every
+token's type would cost as much as hashing, so only the ends of each run are checked. That catches the usual mistake, a
+mask passed as tokens.
 """
 
 import operator

@@ -1,8 +1,8 @@
-"""Caches that may hold approximations: which they are, and how they are kept apart from exact ones.
+"""Caches that may hold approximations, and how they are kept apart from exact caches.
 
-A tier with `approximate: true` hands out what the first parts of exact chunks decode to. Whatever an engine computes
-behind such a chunk is no longer exact either. So the whole cache is another one: its fingerprint says so, wherever
-caches are found by it (a named pool, a server), and nothing of it is ever written to a tier (docs/adr/0023).
+A tier with `approximate: true` returns what the first parts of exact chunks decode to, and whatever an engine computes
+from such a chunk is no longer exact either. So such a cache is separate as a whole: its fingerprint differs wherever
+caches are found by it (a named pool, a server), and none of it is ever written to a tier (docs/adr/0023).
 """
 
 from collections.abc import Mapping, Sequence

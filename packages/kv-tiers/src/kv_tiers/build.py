@@ -1,4 +1,4 @@
-"""Settings in, a cache out. The only file that names concrete pools; tiers and policies are found by their names."""
+"""Builds a cache from settings. The only file that names concrete pools; tiers and policies are found by name."""
 
 import itertools
 import os

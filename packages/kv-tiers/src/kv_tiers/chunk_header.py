@@ -1,11 +1,10 @@
-"""The header that goes with a chunk wherever it leaves the host pool for, and the check of what comes back.
+"""The header stored with a chunk wherever it leaves the host pool, and the verification of what is read back.
 
-The bytes are described in docs/formats/chunk.md with a worked example. All of a chunk's identity is in its header
-(which key, which format, how many bytes, how they are encoded, their checksums), so that a file, a reply or a disk slot
-vouches for itself and nothing else has to be believed.
+docs/formats/chunk.md specifies the bytes with a worked example. The header holds a chunk's whole identity (key, format,
+sizes, encoding, checksums), so a file, a reply or a disk slot can be verified by itself.
 
-What lies behind a header is the *payload*: the chunk's bytes, or what a codec made of them. It is never larger than the
-chunk. Its checksum is taken piece by piece, so that the first pieces can be checked without the rest.
+Behind a header is the *payload*: the chunk's bytes, or their encoding by a codec. It is never larger than the chunk.
+Its checksum is computed in pieces, so that the first pieces can be verified without the rest.
 """
 
 import hashlib

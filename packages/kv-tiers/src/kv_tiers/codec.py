@@ -1,11 +1,11 @@
-"""The contract of a codec: it makes a chunk smaller on its way to a tier, and whole again on its way back.
+"""The contract of a codec, which makes a chunk smaller on its way to a tier and restores it on its way back.
 
-A codec is called by a lane's threads, several at once, with memory that the lane owns: it allocates nothing as large as
-a chunk, and keeps nothing. What it is given to decode has passed its checksum, but may have been written by another
-version of it, or by somebody who can write to the tier: it never writes beyond `out`, nor believes a size in its input.
+A codec is called concurrently by a lane's threads, with memory that the lane owns. It allocates nothing as large as a
+chunk, and keeps nothing. What it decodes has passed its checksum but may have been written by another version, or by
+somebody with write access to the tier: it must never write beyond `out` or trust a size in its input.
 
 Chunks name their codec in their headers (docs/formats/chunk.md). So a tier may hold chunks of several codecs, and a
-lane reads all whose codec is installed, whatever it is set to write. docs/extend/codec.md shows how to add one.
+lane reads every chunk whose codec is installed, whichever codec it writes. docs/extend/codec.md shows how to add one.
 """
 
 from collections.abc import Callable, Mapping

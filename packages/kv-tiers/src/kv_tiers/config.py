@@ -1,8 +1,7 @@
 """The sections of the settings, one record each: names, types, ranges and defaults. `kv_tiers.settings` reads them.
 
-A number's range is part of its type, so that what is out of range is refused where the settings are read. A setting
-that counts bytes is named `…_bytes`; in a file it may be text such as "4GiB". `docs/settings.md` has the same as a
-table.
+Ranges are part of the types, so values out of range are refused when the settings are read. A setting in bytes is named
+`…_bytes`; in a file it may be text such as "4GiB". `docs/settings.md` has the same as a table.
 """
 
 from typing import Annotated, Any, Final, Literal

@@ -1,1 +1,1 @@
-"""The engine-neutral halves of a connector: what to look up, load and store, said without naming an engine."""
+"""The engine-neutral scheduler half and worker half of a connector: what to look up, load and store."""

@@ -1,9 +1,9 @@
-"""Which states of linear layers are worth their room, learnt while running.
+"""Admission of linear-layer states: which are worth storing, learnt online.
 
-A state is as large as many chunks, serves hits at one boundary only, and most are never asked for: Marconi (Pan et al.,
-MLSys 2025) keeps those at which prompts part and those at which a conversation ends, and no others. Here each kind has
-to earn it: how many hits the states of a kind have brought, for each that was stored, against the best kind. A kind
-that is not worth it is stored now and then all the same, or nothing would ever be learnt about it again.
+A state is as large as many chunks, serves hits at one boundary only, and most are never requested. Marconi (Pan et al.,
+MLSys 2025) stores those at which prompts diverge and those at which a conversation ends, and no others. Here each kind
+has to earn its room: the hits per stored state of a kind are compared with those of the best kind. A kind that does not
+pay is still stored now and then, so that a change is noticed.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""What one request may load and store, over the engine's settings."""
+"""Per-request controls: what one request may load and store, on top of the engine's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the scheduler half counts, for metrics and tests. Numbers only grow, but for those in a row."""
+"""Counters of the scheduler half, for metrics and tests. They only grow, except those of consecutive failures."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What touches the engine's memory, as the worker half sees it."""
+"""The worker half's interface to the engine's memory."""
 
 from collections.abc import Sequence
 from typing import Protocol

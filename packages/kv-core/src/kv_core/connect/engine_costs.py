@@ -1,10 +1,10 @@
-"""What an engine's own work takes, learnt while it works: its prefill steps, and its loads from the pool.
+"""Learns how long the engine's own work takes: its prefill steps, and its loads from the pool.
 
-The caller says when something begins and ends, and an injected clock says what time it is. Nothing here waits.
+The caller reports when something begins and ends; the clock is injected. Nothing here waits.
 
-Steps end in the order in which they were scheduled. A step's time is counted from when it was scheduled or from the
-end of the step before it, whichever is later: an engine that schedules ahead of its device has several under way, and
-its device does one after the other. Only steps that compute prompts count, and only those in which nothing was loaded.
+Steps end in the order in which they were scheduled. A step is timed from when it was scheduled or from the end of the
+previous step, whichever is later: an engine with asynchronous scheduling has several steps in flight, which its device
+runs one after the other. Only steps that compute prompts count, and only if nothing was loaded in them.
 """
 
 from collections import deque

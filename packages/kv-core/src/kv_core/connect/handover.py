@@ -1,4 +1,4 @@
-"""Handing a prompt over from the engine that computes it to the one that decodes: what requests of both sides add.
+"""Disaggregated prefill: what a hand-over adds to a request on the prefill side and on the decode side.
 
 A hand-over is a hit in a shared cache (docs/adr/0025), so there is little to add. The engine that computes stores the
 last, partial chunk as well, under the digest of exactly those tokens, and has everything kept in the pool until it is

@@ -1,9 +1,9 @@
-"""The engine's blocks that are still being read for a store belong to us too, until every worker has read them.
+"""Blocks of the engine that a store is still reading: held until every worker has read them.
 
-A copy off a device goes on while the engine does. Meanwhile the request may end, be preempted, or leave the block
-behind its window, and the engine would give the block to another, whose forward pass writes over it. So blocks are held
-from the moment at which a step's stores are planned, while the request still has them, and given back when all workers
-have said that they are done with that plan and those before it: what became of the request in between is no matter.
+A copy off a device continues while the engine runs. Meanwhile the request may end, be preempted, or move its window
+past the block, and the engine would give the block to another request, whose forward pass overwrites it. Blocks are
+therefore held from the moment at which a step's stores are planned, while the request still owns them, and released
+when all workers have acknowledged that plan and those before it, whatever has become of the request.
 """
 
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""What an engine says of its requests: when it asks, and when it has scheduled them."""
+"""What an engine reports about its requests: when it asks for a match, and when it has scheduled them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

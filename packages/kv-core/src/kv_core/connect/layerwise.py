@@ -1,11 +1,11 @@
-"""Layerwise loads: the copy of layer n runs while the layers before it are computed, in one and the same step.
+"""Layerwise loads: layer n is copied while the layers before it are computed, in the same step.
 
-The engine takes the tokens for computed as soon as it is promised them, and nothing takes that back. So what can go
-wrong is settled before the promise (`LayerwiseRule`): the chunks are in the pool, verified, leased until every copy has
-ended, and their memory is ready for the device. A reset or an eviction meanwhile changes nothing: leased bytes stay
-where they are. What is left is a copy that fails. It is made once more, in one piece, and the forward pass waits for
-it. Only if that fails too, or if the failure shows after a layer was read, `forward_ended` says that the step was
-wrong.
+The engine treats the tokens as computed as soon as they are promised, and a promise cannot be taken back. Whatever can
+go wrong is therefore settled before it (`LayerwiseRule`): the chunks are in the pool, verified, and leased until every
+copy has ended, and their memory is ready for the device. A reset or an eviction in the meantime changes nothing,
+because leased bytes stay where they are. What remains is a copy that fails. It is repeated once, in one piece, and the
+forward pass waits for it. Only if that fails too, or if the failure shows after a layer was read, `forward_ended`
+reports that the step was wrong.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
-"""The scheduler half: what a request may load, what its blocks are worth keeping, and when a promise ends.
+"""The scheduler half: which tokens a request may load, which of its blocks are stored, and when a promise ends.
 
-It lives on the engine's scheduler thread and never waits. The engine asks for a match as often as it likes; the answer
-is a delta over what the engine holds itself, and it is leased from the moment it is given until the request loads,
-declines, is preempted, aborted or finished. All of an engine's differences are in the caller.
+It runs on the engine's scheduler thread and never waits. The engine may ask for a match any number of times; the answer
+is the number of tokens beyond those that the engine holds itself, and these are leased from the moment of the answer
+until the request loads them, declines, is preempted, aborted or finished. Everything specific to an engine is in the
+caller.
 """
 
 from collections.abc import Iterable, Sequence

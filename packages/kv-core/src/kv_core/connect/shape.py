@@ -1,4 +1,4 @@
-"""What both halves of a connector must agree on: how chunks are named, and what each group of layers keeps of them."""
+"""What both halves of a connector must agree on: how chunks are named, and what each group of layers stores of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""What the halves say to each other: one plan a step, one report back, as plain data.
+"""Messages between the halves: one plan per step to the worker, one report back, as plain data.
 
-A plan may travel to another process, so its spelling is lists, dicts, strings, ints and bytes and nothing else: any
-serialiser carries it, no class of ours has to be unpickled, and `from_plain` checks what arrives. It names chunks by
-the digests of their prefix, never by extents or pointers: each worker makes its own shard's keys and asks the cache.
+A plan may travel to another process, so it consists of lists, dicts, strings, ints and bytes only: any serialiser can
+carry it, no class has to be unpickled, and `from_plain` validates what arrives. It names chunks by the digests of their
+prefix, never by extents or pointers; each worker derives the keys of its own shard and asks the cache.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""A cache that is a dict and an engine's blocks that are a dict, for testing the halves without either.
+"""A cache and an engine's blocks as dicts, for testing the halves without either.
 
-`DictService` is always right and can be told to go wrong; `DictCopier` moves one value a token. Both are small enough
-to be believed by reading. `CopyQueue` makes any copier one of a device whose copies go on behind the engine's steps.
+`DictService` is correct and fails on request; `DictCopier` moves one value per token. Both are small enough to be
+verified by reading. `CopyQueue` turns any copier into that of a device whose copies complete asynchronously, behind the
+engine's steps.
 """
 
 import itertools

@@ -1,7 +1,8 @@
-"""A toy engine of three groups of layers, full attention, a window and a linear layer, for testing the halves.
+"""A toy engine with three groups of layers (full attention, a sliding window and a linear layer) for testing the
+halves.
 
-It does what vLLM's hybrid managers do: it gives away blocks that the window has left, and keeps one state where a
-forward pass ends. Everything that a token attends to is compared before it is used. It is a machine of Hypothesis'.
+Like vLLM's hybrid managers, it gives away blocks that the window has passed, and keeps one state where a forward pass
+ends. Everything that a token attends to is checked before it is used. It is a Hypothesis state machine.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What the scheduler half knows of one request, from the engine's first question to its end."""
+"""The scheduler half's record of one request, from the first lookup to its end."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
-"""The worker half: carries out step plans between the cache's extents and the engine's blocks.
+"""The worker half: executes step plans between the cache's extents and the engine's blocks.
 
-It lives on the engine's worker thread, starts no thread of its own and is polled once a step. A load that cannot be
-completed for any reason ends the same way: the keys are forgotten first, so that the engine's next question is a miss
-and not the same failure again, and then the request is reported.
+It runs on the engine's worker thread, starts no thread of its own and is polled once per step. A load that cannot be
+completed ends the same way whatever the reason: its keys are forgotten first, so that the engine's next lookup is a
+miss and not the same failure again, and then the request is reported.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""The command line, which may read the world; the rest of the package may not."""
+"""The command line. Only this part of the package may do I/O."""

@@ -1,7 +1,7 @@
-"""The `kv` command. `kv keys` is here; other packages add theirs through the entry-point group `kv_core.commands`.
+"""The `kv` command. `kv keys` is here; other packages add commands through the entry-point group `kv_core.commands`.
 
-Such an entry point loads a function `register(subparsers)` that adds one parser and sets its default `run` to a
-function from the parsed arguments to an exit status. What a user can get wrong ends in one line on stderr and status 2.
+An entry point loads a function `register(subparsers)` that adds one parser and sets its default `run` to a function
+from the parsed arguments to an exit status. A user's mistake ends in one line on stderr and status 2.
 """
 
 import argparse

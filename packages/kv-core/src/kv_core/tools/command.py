@@ -1,7 +1,7 @@
-"""How a command of ours starts and ends: Ctrl-C, at any moment that is ours, ends it without a traceback.
+"""Start and end of our commands: Ctrl-C ends them without a traceback at any moment.
 
-A console script imports this before anything that takes time. Until the command's own code runs the kernel may end the
-process at once, as nothing is there to tidy up; from then on Ctrl-C is a KeyboardInterrupt, as anywhere in Python.
+A console script imports this before anything slow. Until the command's own code runs, SIGINT has its default action and
+ends the process, because there is nothing to clean up yet; from then on Ctrl-C raises KeyboardInterrupt as usual.
 """
 
 import signal

@@ -1,8 +1,7 @@
-"""`kv doctor`: what this machine can do for the cache, and what to do about what it cannot.
+"""`kv doctor`: what this machine supports, and how to fix what it does not.
 
-Each package examines what it works with, through the entry-point group `kv_core.doctor`: a function from
-`DoctorOptions` to its findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a
-feature.
+Each package checks what it depends on, through the entry-point group `kv_core.doctor`: a function from `DoctorOptions`
+to findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a feature.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What every engine's package needs to attach a cache to its engine: settings, the cache's place, the model's name."""
+"""Attaching a cache to an engine, for every engine's package: settings, where the cache runs, the model's identity."""

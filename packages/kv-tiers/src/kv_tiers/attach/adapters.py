@@ -1,7 +1,7 @@
-"""Adapters by their content, found out by a thread, so that an engine's scheduler never touches a file.
+"""Identifies LoRA adapters by content, on a thread of its own, so that an engine's scheduler never reads a file.
 
-An engine reads an adapter's files when the adapter is first used, and again when it has left memory since. So files
-that change while the adapter is served leave open which of the two it computes with: from then on it has no name, and
+An engine reads an adapter's files when the adapter is first used, and again after it was unloaded. If the files change
+while the adapter is in use, it is unknown which version the engine computes with. The adapter then has no identity and
 its requests are not cached, until it is loaded under another path or number.
 """
 

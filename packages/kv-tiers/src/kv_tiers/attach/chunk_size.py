@@ -1,4 +1,4 @@
-"""How long a chunk is, once the engine's blocks are known."""
+"""The number of tokens in a chunk, once the engine's block size is known."""
 
 from collections.abc import Sequence
 from math import lcm

@@ -1,8 +1,8 @@
-"""Where an engine's cache is: in its own process, in a private server that ends with it, or in one that it joins.
+"""Where an engine's cache runs: in its process, in a private server that ends with it, or in a server that it joins.
 
-In process wherever all that use it share one, because nothing is faster. Otherwise rank 0 starts a server whose
-life hangs on its own, and everyone meets at a socket named after the engine. A server named in the settings is joined
-instead, and shared with every engine that names it.
+The cache runs in process wherever a single process uses it, because that is fastest. Otherwise rank 0 starts a private
+server that ends with it, and all ranks meet at a socket named after the engine. A server named in the settings is
+joined instead and shared with every engine that names it.
 """
 
 import time

@@ -1,12 +1,12 @@
-"""The running example: watch a real engine skip the prefill of a prefix that another request computed.
+"""The demo: a real engine skips the prefill of a prefix that another request computed.
 
-Two prompts share their beginning: two questions about a document, or, for a model without a tokenizer, numbers that are
-equal at first. Phase A sends both, phase B sends both again, all with the engine's own prefix cache empty; then the
-process ends and a second one, whose engine is cold, sends them once more: the named host pool has outlived the first.
-Then that pool is removed, as a restart of the machine would do, and a third process finds the chunks on disk. Every
-row's tokens are compared with those of an engine without us. The second and third process may be another engine's.
+Two prompts share a beginning: two questions about a document or, for a model without a tokenizer, two sequences of
+numbers. Phase A sends both, phase B sends both again, with the engine's own prefix cache emptied before each. Then the
+process ends, and a second one with a cold engine sends them again: the named host pool has outlived the first. Then
+that pool is removed, as a reboot would do, and a third process finds the chunks on disk. Every row's tokens are
+compared with those of an engine without a cache. The second and third process may run another engine.
 
-What is an engine's own is two functions: one that writes a tiny model, one that answers the prompts of a phase.
+An engine contributes two functions: one writes a tiny model, one answers the prompts of a phase.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the running example shows: a row a request, what was answered, and what was saved."""
+"""The demo's output: one row per request, the answers, and the time saved."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""One engine's cache in one process, and both halves around it. For engines whose connector has halves as vLLM's has.
+"""One engine's cache in one process, with the scheduler half and worker half, for engines whose connectors resemble
+vLLM's.
 
-The workers come first: only they see the engine's memory, and only once its layout is proved is it known how a chunk's
-bytes lie and hence what the keys are. The scheduler comes after that. Where both are in one process they share one
-`LocalCache`, found by the engine's id; where they are apart each worker registers at the engine's server, and the
-scheduler reads there what it must know.
+The workers come first: only they see the engine's memory, and the keys depend on the layout that they prove. Then comes
+the scheduler. If both are in one process they share one `LocalCache`, found by the engine's id; otherwise each worker
+registers at the engine's server, and the scheduler learns from the server what it needs.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
-"""What is in a model's or an adapter's files: every byte counts, and is read once.
+"""Digests of a model's or an adapter's files. Every byte counts and is read once.
 
-A digest of all of a file is remembered in a small private file by the path, inode, size and times of what was read, so
-that the next start knows in a moment what this one took a minute for. Whoever changes a file changes its times; a file
-that was changed in the last seconds is not remembered, since a clock that ticks slowly could hide another change.
+The digest of a file is remembered in a small private file, by path, inode, size and timestamps, so that the next start
+need not read the file again. Changing a file changes its timestamps; a file that was changed within the last seconds is
+not remembered, because a coarse clock could hide a second change.
 """
 
 import hashlib

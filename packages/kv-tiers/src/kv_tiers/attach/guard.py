@@ -1,7 +1,7 @@
-"""Between an engine's hooks and our bugs: no exception of ours reaches an engine that serves.
+"""The guard between an engine's hooks and our bugs: no exception of ours reaches a serving engine.
 
-A hook that raises turns the cache off, with a traceback in the log; it and every hook from then on answer what an
-engine without a cache would hear, and the engine goes on.
+A hook that raises turns the cache off, with a traceback in the log. From then on every hook returns what an engine
+without a cache would get.
 """
 
 import functools

@@ -1,15 +1,15 @@
-"""Which model is this, said so that two different models never share a key space, and two engines on one model do.
+"""The identity of a model: two different models never share a key space, and two engines with the same model do.
 
-A model's name is not enough: a local directory is overwritten by the next training run, a hub name moves with its
-branch, and a changed rope or dtype changes every byte of KV. So a key space holds the hub's name and commit or a
-digest of all bytes of the weights, a digest of the model's own `config.json`, and whatever the engine was configured to
-change of it. Nothing of this depends on the engine's version or on the library that reads configurations. Where neither
-commit nor files are found, and once weights were updated in place, the name is one that no other engine has: what is
-kept under it is found for as long as this engine lives.
+A model's name is not enough: a local directory is overwritten by the next training run, a name on a hub moves with its
+branch, and a changed rope or dtype changes every byte of KV. A key space therefore contains the hub's name and commit,
+or a digest of all bytes of the weights; a digest of the model's `config.json`; and whatever the engine was configured
+to override in it. None of this depends on the engine's version or on the library that reads configurations. If neither
+commit nor files are found, and after weights were updated in place, the identity is unique to this engine, and what is
+stored under it is found for as long as this engine lives.
 
-Two engines may still keep other numbers for the same model (another order of rotary halves, say), and no configuration
-tells. So chunks are shared between engines only for architectures of which a test of ours has shown that both engines
-keep the same; for any other the engine's name is part of the key space.
+Two engines may store different numbers for the same model (another order of rotary halves, say), and no configuration
+reveals it. Chunks are therefore shared between engines only for architectures for which a test has shown that both
+engines store the same. For any other, the engine's name is part of the key space.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
-"""Whether an engine's classes are those that an adapter was written for: engines change them without a word.
+"""Checks whether an engine's classes are those that an adapter was written for, since engines change them without
+notice.
 
-What differs is found before the engine serves, by the names of methods, of their parameters and of fields; what they
-mean is for the tests of each version.
+Differences in the names of methods, parameters and fields are found before the engine serves. What they mean is up to
+the tests of each version.
 """
 
 import inspect

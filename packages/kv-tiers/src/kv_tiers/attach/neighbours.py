@@ -1,9 +1,9 @@
-"""Warns of engines of another kind on the same cache that will never find what this one computed.
+"""Warns about engines of another kind that use the same cache but cannot share chunks with this one.
 
-vLLM and SGLang find each other's chunks where both store them in the canonical format, with the same chunk length and
-dtype. Where one of them cannot, each goes on finding its own, and nothing looks wrong. So at its start an engine
-registers the format that it stores, at the server that it joins or, for its tiers, in a small file of this user's, and
-compares it with those of other engines.
+vLLM and SGLang find each other's chunks if both store them in the canonical format, with the same chunk length and
+dtype. If one of them cannot, each finds its own only, and nothing looks wrong. So at start an engine registers the
+format that it stores, at the server that it joins or, for its tiers, in a small file of the same user, and compares it
+with those of other engines.
 """
 
 import hashlib

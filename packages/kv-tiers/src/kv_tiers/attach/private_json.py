@@ -1,4 +1,4 @@
-"""Small files of this user's alone that remember something between processes, and are worth no error."""
+"""Small private JSON files that remember something between processes. Failing to read or write one is not an error."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Which share of every chunk each of an engine's ranks has."""
+"""Ranks: which shard of every chunk each of an engine's ranks stores."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,4 +1,4 @@
-"""Keeps a scheduler half in the key space of the weights that its engine has, whatever becomes of them."""
+"""Moves the scheduler half to a new key space when the engine's weights change."""
 
 from kv_core.connect.scheduler import SchedulerHalf
 

@@ -1,6 +1,6 @@
-"""What an operator does with a cache while it serves: pins, quotas, tenants, warming up, and where chunks are.
+"""Operators' verbs on a live cache: pins, quotas, tenants, warm-up, and where chunks are.
 
-Nothing here is for an engine's thread: what changes much lets others have the lock in between, and `warm_up` waits.
+Nothing here is called on an engine's thread. Large changes yield the lock in between, and `warm_up` waits.
 """
 
 import threading

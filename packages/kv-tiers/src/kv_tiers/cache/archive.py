@@ -1,4 +1,4 @@
-"""A prefix in a file: for moving it to another machine, and for starting a fleet warm.
+"""Prefixes as files, to move them to another machine or to warm up a fleet.
 
     magic "kvprefix" | version u16 | header size u16 | zero u32 | bytes of all chunks u64 | chunks u64 | format id 16
     | xxh3_64 of the above

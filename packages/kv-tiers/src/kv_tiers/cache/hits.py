@@ -1,8 +1,8 @@
-"""The longest hit among a prompt's chunks: what `kv_core.coverage.longest_hit` defines, as fast as an index can say it.
+"""Finds the longest hit of a prompt: what `kv_core.coverage.longest_hit` defines, at the speed of an index.
 
-Groups that need the whole prefix are a leading run, which the index follows at the speed of a plain model's. From its
-end it goes back: a boundary at which a window or a state is missing tells how far back the next one worth trying is,
-because what a group needs of a shorter prefix never begins later. So each key is looked at once at most.
+Groups that need the whole prefix are a leading run, which the index follows as fast as for a plain model. From the end
+of that run the search goes back: a boundary at which a window or a state is missing implies how far back the next
+candidate is, because the chunks that a shorter prefix needs never begin later. So each key is looked up at most once.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Chunks that stay in the pool for another engine: until it has read them, or a deadline has passed.
+"""Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed.
 
 They were stored for a prompt that one engine has computed and another goes on with (docs/adr/0025). The engine that
 stored them may have ended by then, so nobody's lease keeps them: the cache does, for a time that was said beforehand.

@@ -1,6 +1,6 @@
-"""The host tier: a pool, the index of what is in it, and the record that a named pool keeps, as one thing.
+"""The host tier: a pool, its index, and the directory of a named pool, as one unit.
 
-It moves chunks through their lives and knows nothing of holders. `lock` is the one lock of the cache: every method is
+It moves chunks through their states and knows nothing of holders. `lock` is the cache's one lock: every method is
 called under it unless it says otherwise, and nothing under it waits or reads a chunk's bytes.
 """
 

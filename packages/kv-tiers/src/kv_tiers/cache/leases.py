@@ -1,10 +1,10 @@
-"""Who may read or write which slots, and until when: promises, reads and writes, by number, holder and deadline.
+"""The lease table: promises, reads and writes by number, holder and deadline.
 
-The books and nothing else: there is no lock, no clock and no pool here. Whoever keeps them holds a lock around every
-call, says what time it is, counts the leases on the slots themselves, and gives slots back for all that ends.
+Bookkeeping only: no lock, no clock and no pool. The caller holds a lock around every call, passes the time, counts the
+leases on the slots themselves, and frees the slots of leases that end.
 
-Every promise and read lives equally long from when it was given or renewed, so the order of giving is the order of
-expiring, and looking for what has expired costs nothing while there is none. Writes do not expire.
+All promises and reads live equally long from when they were granted or renewed, so they expire in the order of
+granting, and checking for expired ones is free while there are none. Writes do not expire.
 """
 
 from collections import OrderedDict

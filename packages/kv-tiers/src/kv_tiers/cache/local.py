@@ -1,12 +1,12 @@
-"""The cache: `CacheService` over a host tier and the lower tiers.
+"""`LocalCache`: the `CacheService` over a host tier and the lower tiers.
 
-One lock guards the index, the policy and the leases; under it nothing waits and no chunk's bytes are read. The two
-things that take longer, making a chunk's checksum when a named pool commits it and checking it when an adopted chunk is
-first asked for, happen outside, on slots that a lease of their own keeps in place.
+One lock guards the index, the policy and the leases; under it nothing waits and no chunk's bytes are read. Two things
+take longer: computing a chunk's checksum when it is committed to a named pool, and verifying it when an adopted chunk
+is first requested. Both run outside the lock, on slots that a lease keeps in place.
 
-Only what is in the pool is ever promised. What the lower tiers hold is brought there first (`kv_tiers.cache.promote`),
-and what is committed here goes down by itself (`kv_tiers.cache.spill`). Who holds what is in the books
-(`kv_tiers.cache.leases`), and what an operator may do beside the verbs is `admin`.
+Only what is in the pool is ever promised. Chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and
+committed chunks are spilled automatically (`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators'
+verbs in `admin`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

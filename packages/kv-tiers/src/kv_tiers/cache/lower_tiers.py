@@ -1,4 +1,4 @@
-"""Everything below the host tier, as one thing: the lanes in their order, the way up and the way down."""
+"""The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""What other hosts' servers may read of a cache: chunks of the pool and of the tiers that answer from memory.
+"""What other hosts' servers may read of a cache: the pool, and tiers that answer from memory.
 
-Remote tiers are left out. So a question never travels on, and two servers that ask each other cannot make a loop. What
-peers read is not a use of the chunk: a copy stays where it is used. Nothing here changes what the cache holds; a chunk
-that was kept for another engine is kept no longer once it has been read.
+Remote tiers are excluded, so a lookup is never forwarded, and two servers that ask each other cannot form a loop. A
+peer's read does not count as a use of the chunk, because the copy is used on the other host. Nothing here changes the
+cache's content, except that a hold on a chunk ends once the chunk has been read.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""When a tier that nobody waits for is tried again: soon at first, and ever more seldom while it stays as slow."""
+"""When to probe a tier that nobody waits for: soon at first, then ever less often while it stays slow."""
 
 from typing import Final
 

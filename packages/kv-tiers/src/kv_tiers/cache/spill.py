@@ -1,11 +1,12 @@
-"""The way down: chunks of the host tier that a tier below does not have yet.
+"""Spilling: chunks of the host tier are written to a lower tier that does not hold them yet.
 
-`through`: as soon as its lane has room, oldest first. `back`: when the chunk is among the coldest and free slots become
-few (and at the end); it is evicted once it is stored. A burst that outruns this evicts at once and waits for nothing.
-Until a chunk is handed to a lane it is not leased, so a backlog keeps nobody from anything: what is evicted from it is
-lost to the tier below and counted. While it is being stored it is leased, so it is found in the host tier until it can
-be found below. At most a part of each tenant's share is leased so: the engine's own stores always find room. Shares
-take turns, so one whose part is used up, or that stores much, keeps no other from going down.
+`through`: as soon as the tier's lane has room, oldest first. `back`: when the chunk is among the coldest and few slots
+are free (and at shutdown); it is evicted once it is stored. When stores arrive faster than this, chunks are evicted at
+once without waiting. A chunk is not leased until it is handed to a lane, so a backlog blocks nobody: chunks that are
+evicted from the backlog are lost to the lower tier, and counted. While being stored a chunk is leased, so that it is
+found in the host tier until it can be found below. At most a part of each tenant's share is leased in this way, so the
+engine's own stores always find room. Shares take turns, so that one that has used up its part, or stores much, does not
+block the others.
 """
 
 import time

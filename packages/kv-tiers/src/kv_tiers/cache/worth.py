@@ -1,4 +1,4 @@
-"""Whether chunks in slower tiers are worth waiting for, by what their lanes have measured (`kv_core.cost`)."""
+"""Decides whether chunks in slower tiers are worth waiting for, from what their lanes measured (`kv_core.cost`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What happens in a cache, as records, and the bus that carries them to subscribers."""
+"""Events of a cache, and the bus that delivers them to subscribers."""

@@ -1,12 +1,12 @@
-"""From a cache to its subscribers: one bounded queue and one thread, and the cache waits for neither.
+"""The event bus: one bounded queue and one thread between a cache and its subscribers. The cache waits for neither.
 
-Publishing is an append to a deque: no lock, no system call, nothing raised. Without subscribers it is not even called,
-because the publisher checks `Source.on` first and makes no event. The thread looks several times a second, so events
-are delivered a moment after they happened; in between the queue holds at most `max_queued` of them. What comes beyond
-that is dropped and counted: watching must not cost memory without end.
+Publishing appends to a deque: no lock, no system call, no exception. Without subscribers it is not called at all,
+because the publisher checks `Source.on` before it creates an event. The thread polls several times a second, so events
+are delivered shortly after they happened. The queue holds at most `max_queued` of them; the rest is dropped and
+counted, to bound memory.
 
-Every subscriber gets every event, in the order of publishing, on that one thread. One that raises harms no other: its
-first failure is logged, every failure is counted, and it gets the next event all the same.
+Every subscriber gets every event, in the order of publishing, on that one thread. A subscriber that raises does not
+affect the others: its first failure is logged, all are counted, and it gets the next event as usual.
 """
 
 import threading

@@ -1,8 +1,9 @@
-"""What entered and left a pool, in order, for those who keep a copy of what is in it: a router's tree, by way of vLLM.
+"""The record of changes to a pool, in order, for readers that mirror its content, such as a router's tree by way of
+vLLM.
 
-Unlike a subscriber, which is called a moment later on another thread, a reader polls this and gets everything that
-happened before. The record is bounded in keys; a reader that comes too late learns that it missed something, and starts
-over. Nothing is recorded before the first poll.
+Unlike a subscriber, which is called a moment later on another thread, a reader polls and gets everything that has
+happened before the poll. The record is bounded in keys; a reader that falls behind is told that it missed something,
+and starts over. Nothing is recorded before the first poll.
 """
 
 import threading

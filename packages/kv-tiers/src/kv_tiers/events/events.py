@@ -1,8 +1,8 @@
-"""What happens in a cache, as records: one event a call, never one a chunk.
+"""The events of a cache, as records: one per call, never one per chunk.
 
-An event refers to the keys of the call and copies none of them: treat them as read-only. It carries neither a time nor
-the name of its cache: the bus adds both (`kv_tiers.events.bus.Occurred`). Its own times are durations in seconds. What
-is counted anyway (`LocalCache.counts`) has no event of its own.
+An event refers to the keys of the call without copying them: treat them as read-only. It carries neither a time nor the
+name of its cache, which the bus adds (`kv_tiers.events.bus.Occurred`). Times in it are durations in seconds. Things
+that are counted anyway (`LocalCache.counts`) have no event.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Orders in which chunks leave when room is needed."""
+"""Eviction policies: the order in which chunks leave a full tier."""
 
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy

@@ -1,8 +1,9 @@
-"""Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
+"""ARC, adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
 
-Chunks asked for once and chunks asked for again are kept in two lists; the keys of those that left lately tell which
-list was too short. Two differences from the paper: a victim is chosen before it is known what comes in its place, so
-the paper's exception for a key in the second ghost list falls away; and a chunk that others follow waits for them.
+Chunks requested once and chunks requested repeatedly are in two lists, and the keys of recently evicted chunks tell
+which list was too short. There are two differences from the paper: a victim is chosen before it is known which chunk
+replaces it, so the paper's exception for a key in the second ghost list does not apply; and a chunk that others follow
+waits for them to leave.
 """
 
 from collections import OrderedDict

@@ -1,10 +1,10 @@
-"""Eviction where some groups of layers do not need the whole prefix: windows and states beside any policy.
+"""Eviction of groups that do not need the whole prefix: windows and states, next to any policy.
 
-A hit uses a window's last chunks and the one state at its boundary, and not those that it has passed. So the order of
-last use says what these are worth: what is far behind every boundary that was asked for ages, and leaves. A policy that
-learns from prompts which come back would learn from them what is not so: of a prompt that comes back, most of a window
-does not. They are kept from it, in an order of their own, and of that order's oldest and the policy's choice the one
-leaves that was used longer ago.
+A hit uses the last chunks of a window and one state, not the ones that it has passed, so the order of last use ranks
+them: what is far behind every requested boundary ages and leaves. A policy that learns from returning prompts would be
+misled by them, because most of a window does not return with its prompt. They are therefore kept out of the policy, in
+an order of their own. The oldest of that order is compared with the policy's victim, and the one that was used longer
+ago leaves.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""First in, first out: the baseline that learns nothing from use (Belady, IBM Systems Journal 5:2, 1966)."""
+"""First in, first out: the baseline that ignores use (Belady, IBM Systems Journal 5:2, 1966)."""
 
 from collections.abc import Sequence
 

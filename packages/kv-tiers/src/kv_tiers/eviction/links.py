@@ -1,7 +1,7 @@
-"""Which resident chunk follows which, for orders that would else empty a head before its tail.
+"""Which resident chunk follows which, for policies that would otherwise evict a head before its tail.
 
-A chunk that others follow is no victim: an order that comes to one sets it apart (`waiting`), and takes it back when
-the last that followed it has left. So every chunk is passed over once, however long its prompt.
+A chunk that others follow is not a victim: a policy that reaches one sets it aside (`waiting`) and takes it back when
+the last follower has left. So every chunk is skipped once, however long its prompt.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""Most recently used: right for scans in a circle that do not fit (Chou and DeWitt, "An evaluation of buffer management
-strategies for relational database systems", VLDB 1985), and a baseline for everything else.
+"""Most recently used: suits circular scans that do not fit (Chou and DeWitt, "An evaluation of buffer management
+strategies for relational database systems", VLDB 1985); a baseline for everything else.
 """
 
 from collections import OrderedDict

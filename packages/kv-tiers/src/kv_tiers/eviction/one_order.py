@@ -1,4 +1,4 @@
-"""What policies with one order of their chunks share."""
+"""Common code of policies that keep their chunks in a single order."""
 
 from collections import OrderedDict
 

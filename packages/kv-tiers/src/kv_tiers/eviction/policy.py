@@ -1,11 +1,11 @@
-"""What an eviction policy must do: order the chunks of one tier by how little they will be missed.
+"""The contract of an eviction policy: rank the chunks of one tier by how soon they should be evicted.
 
-It knows nothing of bytes, tiers or leases, holds no lock (its caller does) and is notified of every arrival, use and
-departure. A chunk is named twice: by its key, which means the same after the chunk has left and come back, and by its
-slot, a small number that is the chunk's alone while it stays. Slots of chunks stored together lie together, so an order
-kept by slot is several times cheaper to touch than one kept by key once there are a million.
+A policy knows nothing of bytes, tiers or leases, takes no lock (its caller does) and is told of every arrival, use and
+departure. A chunk is named by its key, which stays the same if the chunk leaves and returns, and by its slot, a small
+number that belongs to the chunk while it is resident. Slots of chunks stored together are adjacent, so with a million
+chunks an order kept by slot is several times cheaper to update than one kept by key.
 
-Sequences of keys and slots are parallel, and in the order of the prompt: chunk n is worthless without 0…n-1.
+Sequences of keys and slots are parallel and in the order of the prompt: chunk n is worthless without 0…n-1.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Policies by name, for settings and command lines: ours, and anybody's in the entry-point group `kv_tiers.policies`.
+"""Policies by name, for settings and command lines: built-in ones, and those in the entry-point group
+`kv_tiers.policies`.
 
-An entry point names a `PolicyFactory`. In settings its parameters stand beside its name:
-`policy: {name: mine, half_life_s: 30}`. A name alone is a policy without parameters; ours have none.
+An entry point names a `PolicyFactory`. In settings its parameters stand next to its name: `policy: {name: mine,
+half_life_s: 30}`. A bare name is a policy without parameters; the built-in ones have none.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,11 @@
-"""Whose part of a pool each chunk is in, and what leaves when that part is full.
+"""Shares: the part of a pool that each tenant has, and what leaves when that part is full.
 
-A tenant with a quota has a share of its own, as large as the quota, and a policy of its own. All others have what the
-quotas leave, the common share. Nothing is lent: a share that is full makes room in itself, whatever else is free, so no
-chunk ever leaves for a chunk of another share, and what one tenant does changes nothing in another's order.
+A tenant with a quota has a share of its own, as large as the quota, with a policy of its own. All others have the
+common share, which is what the quotas leave. Shares lend nothing: a full share makes room in itself, however much is
+free elsewhere, so no chunk is ever evicted for a chunk of another share, and no tenant affects another's order.
 
-Slots are counted for their tenant from when they are taken until they are free again, those too in which nobody finds a
-chunk any more while somebody still reads it: so what the tenants use always adds up to what the pool uses.
+Slots count towards their tenant from when they are taken until they are free again, including those whose chunk is no
+longer found but still being read. So the tenants' use always adds up to the pool's.
 """
 
 from collections import Counter

@@ -1,4 +1,5 @@
-"""The prefix policy, the default: keep what is most likely to come back, judged by its place in the tree of prefixes.
+"""The prefix policy, the default: keep what is most likely to be used again, judged by its place in the tree of
+prefixes.
 
 segment.py   a node of the tree: what is known of chunks that were always used together
 tree.py      the tree of prompts that share prefixes: where segments begin, branch and end

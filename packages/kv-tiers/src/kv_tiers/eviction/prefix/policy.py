@@ -1,11 +1,11 @@
 """The prefix policy: the tree, what is learnt from it, and the choice, updated at every arrival, use and departure.
 
-Prompts that share a prefix form a tree, and a tree tells what a list of chunks cannot: whether a prefix is shared by
-many, how often a session has come back before, and by how much its last turn made it longer. How likely a segment comes
-back at which age is learnt from this while running; nothing is tuned to a workload.
+Prompts that share a prefix form a tree, which shows what a list of chunks cannot: whether a prefix is shared by many,
+how often a session has returned, and how much its last turn added. How likely a segment is to be used again at which
+age is learnt online; nothing is tuned to a workload.
 
-A lookup touches segments and not chunks. What an evicted segment was is remembered by the key of its first chunk, so
-that its return is seen although it was a miss: such a segment is a ghost.
+A lookup touches segments, not chunks. An evicted segment is remembered by the key of its first chunk, as a ghost, so
+that its return is observed although it was a miss.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
-"""The choice of a victim: of all segments that no resident one follows, the one that is worth least.
+"""The choice of a victim: among the segments without a resident successor, the one with the lowest value.
 
-Segments of one kind are worth the same at the same age, and the older ones less: so each kind has a queue by last use,
-and only the oldest of each queue, some dozens, are compared.
+Segments of one kind have the same value at the same age, and older ones a lower one. So each kind has a queue ordered
+by last use, and only the oldest of each queue, a few dozen, are compared.
 """
 
 import math

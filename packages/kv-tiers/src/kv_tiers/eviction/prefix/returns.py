@@ -1,19 +1,19 @@
-"""How likely something comes back, learnt from what came back: by role, age and traits, with nothing known beforehand.
+"""The probability that something is used again, learnt online by role, age and traits, without prior knowledge.
 
-Samples are watched from a use to the next one, or until they are too old to tell anything. Of each role and each
-interval of age it is counted how many that reached the interval came back within it: a life table, in which those that
-were lost from sight halfway do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role of which little is
-known leans on the table of all, and an age that nothing has reached yet on the age before it.
+Each sample is observed from a use to the next, or until it is too old to be informative. For each role and interval of
+age we count how many of those that reached the interval returned within it: a life table, in which censored samples do
+no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role with few samples falls back on the table of all roles,
+and an age that nothing has reached yet on the age before it.
 
-A trait (a prompt of so many chunks, a turn that added so many) raises or lowers the chance at every age by one factor,
-and the factors of all traits multiply (Cox, "Regression models and life-tables", J. R. Stat. Soc. B 34, 1972). So a
-trait is learnt from all that have it, where a table for each combination would have a handful of samples in it. The
-factor is the returns seen over the returns expected without it, both counted as ages pass; the table counts a sample by
-its factors in turn (Breslow's estimate, in the discussion of Cox's paper).
+A trait (a prompt of so many chunks, a turn that added so many) raises or lowers the probability at every age by one
+factor, and the factors of all traits multiply (Cox, "Regression models and life-tables", J. R. Stat. Soc. B 34, 1972).
+So a trait is learnt from all samples that have it, where a table for each combination would have only a few. The factor
+is the number of returns observed over the number expected without it, both counted as ages pass; the table in turn
+weights a sample by its factors (Breslow's estimate, in the discussion of Cox's paper).
 
-From the chances follows what keeping a chunk of some age is worth: the most returns per time of keeping it that any
-time of keeping gives (the index of Gittins, J. R. Stat. Soc. B 41, 1979, for a job that may be stopped). Beckmann et
-al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, rank cached objects by a similar one.
+The probabilities give the value of keeping a chunk of some age: the highest rate of returns over any time of keeping it
+(the index of Gittins, J. R. Stat. Soc. B 41, 1979, for a job that may be stopped). Beckmann et al., "LHD: Improving
+Cache Hit Rate by Maximizing Hit Density", NSDI 2018, rank cached objects by a similar value.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A segment: a node of the tree of prefixes, and what is known of the requests that went through it."""
+"""A segment: a node of the tree of prefixes, and what is known about the requests that used it."""
 
 import math
 from collections import OrderedDict

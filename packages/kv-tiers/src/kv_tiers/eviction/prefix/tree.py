@@ -1,10 +1,10 @@
-"""The tree of prefixes: segments of chunks, each after the one that its prompts have in common.
+"""The tree of prefixes: segments of chunks, each below the one that its prompts have in common.
 
-A new prompt hangs a segment below the one that it shares (`attach`), and where it diverges in the middle of one, that
-is split in two. A segment whose only child nothing tells apart from it any more takes the child's chunks (`join`).
-Chunks whose parents were unknown, as after a restart, get their place when somebody asks for them (`relink`).
+A new prompt adds a segment below the one that it shares (`attach`); where it diverges in the middle of a segment, that
+segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join`). Chunks
+whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
 
-The tree knows neither why segments are split nor what they are worth: its owner hears of splits and joins.
+The tree does not know why segments are split or what they are worth; its owner is told of splits and joins.
 """
 
 from collections.abc import Iterable, Sequence
