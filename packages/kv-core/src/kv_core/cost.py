@@ -125,12 +125,16 @@ def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait
     """
     best: Wait | None = None
     won_s = 0.0
-    known = costs.load_s(0, have * chunk_tokens) or 0.0
     for wait in waits:
-        last_token = wait.chunks * chunk_tokens
-        compute_s = costs.compute_s(have * chunk_tokens, last_token) or 0.0
-        load_s = (costs.load_s(0, last_token) or 0.0) - known
-        gain_s = compute_s - load_s - wait.seconds
+        gain_s = won_by(costs, chunk_tokens, have, wait)
         if wait.seconds <= max_wait_s and gain_s > 0.0 and gain_s >= won_s:
             best, won_s = wait, gain_s
     return best
+
+
+def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
+    """Seconds by which the first token comes sooner with this wait than with computing all beyond `have` chunks."""
+    first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
+    compute_s = costs.compute_s(first_token, last_token) or 0.0
+    load_s = (costs.load_s(0, last_token) or 0.0) - (costs.load_s(0, first_token) or 0.0)
+    return compute_s - load_s - wait.seconds

@@ -265,6 +265,7 @@ class Simulated:
     """A lane whose loads take what a bandwidth and some noise make of them, in no time at all."""
 
     name = "simulated"
+    shares = (1,)
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
@@ -274,7 +275,7 @@ class Simulated:
         self._rng = random.Random(seed)
         self._number = 0
 
-    def load_s(self, nbytes: int) -> float | None:
+    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
         return self.speed.seconds(nbytes, self.now_s)
 
     def bring(self, nbytes: int) -> float:

@@ -148,20 +148,38 @@ def test_a_half_is_read_where_that_much_is_wanted_and_decodes_to_two_parts(tier:
     assert lane.counts().approximate == 0
 
 
-@pytest.mark.parametrize(("budget_s", "share"), [(8.0, 1), (7.9, 2), (4.0, 2), (3.9, 4), (0.1, 4)])
-def test_as_much_is_read_as_is_expected_in_time(budget_s: float, share: int) -> None:
-    """A medium of a hundred bytes a second, and chunks of 800."""
+def test_what_a_load_would_take_is_known_for_every_share_with_its_decoding() -> None:
+    """From quarters alone, of a medium that takes a second for each 100 bytes read and each 800 bytes decoded."""
     clock = HandClock()
     for approximate in (True, False):
         tier = DramTier(HostPool.anonymous("measured", CONTEXT.chunk_bytes, 8), LruPolicy())
         lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0, clock=clock)
-        assert lane.worthwhile_share(800, budget_s) == (4 if approximate else 1)  # nothing is known yet
+        assert lane.load_s(800) is None
         for number in range(40):
-            lane._speed.began(number, 100 * (1 + number % 5), clock.now_s())
-            clock.advance(1.0 + number % 5)
-            lane._speed.ended(number, clock.now_s(), brought=True)
-        assert lane.worthwhile_share(800, budget_s * 1.001) == (share if approximate else 1)
+            nbytes = 800 * (1 + number % 5)
+            lane._speed.began(number, nbytes, clock.now_s(), 4)
+            clock.advance(nbytes / 400)
+            lane._speed.was_read(number, nbytes // 4, clock.now_s())
+            clock.advance(nbytes / 800)
+            lane._speed.ended(number, clock.now_s(), brought=True, stored_bytes=nbytes * 3 // 4)
+        assert lane.shares == ((1, 2, 4) if approximate else (1,))
+        link_s, decode_s = {4: 2.0, 2: 4.0, 1: 6.0}, {4: 1.0, 2: 2**0.5, 1: 2.0}
+        for share in lane.shares:
+            assert lane.load_s(800, share) == pytest.approx(link_s[share] + decode_s[share], rel=0.05)
+            ten_loads_s = 10 * link_s[share] + decode_s[share]  # the others decode while the next are read
+            assert lane.load_s(8000, share, 800) == pytest.approx(ten_loads_s, rel=0.05)
+        assert lane.load_s(800) == lane.load_s(800, lane.shares[-1])
         lane.close()
+
+
+def test_chunks_that_are_decoded_come_in_loads_of_4_mib_once_that_is_known(tier: CountingTier) -> None:
+    """So that one is decoded while the next is read."""
+    wanted = 32 << 20
+    for keys, codec, batch_bytes in ((KEYS[:1], None, wanted), (KEYS[1:2], CODECS["floats"], 4 << 20)):
+        store(tier, keys, codec)
+        _, _, lane = load(tier, keys, approximate=False)
+        assert lane.batch_bytes(wanted) == batch_bytes
+        assert lane.batch_bytes(1 << 20) == 1 << 20
 
 
 def test_a_cache_that_did_not_ask_for_approximations_gets_every_bit(tier: CountingTier) -> None:

@@ -15,8 +15,9 @@ from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
+from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health
-from kv_tiers.lanes.lane import Lane, LaneCounts
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import SupportsFileExtents, TierUsage
 
 _log = limited_logger(__name__)
@@ -71,7 +72,7 @@ class LowerTiers:
             wait_s=config.wait_s,
             keep_s=keep_s,
             max_slots=max(1, int(slots * config.prefetch_share)),
-            batch_chunks=batch_chunks,
+            batch_bytes=config.batch_bytes,
             clock=clock,
         )
 

@@ -42,7 +42,7 @@ from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.promotion import Job, Promotion
 from kv_tiers.cache.spill import Spills
-from kv_tiers.cache.worth import PRECISION_WORTH, Part, Worth, probe_chunks, worth_waiting
+from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
@@ -124,7 +124,7 @@ class Promotions:
         wait_s: float,
         keep_s: float,
         max_slots: int,
-        batch_chunks: int,
+        batch_bytes: int,
         clock: Clock,
     ) -> None:
         """wait_s: the longest that a holder waits. keep_s: how long chunks that arrived stay leased for a holder that
@@ -136,7 +136,7 @@ class Promotions:
         self._wait_s, self._keep_s = wait_s, keep_s
         self._presence = Presence(self._lanes, host.lock, clock, wait_s)
         self._max_slots = max_slots
-        self._batch_chunks = batch_chunks
+        self._batch_bytes = batch_bytes
         self._clock = clock
         self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
         self._arriving: dict[ChunkKey, int] = {}  # key → the tier that it is loaded from
@@ -187,7 +187,7 @@ class Promotions:
         if not view.all_answered:
             # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
             jobs = [job for job in jobs if job.is_whole]
-        limit_s, computing_s = self._wait_s, None
+        limit_s, share = self._wait_s, None
         if costs is not None and costs.compute is not None:
             worth = self._worth(view, shape, jobs, costs, have=have, best=best)
             wait.skipped, wait.awaited = worth.skipped, worth.awaited
@@ -198,8 +198,7 @@ class Promotions:
                     self._end_wait(wait)
                 self._load_unawaited(holder, requested, jobs, costs, now_s)
                 return False
-            best, limit_s = worth.chunks, worth.limit_s
-            computing_s = costs.compute_s(have * shape.chunk_tokens, best * shape.chunk_tokens)
+            best, limit_s, share = worth.chunks, worth.limit_s, worth.share
             jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
@@ -208,7 +207,7 @@ class Promotions:
         wait.tiers.update(job.tier for job in jobs)
         tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
-        return self._start(Promotion(holder, requested, computing_s), jobs)
+        return self._start(Promotion(holder, requested, share), jobs)
 
     def skipped(self, holder: Holder) -> Skipped | None:
         """What slower tiers hold and the holder does not wait for. Under the lock."""
@@ -322,6 +321,7 @@ class Promotions:
         so that whatever has arrived when the wait times out is of use."""
         began_s = self._clock.now_s()
         jobs: list[Job] = []
+        batches = [max(1, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes) for lane in self._lanes]
         for group, needed in enumerate(shape.needed(chunks)):
             for column in columns_of(group, shape):
                 keys = list(view.keys[column : chunks * shape.keys_per_chunk : shape.keys_per_chunk])
@@ -333,7 +333,7 @@ class Promotions:
                     if tier is None:
                         job = None
                         continue
-                    if job is None or job.tier != tier or len(job.keys) == self._batch_chunks:
+                    if job is None or job.tier != tier or len(job.keys) == batches[tier]:
                         is_whole = shape.groups[group].kind == "all"
                         job = Job(tier, chunk, is_whole, keys, needed.start, [], [], began_s)
                         jobs.append(job)
@@ -408,33 +408,22 @@ class Promotions:
                 return bool(self._arriving)  # loads for others are under way; when they end there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])
         submitted = False
-        shares = self._shares(promotion, jobs)
         for job in jobs:
-            refused = bool(short.intersection(job.slots)) or not self._submit(promotion, job, shares.get(job.tier))
+            refused = bool(short.intersection(job.slots)) or not self._submit(promotion, job)
             if refused:
                 self._arrived(promotion, job, [])
             submitted = submitted or not refused
         return submitted
 
-    def _shares(self, promotion: Promotion, jobs: Sequence[Job]) -> dict[int, int]:
-        """By tier, how much of each chunk is worth reading. Empty where it is not known: as little as may be."""
-        if promotion.computing_s is None:
-            return {}
-        keys: dict[int, list[ChunkKey]] = {}
-        for job in jobs:
-            keys.setdefault(job.tier, []).extend(job.keys)
-        total, budget_s = self._host.pool.sizes.total, PRECISION_WORTH * promotion.computing_s
-        return {tier: self._lanes[tier].worthwhile_share(total(own), budget_s) for tier, own in keys.items()}
-
-    def _submit(self, promotion: Promotion, job: Job, share: int | None) -> bool:
+    def _submit(self, promotion: Promotion, job: Job) -> bool:
         pool = self._host.pool
         reads = [
             Read(key, bytearray(chunk_header.HEADER_BYTES), pool.pages(slot), pool.chunk_bytes, pool.sizes.of(key))
             for key, slot in zip(job.keys, job.slots, strict=True)
         ]
         lane = self._lanes[job.tier]
-        job.estimated_s = lane.load_s(pool.sizes.total(job.keys))
-        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals), share=share)
+        job.estimated_s = lane.load_s(pool.sizes.total(job.keys), promotion.share)
+        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals), share=promotion.share)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job."""

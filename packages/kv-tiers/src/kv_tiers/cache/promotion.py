@@ -12,12 +12,12 @@ class Promotion:
 
     holder: whose lookup started them.
     broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
-    computing_s: what the engine needs to compute what the loads bring; None: not known.
+    share: how much of each chunk is read (`Lane.shares`); None: as little as may be.
     """
 
     holder: Holder
     broken_at: int
-    computing_s: float | None = None
+    share: int | None = None
 
 
 @dataclass(slots=True)

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from kv_core.cost import Costs, Skipped, Wait, choose_wait
+from kv_core.cost import Costs, Skipped, Wait, choose_wait, won_by
 from kv_core.coverage import ChunkShape
 
 from kv_tiers.lanes.lane import Lane
 
-PRECISION_WORTH = 0.1
-"""Of what computing takes: how long a load may take for more of a chunk to be read than an approximation needs, where
-approximations may be read. A tenth costs a request little, and is worth the exact bytes."""
+_EXACTNESS_WORTH = 0.02
+"""Of what computing takes: how much later the first token may come for more of each chunk to be read, where
+approximations may be. Less than that is a tie, which goes to the more exact one."""
 _LATE = 1.5
 _GRACE_S = 0.01
 _PROBE_S = 0.25
@@ -39,12 +40,33 @@ class Worth:
     limit_s: how long to wait for it at most.
     skipped: the chunks beyond it.
     awaited: the chunks up to it that slower tiers bring.
+    share: how much of each chunk to read (`Lane.shares`); None: as little as may be.
     """
 
     chunks: int
     limit_s: float
     skipped: Skipped | None
     awaited: Skipped | None
+    share: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What can be done if so much of each chunk is read.
+
+    chosen: what is worth waiting for; None: nothing.
+    won_s: seconds until the first token that it saves, as against computing.
+    waiting: seconds by tier for all that `best` needs.
+    all_s: the same of the slowest.
+    is_known: all of these tiers have been measured.
+    """
+
+    share: int | None
+    chosen: Wait | None
+    won_s: float
+    waiting: Mapping[int, float]
+    all_s: float
+    is_known: bool
 
 
 def worth_waiting(
@@ -58,25 +80,42 @@ def worth_waiting(
     costs: Costs,
     max_wait_s: float,
 ) -> Worth:
-    """Which boundary up to `best` pays, where `have` chunks are there already. `costs.compute` is known.
+    """Which boundary up to `best` pays, where `have` chunks are there already, and how much of each chunk to read for
+    it: what brings the first token soonest. `costs.compute` is known.
 
     parts: the loads that `best` needs. arriving: by tier, how long those loads take that are under way already.
 
     If all groups need the whole prefix, a shorter boundary may do: any at which a part ends. Else it is all or nothing.
-    An unmeasured tier is assumed to be quick: that is how it is first measured.
+    An unmeasured tier is assumed to be quick: that is how it is first measured, by as little as may be read.
     """
-    waiting = dict(arriving)
-    queued_bytes: dict[int, int] = {}
-    waits: list[Wait] = []
     ordered = sorted(parts, key=lambda part: part.end)
-    for at, part in enumerate(ordered):
-        queued_bytes[part.tier] = queued_bytes.get(part.tier, 0) + part.nbytes
-        waiting[part.tier] = max(lanes[part.tier].load_s(queued_bytes[part.tier]) or 0.0, arriving.get(part.tier, 0.0))
-        is_boundary = all(other.start >= part.end for other in ordered[at + 1 :])
-        if shape.is_plain and is_boundary and have < part.end < best:
-            waits.append(Wait(part.end, max(waiting.values())))
-    waits.append(Wait(best, max(waiting.values(), default=0.0)))
-    chosen = choose_wait(costs, shape.chunk_tokens, have, waits, max_wait_s)
+    later_starts = [*accumulate((part.start for part in reversed(ordered)), min, initial=best)][-2::-1]
+    is_boundary = [part.end <= later for part, later in zip(ordered, later_starts, strict=True)]
+
+    def plan(share: int | None) -> _Plan:
+        waiting = dict(arriving)
+        queued_bytes: dict[int, int] = {}
+        waits: list[Wait] = []
+        is_known = True
+        for at, part in enumerate(ordered):
+            queued_bytes[part.tier] = queued_bytes.get(part.tier, 0) + part.nbytes
+            load_s = lanes[part.tier].load_s(queued_bytes[part.tier], share, part.nbytes)
+            is_known = is_known and load_s is not None
+            waiting[part.tier] = max(load_s or 0.0, arriving.get(part.tier, 0.0))
+            if shape.is_plain and is_boundary[at] and have < part.end < best:
+                waits.append(Wait(part.end, max(waiting.values())))
+        waits.append(Wait(best, max(waiting.values(), default=0.0)))
+        chosen = choose_wait(costs, shape.chunk_tokens, have, waits, max_wait_s)
+        won_s = 0.0 if chosen is None else won_by(costs, shape.chunk_tokens, have, chosen)
+        return _Plan(share, chosen, won_s, waiting, waits[-1].seconds, is_known)
+
+    least = plan(None)
+    shares = max((lanes[part.tier].shares for part in parts), key=len, default=())
+    plans = [plan(share) for share in shares] if shares and least.is_known else [least]
+    tie_s = _EXACTNESS_WORTH * (costs.compute_s(have * shape.chunk_tokens, best * shape.chunk_tokens) or 0.0)
+    soonest_s = max(one.won_s for one in plans)
+    best_plan = next(one for one in plans if one.won_s >= soonest_s - tie_s and (one.chosen or soonest_s <= 0.0))
+    chosen, waiting = best_plan.chosen, best_plan.waiting
 
     def skipped(first: int, last: int, wait_s: float) -> Skipped | None:
         if first >= last:
@@ -88,7 +127,7 @@ def worth_waiting(
         return Skipped(last - first, "" if slowest is None else lanes[slowest].name, wait_s + copy_s, compute_s)
 
     if chosen is None:
-        return Worth(have, 0.0, skipped(have, best, waits[-1].seconds), None)
+        return Worth(have, 0.0, skipped(have, best, least.all_s), None)
     limit_s = costs.compute_s(have * shape.chunk_tokens, chosen.chunks * shape.chunk_tokens) or 0.0
     if chosen.seconds:
         # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, though
@@ -98,8 +137,9 @@ def worth_waiting(
     return Worth(
         chosen.chunks,
         limit_s,
-        skipped(chosen.chunks, best, waits[-1].seconds),
+        skipped(chosen.chunks, best, best_plan.all_s),
         skipped(have, chosen.chunks, chosen.seconds),
+        best_plan.share,
     )
 
 

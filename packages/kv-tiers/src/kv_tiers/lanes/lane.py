@@ -18,52 +18,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
+from kv_tiers import chunk_header
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.codec import APPROXIMATE_SHARE, PREFIX_SHARES, Codec
+from kv_tiers.codec import PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
+from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
+from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, first_parts, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import ClearsTenants, Read, Tier, TierUsage
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage
 
 _log = limited_logger(__name__)
 
-
-@dataclass(slots=True)
-class LaneCounts:
-    """What a lane counts. All but `queued` only grow.
-
-    queued: chunks to be loaded or stored, and questions, at the moment of the snapshot.
-    loaded, absent, damaged, read_failed: chunks that were to be loaded, by what became of them.
-    stored, refused: chunks that were to be stored, by what became of them.
-    approximate: of those loaded, the chunks of which a first part was read.
-    discarded: chunks.
-    downs: how often the tier failed after it had served.
-    seconds_loading, seconds_storing: in the tier's calls, those of all threads together.
-    """
-
-    queued: int = 0
-    loaded: int = 0
-    absent: int = 0
-    damaged: int = 0
-    read_failed: int = 0
-    stored: int = 0
-    refused: int = 0
-    approximate: int = 0
-    discarded: int = 0
-    downs: int = 0
-    seconds_loading: float = 0.0
-    seconds_storing: float = 0.0
+_DECODED_BYTES: Final = 4 << 20
+"""What one load of chunks that are decoded brings: some milliseconds of decoding, which is what is not hidden."""
 
 
 class _Probe:
@@ -103,7 +82,10 @@ class Lane:
         """Where its health and damage are published; the cache above sets it."""
         self._noticed = Health.UP
         self._payloads = Payloads(format_id, codec, find_codec)
-        self._least_share = APPROXIMATE_SHARE if approximate else 1
+        self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
+        """How much of a chunk may be read: one of so many equal shares of its size; 1 is all of it. All of it first."""
+        self._least_share = self.shares[-1]
+        self._decodes = codec is not None or approximate
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks,
@@ -140,30 +122,30 @@ class Lane:
     def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None], *, share: int | None = None) -> bool:
         """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
 
-        share: as `worthwhile_share` answers; None: as little of each as may be."""
-        return self._submit(Load(list(reads), done, self._least_share if share is None else share))
+        share: of `shares`; None: as little of each as may be."""
+        return self._submit(Load(list(reads), done, self._share(share)))
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
         """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
-    def load_s(self, nbytes: int) -> float | None:
-        """What chunks of so many bytes are expected to take, were as little of them as may be asked for now; None:
-        nothing is known yet."""
-        with self._changed:
-            return self._speed.seconds(nbytes // self._least_share, self._clock.now_s())
+    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
+        """What chunks of so many bytes are expected to take, were they asked for now, with decoding; None: nothing is
+        known yet.
 
-    def worthwhile_share(self, nbytes: int, budget_s: float) -> int:
-        """As much of chunks of so many bytes as is expected to come within `budget_s`: all of it (1), or one of so many
-        equal shares where approximations may be read. The least where nothing is known."""
+        share: of `shares`; None: as little of each as may be. last_bytes: as of `LoadSpeed.seconds`."""
         with self._changed:
-            shares = [share for share in (1, *PREFIX_SHARES) if share < self._least_share]
-            return self._speed.share_within(budget_s, nbytes, shares, self._clock.now_s()) or self._least_share
+            return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
 
     def load_cost(self) -> tuple[float, float] | None:
         """Seconds a load, and seconds a byte, with nothing before it; None: nothing is known yet."""
         with self._changed:
-            return self._speed.coefficients()
+            return self._speed.coefficients(self._least_share)
+
+    def batch_bytes(self, wanted: int) -> int:
+        """How many bytes of chunks one load should bring, where `wanted` are if they need not be decoded. Of several
+        smaller loads one is decoded while the next is read."""
+        return min(wanted, _DECODED_BYTES) if self._decodes else wanted
 
     def is_idle(self) -> bool:
         """Nothing is queued or running."""
@@ -274,8 +256,7 @@ class Lane:
             if not self._health().serves or not self._jobs.submit(job):
                 return False
             if isinstance(job, Load):
-                nbytes = sum(map(chunk_bytes, job.reads)) // job.share
-                self._speed.began(id(job), nbytes, self._clock.now_s())
+                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.share)
             self._changed.notify()
             return True
 
@@ -333,12 +314,11 @@ class Lane:
         began = self._clock.now_s()
         match job:
             case Load():
-                arrivals, failures = self._load(job.reads, job.share)
+                arrivals, failures = self._load(job)
                 with self._changed:
                     now_s = self._clock.now_s()
                     self._counts.seconds_loading += now_s - began
-                    came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
-                    self._speed.ended(id(job), now_s, brought=came)
+                    self._learn(job, arrivals, now_s)
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
                 refuse = self._rest("; ".join(failures)) if failures else _nothing
@@ -378,17 +358,26 @@ class Lane:
                     _log.info("tier %s is back", self.name)
         return _nothing
 
-    def _load(self, reads: list[Read], share: int) -> tuple[list[Arrival], list[str]]:
+    def _load(self, job: Load) -> tuple[list[Arrival], list[str]]:
         """What became of each; and why some could not be read, which is a fault of the device and none of theirs."""
+        reads = job.reads
         arrivals = []
         wrong = []
         failures = []
         with self._changed:
             # A load that follows from an answer of before these were discarded would bring them back.
             wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
-        approximated = self._payloads.load_first_parts(self.tier, wanted, share) if share > 1 else {}
-        wanted = [read for read in wanted if id(read) not in approximated]
-        brought = dict(zip(map(id, wanted), self.tier.load(wanted) if wanted else (), strict=True))
+        approximated: dict[int, Arrival] = {}
+        if job.share > 1 and wanted:
+            assert isinstance(self.tier, ReadsPrefixes)
+            prefixes = self.tier.load_prefixes([first_parts(read, job.share) for read in wanted])
+            self._was_read(job, prefixes)
+            approximated = self._payloads.approximations(wanted, prefixes)
+            wanted = [read for read in wanted if id(read) not in approximated]
+        whole = self.tier.load(wanted) if wanted else []
+        if wanted:
+            self._was_read(job, whole)
+        brought = dict(zip(map(id, wanted), whole, strict=True))
         for read in reads:
             arrival = approximated.get(id(read)) or Arrival(read.key, brought.get(id(read), Absent()))
             outcome = arrival.outcome
@@ -414,6 +403,22 @@ class Lane:
                 self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
             self.discard(wrong)
         return arrivals, list(dict.fromkeys(failures))
+
+    def _was_read(self, job: Load, outcomes: Sequence[LoadOutcome]) -> None:
+        nbytes = sum(outcome.nbytes for outcome in outcomes if isinstance(outcome, Loaded))
+        with self._changed:
+            self._speed.was_read(id(job), nbytes, self._clock.now_s())
+
+    def _learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
+        """How long it took, and how large what the tier keeps of it is. Under `_changed`."""
+        came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+        stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if came else 0
+        self._decodes = self._decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
+        self._speed.ended(id(job), now_s, brought=came, stored_bytes=stored_bytes)
+
+    def _share(self, share: int | None) -> int:
+        """One that this lane may read: where `None` or less than that is wanted, as little as may be."""
+        return self._least_share if share is None else min(share, self._least_share)
 
     def _store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:

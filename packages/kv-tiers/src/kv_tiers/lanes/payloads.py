@@ -14,13 +14,13 @@ from typing import Final
 from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
 from kv_tiers.codec import Codec, CodecError, DecodesPrefixes
 from kv_tiers.lanes.jobs import Arrival, Outgoing
-from kv_tiers.tier import Read, ReadsPrefixes, Tier, Write
+from kv_tiers.tier import Read, Write
 
 _log = limited_logger(__name__)
 
@@ -69,17 +69,11 @@ class Payloads:
             return Arrival(read.key, Absent())
         return self._decode(codec, header, payload, read)
 
-    def load_first_parts(self, tier: Tier, reads: Sequence[Read], share: int) -> dict[int, Arrival]:
-        """Load one of so many equal shares of chunks, from a tier that `ReadsPrefixes`. By the id of the read; those
-        that are not here have no first part to be read alone: read them whole."""
-        if not reads:
-            return {}
-        assert isinstance(tier, ReadsPrefixes)
-        outcomes = tier.load_prefixes([first_parts(read, share) for read in reads])
+    def approximations(self, reads: Sequence[Read], outcomes: Sequence[LoadOutcome]) -> dict[int, Arrival]:
+        """What became of chunks whose `first_parts` were read. By the id of the read; those that are not here have no
+        first part to be read alone: read them whole."""
         arrivals = {
-            id(read): Arrival(read.key, outcome)
-            if not isinstance(outcome, Loaded)
-            else self.approximation(read, outcome)
+            id(read): self.approximation(read, outcome) if isinstance(outcome, Loaded) else Arrival(read.key, outcome)
             for read, outcome in zip(reads, outcomes, strict=True)
         }
         return {read: arrival for read, arrival in arrivals.items() if arrival is not None}

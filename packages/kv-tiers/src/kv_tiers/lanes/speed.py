@@ -1,77 +1,149 @@
 """How long a tier takes to bring chunks, as its lane sees it: from the submission to the arrival, whatever is between.
 
-What a load takes follows the bytes that were submitted before it and have not arrived, and its own: so a queue, threads
-that share a medium, and a medium that answers many at once are all in what is measured, and need not be known apart. A
-load that is overdue counts before it has ended: as much slower as it is, so much slower all is that comes after it.
+A load has two phases. Reading ends when the tier's call returns. What it takes follows the bytes that were submitted
+before and have not been read, and its own: so a queue, threads that share a medium, and a medium that answers many at
+once are all in what is measured, and need not be known apart. Decoding follows the chunks' own bytes, and how much of
+each is read. Other loads are read meanwhile, so of many loads only the last one's decoding is waited for.
+
+Both phases are measured apart, because the two scale differently: a quarter of a chunk crosses the link in a quarter
+of the time, but decodes in half. So what a load would take if more or less of its chunks were read is known before it
+has been tried.
+
+A load that is overdue counts before it has ended: everything behind it is taken to be as much slower as it is.
 
 Nothing here locks or knows the time: the lane does, and holds its one lock around every call.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Final
 
 from kv_core.estimate import Estimator
 
 _SOON_S: Final = 0.05
 """Of a tier of which nothing is known a load that has not come for so long says something."""
+_FADES: Final = 0.1
+"""How much one load moves what is known of the sizes of payloads."""
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """began_s: when it was submitted. nbytes: its own. upto_bytes: with those before it. expected_s: what was estimated
-    for it."""
+    """One load.
+
+    began_s: when it was submitted.
+    chunk_bytes: of its chunks, as they will be in the pool.
+    share: as of `LoadSpeed.seconds`.
+    link_bytes: what is expected to be read; once it has been, what was.
+    upto_bytes: those with what had been submitted before and was not read yet.
+    expected_s: what was estimated for it.
+    read_s: when it had been read; None: it has not, or nobody said.
+    """
 
     began_s: float
-    nbytes: int
+    chunk_bytes: int
+    share: int
+    link_bytes: int
     upto_bytes: int
     expected_s: float | None
+    read_s: float | None = None
 
 
 class LoadSpeed:
     """Of one lane's loads."""
 
     def __init__(self) -> None:
-        self._estimator = Estimator(2, memory=32, min_samples=3)
+        self._reading = Estimator(2, memory=32, min_samples=3)
+        self._decoding: dict[int, Estimator] = {}  # by share
+        self._of_chunk: dict[int, float] = {}  # by share: bytes read, of the chunks' own bytes
         self._under_way: dict[int, _UnderWay] = {}  # by number, oldest first
-        self._bytes = 0
+        self._bytes = 0  # of those, what is still to be read
 
-    def seconds(self, nbytes: int, now_s: float) -> float | None:
-        """Until so many bytes, submitted now, would be here; None: nothing is known yet."""
-        estimate = self._estimator.seconds((1.0, self._bytes + nbytes))
+    def seconds(self, nbytes: int, now_s: float, share: int = 1, last_bytes: int | None = None) -> float | None:
+        """Until chunks of so many bytes, submitted now, would be here; None: nothing is known yet.
+
+        share: one of so many equal shares of each chunk is read; 1: all of it.
+        last_bytes: of the chunks in the last of their loads; None: they are one load.
+        """
+        link_bytes = self._bytes + self._link_bytes(nbytes, share)
+        estimate = self._reading.seconds((1.0, link_bytes))
+        if estimate is not None:
+            estimate += self._decoding_s(nbytes if last_bytes is None else min(nbytes, last_bytes), share)
         if self._under_way:
             oldest = next(iter(self._under_way.values()))
             age_s = now_s - oldest.began_s
             if estimate is None:
-                return age_s * (self._bytes + nbytes) / oldest.upto_bytes if age_s > _SOON_S else None
+                return age_s * link_bytes / oldest.upto_bytes if age_s > _SOON_S else None
             if oldest.expected_s is not None and age_s > oldest.expected_s > 0.0:
                 estimate *= age_s / oldest.expected_s
         return estimate
 
-    def share_within(self, budget_s: float, nbytes: int, shares: Sequence[int], now_s: float) -> int | None:
-        """The first of these that, as one of so many equal shares of the bytes, would be here in time; None: none."""
-        for share in shares:
-            expected_s = self.seconds(nbytes // share, now_s)
-            if expected_s is not None and expected_s <= budget_s:
-                return share
-        return None
+    def began(self, number: int, nbytes: int, now_s: float, share: int = 1) -> None:
+        """number: tells it from others under way. nbytes: of its chunks."""
+        link_bytes = max(1, self._link_bytes(nbytes, share))
+        expected_s = self._reading.seconds((1.0, self._bytes + link_bytes))
+        if expected_s is not None:
+            expected_s += self._decoding_s(nbytes, share)
+        self._bytes += link_bytes
+        self._under_way[number] = _UnderWay(now_s, nbytes, share, link_bytes, self._bytes, expected_s)
 
-    def began(self, number: int, nbytes: int, now_s: float) -> None:
-        """number: tells it from others under way."""
-        nbytes = max(1, nbytes)
-        expected_s = self._estimator.seconds((1.0, self._bytes + nbytes))
-        self._bytes += nbytes
-        self._under_way[number] = _UnderWay(now_s, nbytes, self._bytes, expected_s)
+    def was_read(self, number: int, nbytes: int, now_s: float) -> None:
+        """The tier has brought so many bytes more of it; what remains is to decode them."""
+        if (load := self._under_way.get(number)) is None:
+            return
+        if load.read_s is None:
+            self._bytes -= load.link_bytes
+            load.upto_bytes -= load.link_bytes
+            load.link_bytes = 0
+        load.link_bytes += nbytes
+        load.upto_bytes += nbytes
+        load.read_s = now_s
 
-    def ended(self, number: int, now_s: float, *, brought: bool) -> None:
-        """brought: all of it is here. What failed or was refused says nothing."""
+    def ended(self, number: int, now_s: float, *, brought: bool, stored_bytes: int = 0) -> None:
+        """It is over.
+
+        brought: all of it is here. What failed or was refused says nothing.
+        stored_bytes: of the chunks' whole payloads; 0: not known.
+        """
         if (load := self._under_way.pop(number, None)) is None:
             return
-        self._bytes -= load.nbytes
-        if brought:
-            self._estimator.add((1.0, load.upto_bytes), now_s - load.began_s)
+        if load.read_s is None:
+            self._bytes -= load.link_bytes
+        if not brought:
+            return
+        read_s = now_s if load.read_s is None else load.read_s
+        self._reading.add((1.0, max(1, load.upto_bytes)), read_s - load.began_s)
+        if load.chunk_bytes:
+            self._learn_size(1, stored_bytes / load.chunk_bytes)
+            if load.share > 1:
+                self._learn_size(load.share, load.link_bytes / load.chunk_bytes)
+        if load.read_s is not None:
+            estimator = self._decoding.setdefault(load.share, Estimator(2, memory=32, min_samples=1))
+            estimator.add((1.0, load.chunk_bytes), now_s - read_s)
 
-    def coefficients(self) -> tuple[float, float] | None:
-        """Seconds a load, and seconds a byte; None: not known."""
-        known = self._estimator.coefficients
-        return None if known is None else (known[0], known[1])
+    def coefficients(self, share: int = 1) -> tuple[float, float] | None:
+        """Seconds a load, and seconds a byte of chunks, with nothing before it; None: not known. What is decoded while
+        other loads are read is not in it."""
+        known = self._reading.coefficients
+        return None if known is None else (known[0], known[1] * self._link_bytes(1 << 30, share) / (1 << 30))
+
+    def _link_bytes(self, nbytes: int, share: int) -> int:
+        """What crosses the link of chunks of so many bytes."""
+        of_chunk = self._of_chunk.get(share)
+        if of_chunk is None:
+            of_chunk = min(1.0 / share, self._of_chunk.get(1, 1.0))
+        return int(nbytes * of_chunk)
+
+    def _learn_size(self, share: int, of_chunk: float) -> None:
+        if of_chunk > 0.0:
+            before = self._of_chunk.setdefault(share, of_chunk)
+            self._of_chunk[share] = before + _FADES * (of_chunk - before)
+
+    def _decoding_s(self, nbytes: int, share: int) -> float:
+        """Of one load. A share that has not been decoded yet is taken to follow the square root of what is read, which
+        is about what the codec `progressive` takes."""
+        if share in self._decoding:
+            return self._decoding[share].seconds((1.0, nbytes)) or 0.0
+        known = min(self._decoding, key=lambda other: abs(other - share), default=None)
+        if known is None:
+            return 0.0
+        return sqrt(known / share) * (self._decoding[known].seconds((1.0, nbytes)) or 0.0)
