@@ -136,7 +136,7 @@ def test_through_valkey_from_another_engine_and_through_its_faults(
         empty_the_pool()
         valkey.stop()
         assert second.ask(PROMPTS * 2) == reference * 2
-        assert second.assert_at_rest()["tiers"]["valkey"]["health"] == "RESTING"
+        assert second.assert_at_rest()["tiers"]["valkey"]["health"] == "DOWN"
         # And back again, by itself.
         valkey.start()
         until(lambda: second.inside("kv_snapshot")["tiers"]["valkey"]["health"] == "UP", within_s=2.0)

@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, tier: Tier, clock: HandClock) -> None:
         self.tier = tier
         self.clock = clock
-        self.lane = Lane(tier, FORM, threads=0, rest_s=1.0, max_rest_s=4.0, clock=clock)
+        self.lane = Lane(tier, FORM, threads=0, backoff_s=1.0, max_backoff_s=4.0, clock=clock)
 
     def run(self) -> None:
         while self.lane.step():
@@ -109,11 +109,11 @@ def test_a_disk_whose_every_read_fails_rests_and_loses_nothing(disk: Bench, tmp_
     assert disk.store(KEYS) == [Stored()] * 4
     with unreadable_device(slabs(disk)):
         assert Loaded not in disk.load(KEYS)
-        assert disk.health is Health.RESTING
+        assert disk.health is Health.DOWN
         assert "Input/output error" in disk.lane.health()[1]
         for _ in range(5):  # it is probed, and what it has cannot be read yet
             disk.pass_time(5.0)
-            assert disk.health is Health.RESTING
+            assert disk.health is Health.DOWN
         assert leading(disk.lane, KEYS) == 0
     counts = disk.lane.counts()
     assert (counts.damaged, counts.discarded, counts.downs) == (0, 0, 1)
@@ -131,7 +131,7 @@ def test_chunks_that_cannot_be_read_are_passed_over_for_a_while_and_others_are_s
     assert two_disks.store(KEYS) == [Stored()] * 4
     with unreadable_device(slabs(two_disks)[1:]):
         assert two_disks.load(KEYS) == [Loaded, ReadFailed, Loaded, ReadFailed]
-        assert two_disks.health is Health.RESTING
+        assert two_disks.health is Health.DOWN
         two_disks.pass_time(1.0)
         assert two_disks.health is Health.UP  # the other disk can be read
         assert two_disks.tier.holds(KEYS) == [True, False, True, False]
@@ -158,10 +158,10 @@ def test_a_device_that_keeps_failing_is_rested_longer_each_time(two_disks: Bench
     """Its probes succeed, as there is something that can be read."""
     assert two_disks.store(KEYS) == [Stored()] * 4
     with unreadable_device(slabs(two_disks)[1:]):
-        for key, rest_s in ((KEYS[1], 1.0), (KEYS[3], 2.0)):
+        for key, backoff_s in ((KEYS[1], 1.0), (KEYS[3], 2.0)):
             assert two_disks.load([key]) == [ReadFailed]
-            two_disks.pass_time(rest_s - 0.1)
-            assert two_disks.health is Health.RESTING
+            two_disks.pass_time(backoff_s - 0.1)
+            assert two_disks.health is Health.DOWN
             two_disks.pass_time(0.2)
             assert two_disks.health is Health.UP
     assert two_disks.load(KEYS[:1]) == [Loaded]
@@ -221,7 +221,7 @@ def test_a_shared_file_that_cannot_be_read_is_not_removed(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "preadv", preadv)
     assert bench.load(KEYS) == [Loaded, ReadFailed, Loaded, Loaded]
-    assert bench.health is Health.RESTING
+    assert bench.health is Health.DOWN
     assert bench.lane.counts().damaged == 0
     monkeypatch.undo()
     bench.pass_time(1.0)

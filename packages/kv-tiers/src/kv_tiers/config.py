@@ -30,7 +30,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lease_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """How long chunks stay put for a request, or another holder, from whom nothing more is heard."""
     policy: PolicySpec = DEFAULT_POLICY
-    """What leaves when room is needed: the name of an eviction policy, or a mapping of `name` and its parameters.
+    """The eviction policy: its name, or a mapping of `name` and its parameters.
     `kv sim` compares policies on a trace."""
 
 

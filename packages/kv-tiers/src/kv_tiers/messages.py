@@ -1,8 +1,8 @@
-"""What messages to other processes and hosts have in common: their frames, their strictness, and keys in bulk.
+"""What the protocols between processes and between hosts have in common: frames, strict decoding, and keys in bulk.
 
-A frame is a header of five bytes (length of what follows as u32, little-endian; the protocol's version as u8) and one
-MessagePack array whose first element names the message. The header is the same in every version of every protocol, so
-that either side can tell the other which one it speaks.
+A frame is a header of five bytes (length of the body as u32, little-endian; protocol version as u8) and one MessagePack
+array whose first element names the message. The header is the same in every version of every protocol, so that either
+side can tell which one the other speaks.
 """
 
 import struct

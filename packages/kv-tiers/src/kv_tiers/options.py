@@ -1,6 +1,6 @@
-"""Options as a user wrote them, into the settings of one tier: strict, and with errors that say what to write.
+"""Parses the options of one tier, codec or policy strictly; errors name the nearest valid option.
 
-An option that counts bytes is named `…_bytes`; it may be a whole number or text such as "4MiB".
+An option in bytes is named `…_bytes`; it may be an integer or text such as "4MiB".
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""How large the chunks of a cache are: each group of layers has its own size."""
+"""The sizes of a cache's chunks: each group of layers has its own."""
 
 from collections.abc import Sequence
 from typing import Final

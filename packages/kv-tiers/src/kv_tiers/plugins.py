@@ -1,4 +1,4 @@
-"""Code found by the name that a user writes, in an entry-point group: ours and anybody's, imported when it is used.
+"""Plugins: code found by name in an entry-point group, imported on first use.
 
 [project.entry-points."kv_tiers.policies"]
 mine = "my_package.my_module:make_mine"

@@ -1,4 +1,4 @@
-"""Which code makes a tier or a codec of a given type: entry points, ours and anybody's."""
+"""Tiers and codecs by type: entry points, built-in or from other packages."""
 
 from typing import Final
 

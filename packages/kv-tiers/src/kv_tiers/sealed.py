@@ -1,4 +1,4 @@
-"""Fields with a checksum behind them: what a header or a record in a file is believed by."""
+"""Structs followed by a checksum, by which a header or a record in a file is verified."""
 
 import struct
 from collections.abc import Iterable

@@ -1,10 +1,11 @@
-"""Settings: what can be set, where each value came from, and what is wrong with it.
+"""Reads the settings: which exist, where each value came from, and what is wrong with it.
 
-Engines and `kv-server` have one shape, so that one file serves both: each uses what concerns it and checks the rest.
-The file is YAML, TOML or JSON by how its name ends. An engine's settings come from three places, and the first that
-names one wins: its own extra config for us (vLLM's `kv_connector_extra_config`, SGLang's
+Engines and `kv-server` share one structure, so one file can serve both: each uses the sections that concern it and
+validates the others. The file is YAML, TOML or JSON by its extension. An engine's settings come from three sources, of
+which the first that has a value wins: its own extra config (vLLM's `kv_connector_extra_config`, SGLang's
 `--hicache-storage-backend-extra-config`), a file (the setting `config_file`, or `KV_CONFIG_FILE`), and environment
-variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY_BYTES`, …). Read once, at the edge; everything below gets values.
+variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY_BYTES`, …). They are read once, at the edge; everything below is given
+values.
 """
 
 import difflib

@@ -1,7 +1,7 @@
-"""Tenants as a user writes them: a name, what tells their requests apart, and how much of the pool they have.
+"""Tenants as written in the settings: a name, the salt or tag that identifies their requests, and a quota.
 
-A salt may be a secret. It is read, turned into its tag, and not kept: nothing below this knows tenants by anything but
-their tag, and no text of ours repeats a salt.
+A salt may be a secret. It is read, turned into its tag and not kept: below this module tenants are known by their tags
+only, and no message contains a salt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

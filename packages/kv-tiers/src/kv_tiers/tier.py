@@ -1,22 +1,22 @@
-"""The contract of a tier: one place below the host pool that keeps chunks. Start here to write one.
+"""The contract of a tier, which stores chunks below the host pool. Start here to write one.
 
-A tier is called by its lane's threads, several at once, and may take its time: it blocks, it has no queue and no thread
-of its own unless its medium needs one. It owns no chunk's memory: it is lent pages of the host pool, aligned to the
-machine's pages and locked in place for the length of the call, and may keep nothing of them afterwards.
+A tier is called by its lane's threads, several at once. Its calls may block; it has no queue, and no threads of its own
+unless its medium needs them. It owns no chunk's memory: it borrows pages of the host pool, page-aligned and locked in
+place for the length of the call, and must not keep them.
 
-What it keeps of a chunk is a header and a *payload*: the chunk's bytes, or what a codec made of them. A payload is
-never larger than a chunk, and may be of any size below, so a tier keeps its size and tells it. Header and payload are
-opaque to it: the lane encodes, makes headers, checks payloads against them (`kv_tiers.chunk_header`) and decodes, so a
-tier need not detect damage; where it does notice (a short file), it says `Damaged`.
+It stores a header and a *payload* for each chunk. The payload is the chunk's bytes or their encoding by a codec. It is
+never larger than the chunk and may have any smaller size, so a tier stores the size and returns it. Header and payload
+are opaque: the lane encodes, builds headers, verifies payloads (`kv_tiers.chunk_header`) and decodes. A tier need not
+detect damage; if it does notice some (a short file), it answers `Damaged`.
 
-What became of a chunk is a value. What is wrong with the medium as a whole (unreachable, full of errors, gone) is
-raised as `TierDown`: the lane then rests the tier for a while. Anything else that is raised is a bug, and treated as
-`TierDown` with a traceback in the log.
+The outcome for one chunk is a value. A fault of the medium as a whole (unreachable, failing, gone) is raised as
+`TierDown`, and the lane backs off from the tier for a while. Any other exception is a bug, and treated as `TierDown`
+with a traceback in the log.
 
-A read that fails is a fault of the device and says nothing of the bytes: `ReadFailed` where others of the same call may
-have come, else `TierDown`. Neither discards anything, and both rest the tier. Only bytes that were read and proved
-wrong are `Damaged`. A medium that is full, or may only be read, is no fault: chunks are `Refused`, and `usage` says
-why.
+A failed read is a fault of the device and says nothing about the bytes: `ReadFailed` if other chunks of the same call
+may have been read, else `TierDown`. Neither discards anything, and the lane backs off after either. Only bytes that
+were read and proved wrong are `Damaged`. A medium that is full or read-only is not at fault: chunks are `Refused`, and
+`usage` says why.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,15 @@ from kv_tiers.eviction.coverage import BoundedGroups
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One chunk to keep: its header, and its payload, the first `stored_bytes` of `pages`.
+    """One chunk to store: its header, and its payload, the first `stored_bytes` of `pages`.
 
-    key: the chunk's name.
-    parent: the chunk before it in the prompt: worthless without it, so it should leave later.
+    key: the chunk's key.
+    parent: the key of the chunk before it in the prompt. Without that chunk this one is worthless, so the parent should
+        be evicted later.
     header: `chunk_header.HEADER_BYTES` bytes.
-    pages: whole pages (multiples of 4096 bytes at an address that is one), for tiers that write past the page cache.
-        What lies beyond the payload means nothing.
-    stored_bytes: size of the payload, at most a chunk's.
+    pages: whole pages (a multiple of 4096 bytes, aligned to 4096), for tiers that bypass the page cache. Bytes beyond
+        the payload are unspecified.
+    stored_bytes: size of the payload, at most the chunk's.
     """
 
     key: ChunkKey
@@ -56,16 +57,19 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One chunk to bring: its header into `header`, its payload to the start of `pages`. The answer says its size
-    (`Loaded`). What the rest of `pages`, and all of it unless the answer is `Loaded`, holds afterwards means nothing.
+    """One chunk to load: its header goes into `header`, its payload to the start of `pages`.
 
-    key: the chunk's name.
+    The payload's size is in the answer (`Loaded`). Bytes of `pages` beyond the payload are unspecified afterwards, and
+    so is all of it if the answer is not `Loaded`.
+
+    key: the chunk's key.
     header: `chunk_header.HEADER_BYTES` bytes, writable.
     pages: whole pages with room for a chunk, writable.
-    wanted_bytes: how many of the payload's first bytes are wanted, if it has so many: the largest chunk's size
-        (`TierContext`) for all of it; less only for `ReadsPrefixes`.
-    chunk_bytes: the size of this chunk, which is its payload's unless a codec made that; for the lane. 0: the largest.
-    as_stored: the payload is wanted as it is kept, checked and not decoded; for the lane.
+    wanted_bytes: how many of the payload's first bytes to read, if it has as many. All of it: the largest chunk's size
+        (`TierContext`). Less is requested only from `ReadsPrefixes`.
+    chunk_bytes: for the lane: size of this chunk, which is the payload's size unless a codec encoded it. 0: the
+        largest.
+    as_stored: for the lane: return the payload verified but not decoded.
     """
 
     key: ChunkKey
@@ -82,13 +86,13 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Present values. None: the medium does not say.
+    """Current usage. None: the medium does not report it.
 
-    chunks: how many are kept.
-    used_bytes: what they take, as they are stored.
-    capacity_bytes: what they may take.
-    full: why the medium takes no more chunks (it has no room, or may only be read), as of the last store or probe;
-        "" where it does. A tier that evicts for what comes is not full for that.
+    chunks: number of chunks stored.
+    used_bytes: space that they take, as stored.
+    capacity_bytes: space that they may take.
+    full: why the medium refuses chunks (no space, read-only), as of the last store or probe; "" if it accepts them. A
+        tier that evicts to make room is not full.
     """
 
     chunks: int | None = None
@@ -99,14 +103,15 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What every chunk of this cache has in common. A tier may serve caches of several formats at one address, and
-    must keep what it stores for one from being found by another: `namespace` is different for each.
+    """What all chunks of a cache have in common.
 
-    chunk_bytes: size of the largest chunk, and the most that a payload has.
-    slot_bytes: size of the pages that hold one.
-    fingerprint: what a chunk's bytes mean.
-    bounded: the groups of layers that do not need the whole prefix, as far as lookups have said so yet. For a tier that
-        chooses what leaves (`kv_tiers.eviction.coverage`).
+    A tier may serve caches of several formats at one address. It must keep them apart: `namespace` differs for each.
+
+    chunk_bytes: size of the largest chunk, and of the largest payload.
+    slot_bytes: size of the pages that hold a chunk.
+    fingerprint: identifies the format of the chunks' bytes.
+    bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
+        (`kv_tiers.eviction.coverage`).
     """
 
     chunk_bytes: int
@@ -116,89 +121,100 @@ class TierContext:
 
     @property
     def namespace(self) -> str:
-        """32 hex digits for a directory or a key's prefix. Another for each version of the header too, so what another
-        release stored is neither found nor touched. Codecs share it, as each header names its own."""
+        """32 hex digits for a directory or a key prefix. It depends on the header's version too, so chunks of another
+        release are neither found nor touched. Codecs share a namespace, because each header names its codec.
+        """
         return format_id(f"{VERSION} {self.chunk_bytes} {self.fingerprint}").hex()
 
 
 ANY_CHUNKS: Final = TierContext(1, 4096, "")
-"""The smallest there can be: what options must at least have room for."""
+"""The smallest possible context, for checking that options leave room for at least one chunk."""
 
 
 class Tier(Protocol):
-    """One place that keeps chunks. Answers are parallel to what was asked, and every call may raise `TierDown`."""
+    """A place that stores chunks. Answers are parallel to the arguments, and every call may raise `TierDown`."""
 
     name: str
-    """What it is called in answers, logs and metrics."""
+    """Its name in answers, logs and metrics."""
 
     holds_is_local: bool
-    """`holds` never waits: a dictionary and no round trip. Such a tier is asked on the engine's thread."""
+    """`holds` answers from memory without waiting. Such a tier is queried on the engine's thread."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of these a load would find. It may be wrong by the time of the load, which is then `Absent`."""
+        """For each key, whether a load would find it. It may have changed by the time of the load, which is then
+        `Absent`.
+        """
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Bring headers and payloads; `Loaded` says how many bytes a payload has. One that is larger than a chunk is
-        `Damaged`. What is wrong with one (`Damaged`, `ReadFailed`) does not spoil its neighbours."""
+        """Load headers and payloads. `Loaded` has the payload's size. A payload larger than a chunk is `Damaged`. One
+        chunk's outcome (`Damaged`, `ReadFailed`) does not affect the others.
+        """
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        """Keep chunks. `Stored` is an acknowledgement: as durable as this tier ever makes anything.
+        """Store chunks. `Stored` acknowledges that the chunk is as durable as this tier ever makes it.
 
-        A chunk that is kept already is `Stored` too; which of the two copies stays is the tier's choice. In the
-        prompt's order, so when room is short the first are worth most.
+        A chunk that is already stored is `Stored` too; the tier chooses which copy to keep. Chunks are in the prompt's
+        order: when space is short, the first are worth most.
         """
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        """No `holds` or `load` that begins after this returns finds these."""
+        """Remove chunks. No `holds` or `load` that begins after this returns finds them."""
 
     def clear(self) -> None:
-        """Discard everything of this namespace."""
+        """Remove everything in this namespace."""
 
     def probe(self) -> None:
-        """Touch the medium: return if it works, raise `TierDown` if not. Asked now and then of a tier that rests."""
+        """Touch the medium: return if it works, raise `TierDown` if not. Called from time to time while the tier is
+        down.
+        """
 
     def usage(self) -> TierUsage:
-        """Cheap; from memory."""
+        """Current usage. Must be cheap and answer from memory."""
 
     def close(self) -> None:
-        """Let go of everything. No other call comes during or after it, but a second close."""
+        """Release everything. No other call is made during or after this one, except a second close."""
 
 
 @runtime_checkable
 class ClearsTenants(Protocol):
-    """What a `Tier` may do besides. One that does not is cleared whole when a tenant is to be cleared."""
+    """Optional capability of a `Tier`: clearing one tenant. A tier without it is cleared as a whole instead."""
 
     def clear_tenant(self, tenant: bytes) -> None:
-        """Discard everything of this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
+        """Remove everything in this namespace whose keys have this tenant's tag (`ChunkKey.tenant`)."""
 
 
 @runtime_checkable
 class ReadOnly(Protocol):
-    """What a `Tier` may say besides: others store here, and we only read. Nothing is stored, whatever `write` says, and
-    what is discarded or cleared is not found any more by us, wherever it stays."""
+    """Optional property of a `Tier` that others fill and we only read.
+
+    Nothing is stored in it, whatever `write` says. What is discarded or cleared is no longer found by us, but stays
+    where it is.
+    """
 
     is_read_only: Literal[True]
 
 
 @runtime_checkable
 class ReadsPrefixes(Protocol):
-    """What a `Tier` may do besides: bring the beginning of a payload without the rest."""
+    """Optional capability of a `Tier`: reading the beginning of a payload without the rest."""
 
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """As `load`, with any `wanted_bytes`: `Loaded` says how many bytes came, the payload's size where that is less.
+        """Like `load`, with any `wanted_bytes`. `Loaded` says how many bytes were read, which is the payload's size if
+        that is smaller.
 
-        Whoever asks for `chunk_header.prefix_bytes` can check what came (`chunk_header.verify_prefix`).
+        If `chunk_header.prefix_bytes` many are requested, the result can be verified (`chunk_header.verify_prefix`).
         """
 
 
 @dataclass(frozen=True, slots=True)
 class FileLease:
-    """Where chunks lie in a tier's files. Until the lease is ended, no byte of them is replaced by another chunk's. It
-    does not expire by time, as its holder may still be reading. The tier has not looked at the bytes: believe them
-    when their checksum is right.
+    """Where chunks are in a tier's files. Until the lease ends, none of their bytes are replaced by another chunk's.
 
-    id: names the lease.
-    extents: by key; None where the chunk is not here, is encoded, or does not lie in one piece. `load` brings those.
+    It does not expire, because its holder may still be reading. The tier has not read the bytes: trust them only if
+    their checksum is right.
+
+    id: identifies the lease.
+    extents: by key; None if the chunk is absent, encoded, or not contiguous. Use `load` for those.
     """
 
     id: int
@@ -207,12 +223,13 @@ class FileLease:
 
 @dataclass(frozen=True, slots=True)
 class FileReservation:
-    """Room in a tier's files for chunks that it does not hold. Nobody finds these chunks, nor anything that was there
-    before, until they are committed. What has been written by then, and that only, is theirs; a reservation does not
-    expire either.
+    """Room in a tier's files for chunks that it does not hold.
 
-    id: names the reservation.
-    extents: by key; None where there is no room in one piece, or no need of it.
+    Until they are committed, neither these chunks nor the previous content is found. Only what has been written by then
+    belongs to them. A reservation does not expire either.
+
+    id: identifies the reservation.
+    extents: by key; None if there is no contiguous room, or no need for it.
     """
 
     id: int
@@ -221,34 +238,37 @@ class FileReservation:
 
 @runtime_checkable
 class SupportsFileExtents(Protocol):
-    """What a `Tier` may do besides: let others move the bytes between its files and wherever they want them. Only
-    chunks that are stored as they are can travel so; of the others a lease has no extent.
+    """Optional capability of a `Tier`: others may move the bytes between its files and their destination.
 
-    As `load` and `store`, every call may block and may raise `TierDown`. End leases and commit reservations before
+    Only chunks that are stored unencoded can be moved this way; the others have no extent in a lease.
+
+    Like `load` and `store`, every call may block and may raise `TierDown`. End leases and commit reservations before
     `close`.
     """
 
     def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
-        """Say where these are, with their checksums. A chunk whose bytes turn out wrong: `discard` it."""
+        """Locate chunks, with their checksums. If a chunk's bytes turn out to be wrong, `discard` it."""
 
     def end_lease(self, lease: FileLease) -> None:
-        """Nobody reads these any more.
+        """End the lease: its holder no longer reads these chunks.
 
         Raises:
             MisuseError: it was ended before.
         """
 
     def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
-        """Room for those of the keys that are neither here nor arriving, as far as there is any; it is not waited for.
+        """Reserve room for those of the keys that are neither stored nor being stored, as far as there is any, without
+        waiting.
 
-        keys: in the prompt's order, each the parent of the next. parent: the first one's.
+        keys: in the prompt's order, each the parent of the next.
+        parent: the first key's.
         """
 
     def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
-        """The bytes are written: keep the chunks as `store` does, with its promise.
+        """Commit what has been written: the chunks are stored as by `store`, with the same guarantee.
 
-        checksums: `kv_core.checksum` of each chunk's bytes; None for one that was not written, whose room is given
-        back, and where there was no room. Of these the answer is `Refused`.
+        checksums: `kv_core.checksum` of each chunk's bytes. None for a chunk that was not written, whose room is
+            released, and where there was no room; for these the answer is `Refused`.
 
         Raises:
             MisuseError: it was committed before.
@@ -256,19 +276,19 @@ class SupportsFileExtents(Protocol):
 
 
 OptionsCheck = Callable[[Mapping[str, object]], object]
-"""Raises `ConfigError` for options that cannot be honoured. It touches no medium: directories are not made, nobody is
-connected to."""
+"""Raises `ConfigError` for invalid options. It touches no medium: it creates no directory and opens no connection."""
 
 TierFactory = Callable[[Mapping[str, object], TierContext], Tier]
-"""What an entry point of the group `kv_tiers.tiers` names: the options that the user wrote (without `type`), and what
-the chunks are. It raises `ConfigError` for options that cannot be honoured, naming the nearest valid one."""
+"""What an entry point of the group `kv_tiers.tiers` names. Arguments: the options that the user wrote (without `type`),
+and the context of the chunks. It raises `ConfigError` for invalid options, naming the nearest valid one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedFactory:
-    """A `TierFactory` that can say whether options are right before it is known what the chunks are.
+    """A `TierFactory` that can validate options before the format of the chunks is known.
 
-    A server makes a tier when a client first registers its format. With `check`, wrong options end its start instead.
+    A server creates a tier when a client first registers its format. With `check`, wrong options already stop its
+    start.
     """
 
     make: TierFactory
@@ -279,5 +299,5 @@ class CheckedFactory:
 
 
 def checked(check: OptionsCheck) -> Callable[[TierFactory], CheckedFactory]:
-    """Of a factory, as a decorator."""
+    """Decorate a factory with a check of its options."""
     return lambda make: CheckedFactory(make, check)

@@ -77,7 +77,7 @@ class Hierarchy(RuleBasedStateMachine):
             for number in range(2)
         ]
         self.lanes = [
-            Lane(tier, chunk_header.format_id("m"), threads=0, rest_s=0.0, max_rest_s=0.0, clock=self.clock)
+            Lane(tier, chunk_header.format_id("m"), threads=0, backoff_s=0.0, max_backoff_s=0.0, clock=self.clock)
             for tier in self.tiers
         ]
         self.cache = LocalCache(

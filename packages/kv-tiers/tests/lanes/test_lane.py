@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, threads: int = 0, **options: float) -> None:
         self.clock = HandClock()
         self.tier = FaultyTier(DramTier(HostPool.anonymous("below", NBYTES, 64), LruPolicy()))
-        options = {"rest_s": 1.0, "max_rest_s": 2.0, "stuck_s": 10.0, **options}
+        options = {"backoff_s": 1.0, "max_backoff_s": 2.0, "stuck_s": 10.0, **options}
         self.lane = Lane(self.tier, FORM, threads=threads, clock=self.clock, **options)
         self.stored: dict[ChunkKey, StoreOutcome] = {}
         self.arrived: dict[ChunkKey, Arrival] = {}
@@ -162,14 +162,14 @@ def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, faul
     bench.lane.step()
     assert bench.outcomes() == [Absent, Absent]
     assert isinstance(bench.stored[key_chain(1, branch="waits")[0]], Refused)  # what waited is not kept waiting
-    assert bench.lane.health()[0] is Health.RESTING
+    assert bench.lane.health()[0] is Health.DOWN
     assert "told to" in bench.lane.health()[1]
     assert not bench.load(keys)
     assert not bench.store(keys)
     assert leading(bench.lane, keys) == 0
     calls = len(bench.tier.calls)
-    for rest_s in (1.0, 2.0, 2.0):  # ever more seldom, up to a limit
-        bench.clock.advance(rest_s - 0.01)
+    for backoff_s in (1.0, 2.0, 2.0):  # ever more seldom, up to a limit
+        bench.clock.advance(backoff_s - 0.01)
         assert not bench.lane.step()
         bench.clock.advance(0.02)
         assert bench.lane.step()

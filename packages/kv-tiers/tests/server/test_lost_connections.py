@@ -74,13 +74,13 @@ def test_what_was_given_up_while_away_is_given_back_at_the_return(served: Thread
     writer._link.connection.close()
     until(lambda: served.report().orphans == 1)
     writer._link.lose("for the test")
-    writer._link.rest(1000)
+    writer._link.back_off(1000)
     writer.commit(leases[0])
     assert not writer.release(leases[1])
     writer.end("w2")
     with pytest.raises(MisuseError, match="not open"):
         writer.commit(leases[2])
-    writer._link.rest(0)
+    writer._link.back_off(0)
     until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
     assert other.counts().write_leases == 1
     fill(writer, leases[3])

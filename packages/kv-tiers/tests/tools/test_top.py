@@ -214,7 +214,7 @@ def counts(**changes: int) -> CacheCounts:
 
 
 def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **changes: int) -> Report:
-    tier = TierReport("nvme", "RESTING", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
+    tier = TierReport("nvme", "DOWN", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
@@ -240,7 +240,7 @@ def test_flows_are_differences_by_the_servers_clock() -> None:
     host, nvme = second.tiers
     assert (host.in_bytes_s, host.out_bytes_s) == (200, 750)
     assert (nvme.in_bytes_s, nvme.out_bytes_s, nvme.waiting_chunks) == (50, 200, 3)
-    assert (host.is_up, nvme.is_up, nvme.health) == (True, False, "resting: on fire")
+    assert (host.is_up, nvme.is_up, nvme.health) == (True, False, "down: on fire")
     (idle,) = watch.take(reported(13, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4)).caches
     assert idle.hit_ratio is None
     assert idle.tiers[1].out_bytes_s == 0
@@ -259,7 +259,7 @@ def test_a_tier_that_fails_is_told_in_words() -> None:
     console = plain_console()
     with console.capture() as captured:
         console.print(draw(picture, "here", "no answer"))
-    assert "▲ resting: on fire" in captured.get()
+    assert "▲ down: on fire" in captured.get()
     assert "away at" in captured.get()
     assert "what was known last" in captured.get()
 

@@ -373,8 +373,8 @@ def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chu
     tower.close()  # it comes back before this ends
     bus.close()
     assert [(event.was, event.now) for event in gathered.of(events.TierHealth)][:2] == [
-        ("UP", "RESTING"),
-        ("RESTING", "UP"),
+        ("UP", "DOWN"),
+        ("DOWN", "UP"),
     ]
     (damaged, *_) = gathered.of(events.Damaged)
     assert damaged.tier == "tier0" and damaged.keys[0] in keys and "checksum" in damaged.reason

@@ -40,10 +40,8 @@ def refusal() -> events.StoreBegun:
 def test_a_tier_that_fails_and_one_that_is_back_are_always_told() -> None:
     lines = Lines()
     for _ in range(3):
-        assert lines.tell(events.TierHealth("disk", "UP", "RESTING", "no disk")) == [
-            "cache c: tier disk is resting: no disk"
-        ]
-        assert lines.tell(events.TierHealth("disk", "RESTING", "UP", "")) == ["cache c: tier disk is back"]
+        assert lines.tell(events.TierHealth("disk", "UP", "DOWN", "no disk")) == ["cache c: tier disk is down: no disk"]
+        assert lines.tell(events.TierHealth("disk", "DOWN", "UP", "")) == ["cache c: tier disk is back"]
     assert [level for level, _, _ in lines.said[:2]] == [logging.WARNING, logging.INFO]
     lines.bus.close()
 
@@ -109,7 +107,7 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
         tower.lanes[0].step()
         assert bus.flush()
         (down,) = caplog.messages
-        assert "tier0 is resting: told to" in down if is_logged else "tier0 is down and rests: told to" in down
+        assert "tier0 is down: told to" in down
     tower.tiers[0].fault = ""
     tower.close()
     bus.close()
@@ -123,11 +121,11 @@ def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_tier_that_does_nothing_but_fail_and_come_back_is_told_once_a_minute() -> None:
     lines = Lines()
-    down, up = events.TierHealth("disk", "UP", "RESTING", "no disk"), events.TierHealth("disk", "RESTING", "UP", "")
+    down, up = events.TierHealth("disk", "UP", "DOWN", "no disk"), events.TierHealth("disk", "DOWN", "UP", "")
     said = [text for _ in range(500) for event in (down, up) for text in lines.tell(event)]
     assert len(said) == 10
-    assert lines.tell(events.TierHealth("redis", "UP", "RESTING", "x"))  # another tier's is another matter
+    assert lines.tell(events.TierHealth("redis", "UP", "DOWN", "x"))  # another tier's is another matter
     lines.clock.advance(60)
     (text,) = lines.tell(down)
-    assert text == "cache c: tier disk is resting: no disk (990 changes were left out before)"
+    assert text == "cache c: tier disk is down: no disk (990 changes were left out before)"
     lines.bus.close()

@@ -1,1 +1,1 @@
-"""Which chunk is in which slot, and the states it goes through."""
+"""The index of a pool: which chunk is in which slot, and the states of a chunk."""

@@ -1,7 +1,8 @@
-"""A chunk's life in the host tier, as a table: what may happen to it, and what it is then.
+"""The states of a chunk in the host tier, and their transitions, as a table.
 
-Only a `RESIDENT` chunk is found. `ORPHANED` and `LEAVING` are the two ways of being forgotten while somebody still uses
-the slot, a writer or readers: nobody finds the chunk any more, and the slot is free when they are done.
+Lookups find a chunk only while it is `RESIDENT`. `ORPHANED` and `LEAVING` are the states of a chunk that was forgotten
+while its slot was in use, by a writer or by readers: lookups no longer find it, and the slot becomes free when they are
+done.
 """
 
 from enum import IntEnum

@@ -1,11 +1,11 @@
-"""Which chunk is in which slot, how it is doing, and who counts on it.
+"""The index of a pool: which chunk is in which slot, its state, and its leases.
 
-A slot is a chunk's identity while it is here: life, leases and key are lists by slot and not an object a chunk, because
-slots of chunks stored together lie together, and with a million chunks it is the cache misses that cost. For the same
-reason a lookup asks the index for the first key only and then follows the *run*: the slots that followed that one last
-time, checked against the keys they hold now. A run is a hint; a stale one costs a little time and nothing else.
+A slot identifies a chunk while it is resident. States, leases and keys are lists indexed by slot rather than one object
+per chunk: slots of chunks stored together are adjacent, and with a million chunks cache misses dominate. For the same
+reason a lookup searches the index for the first key only and then follows its *run*: the slots that followed that slot
+last time, verified against the keys that they hold now. A run is only a hint; a stale one costs a little time.
 
-Nothing here locks, waits or touches a chunk's bytes: the cache holds its one lock around every call.
+Nothing here locks, waits or reads a chunk's bytes: the cache holds its one lock around every call.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -17,7 +17,7 @@ from kv_tiers.index.life import Event, Life, advance
 
 
 class Residency:
-    """The index of one pool. Whoever calls it owns the lock and gives freed slots back to the pool."""
+    """The index of one pool. The caller holds the lock and returns freed slots to the pool."""
 
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -37,19 +37,19 @@ class Residency:
 
     @property
     def chunks_reserved(self) -> int:
-        """Chunks whose bytes are still arriving, those among them that were forgotten meanwhile too."""
+        """Chunks whose bytes are still arriving, including those that were forgotten meanwhile."""
         return len(self._writing) + self._orphans
 
     def keys(self) -> list[ChunkKey]:
-        """What can be found."""
+        """The keys that lookups find."""
         return list(self._slot_of)
 
     def held(self) -> list[ChunkKey]:
-        """What can be found, and what is being written."""
+        """The keys that lookups find, and those being written."""
         return [*self._slot_of, *self._writing]
 
     def leading(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """The slots of the leading run of resident keys. The list is shared: do not change it."""
+        """The slots of the leading run of resident keys. The list is shared: do not modify it."""
         key_at, find = self._key_at.__getitem__, self._slot_of.get
         found: list[int] = []
         pieces = branch = 0
@@ -80,21 +80,21 @@ class Residency:
         return self._slot_of.get(key)
 
     def resident(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[int]]:
-        """Those of the keys that can be found, wherever they come, and their slots."""
+        """Those of the keys that are resident, in any position, and their slots."""
         slot_of = self._slot_of
         there = [key for key in keys if key in slot_of]
         return there, [slot_of[key] for key in there]
 
     def key_at(self, slot: int) -> ChunkKey | None:
-        """The resident chunk in this slot, if there is one."""
+        """The key of the resident chunk in this slot, if there is one."""
         return self._key_at[slot]
 
     def is_held(self, key: ChunkKey) -> bool:
-        """Resident, or being written by somebody."""
+        """Whether the chunk is resident or being written."""
         return key in self._slot_of or key in self._writing
 
     def not_held(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those that are neither resident nor being written, each once, in this order."""
+        """Those of the keys that are neither resident nor being written, without repetitions, in the given order."""
         slot_of, writing = self._slot_of, self._writing
         return list(dict.fromkeys([key for key in keys if key not in slot_of and key not in writing]))
 
@@ -104,7 +104,7 @@ class Residency:
             leases[slot] += 1
 
     def unlease(self, slots: Sequence[int]) -> list[int]:
-        """End one lease on each; the slots that are free because of it."""
+        """End one lease on each slot; returns the slots that become free by it."""
         leases = self._leases
         if not self._excluded and not self._leaving:
             for slot in slots:
@@ -126,7 +126,7 @@ class Residency:
         return freed
 
     def touch(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request asked for these, and has the leading ones."""
+        """A request looked these up, and these are the leading ones that it hit."""
         self._policy.used(keys, slots)
 
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -134,12 +134,16 @@ class Residency:
         self._policy.extended(keys, slots)
 
     def reserve(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """The bytes of these are to come. None is held, and each is named once (`not_held`)."""
+        """Reserve slots for chunks whose bytes are still to come. None of the keys is held, and none is repeated
+        (`not_held`).
+        """
         self._move(slots, Event.RESERVE)
         self._writing.update(zip(keys, slots, strict=True))
 
     def commit(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[int]:
-        """Let lookups see these; the slots of those that were forgotten while they were written, free now."""
+        """Make chunks visible to lookups; returns the slots that became free because their chunks were forgotten while
+        being written.
+        """
         freed = [slot for slot in slots if self._life[slot] is Life.ORPHANED] if self._orphans else []
         self._orphans -= len(freed)
         kept_keys, kept = list(keys), list(slots)
@@ -157,7 +161,7 @@ class Residency:
         return freed
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Give reserved places back. All of the slots are free."""
+        """Give up reserved slots. All of them are free afterwards."""
         for key, slot in zip(keys, slots, strict=True):
             if self._life[slot] is Life.ORPHANED:
                 self._orphans -= 1
@@ -166,7 +170,7 @@ class Residency:
         self._move(slots, Event.ABORT)
 
     def adopt(self, key: ChunkKey, slot: int) -> None:
-        """A chunk that was there before we were. Those adopted later count as used later."""
+        """Add a chunk that an earlier process stored. Chunks adopted later count as used later."""
         self._move([slot], Event.ADOPT)
         self._slot_of[key] = slot
         self._key_at[slot] = key
@@ -175,8 +179,11 @@ class Residency:
     def evict(
         self, wanted: int, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None
     ) -> dict[int, ChunkKey]:
-        """Empty so many slots, the best victims' first, or as many as are neither leased nor in `protected`; what was
-        in each. skipped, policy: as of `victim`."""
+        """Evict up to this many chunks, the best victims first, fewer if the others are leased or in `protected`.
+        Returns the key that was in each slot.
+
+        skipped, policy: as for `victim`.
+        """
         policy = self._policy if policy is None else policy
         slots: list[int] = []
         while len(slots) < wanted and (slot := self.victim(protected, skipped, policy)) is not None:
@@ -186,12 +193,12 @@ class Residency:
         return {slot: self._hide(slot) for slot in slots}
 
     def victim(self, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None) -> int | None:
-        """The slot that an eviction would empty. The same again until it is emptied, leased or touched. None: all that
-        is resident is leased or in `protected`.
+        """The slot that an eviction would empty: the same one again until it is emptied, leased or touched. None: all
+        resident chunks are leased or in `protected`.
 
-        protected: slots that are not to be chosen, besides those that are leased.
-        skipped: gets the protected slots that had to be excluded; `reinsert` them when the protection ends.
-        policy: the part of the policy that knows the chunks which may be chosen (`Share`); None: all of it.
+        protected: slots that must not be chosen, in addition to leased ones.
+        skipped: receives the protected slots that had to be excluded; `reinsert` them when the protection ends.
+        policy: the part of the policy that knows the eligible chunks (`Share`); None: all of it.
         """
         policy = self._policy if policy is None else policy
         while (slot := policy.victim()) is not None:
@@ -206,7 +213,7 @@ class Residency:
         return None
 
     def empty(self, slot: int) -> ChunkKey:
-        """Evict the chunk in this slot, which nobody leases; what it was."""
+        """Evict the chunk in this slot, which must not be leased; returns its key."""
         self._policy.removed(slot)
         self._move([slot], Event.EVICT)
         return self._hide(slot)
@@ -218,7 +225,7 @@ class Residency:
         self._policy.reinsert(slots)
 
     def forget(self, key: ChunkKey) -> int | None:
-        """No lookup finds the chunk from now. Its slot if it was resident; it may be free already."""
+        """Hide the chunk from lookups. Returns its slot if it was resident; the slot may be free already."""
         if (slot := self._writing.pop(key, None)) is not None:
             self._move([slot], Event.FORGET)
             self._orphans += 1
@@ -236,25 +243,25 @@ class Residency:
         return slot
 
     def was_forgotten(self, slot: int) -> bool:
-        """Its chunk is found no more, and somebody still has a lease on it."""
+        """Whether the chunk was forgotten while it is still leased."""
         return slot in self._leaving
 
     def any_forgotten(self, slots: Sequence[int]) -> bool:
-        """Whether `was_forgotten` is true of one of these, on all of which the caller has a lease."""
+        """Whether `was_forgotten` holds for any of these slots, on all of which the caller has a lease."""
         return bool(self._leaving) and not self._leaving.isdisjoint(slots)
 
     def is_free(self, slot: int) -> bool:
         return self._life[slot] is Life.ABSENT
 
     def tails_first(self, slots: Iterable[int]) -> list[int]:
-        """These in another order, as far as runs tell. It may be called without the lock."""
+        """The same slots, tails before heads as far as runs tell. May be called without the lock."""
         among = dict.fromkeys(slots)
         runs = [self._runs[slot] or () for slot in among]
         heads_first = dict.fromkeys(slot for run in (*runs, among) for slot in run if slot in among)
         return list(reversed(heads_first))
 
     def has_moved(self, slot: int) -> None:
-        """It is in the order of another policy now, which has not excluded it."""
+        """The slot moved to another policy's order, in which it is not excluded."""
         self._excluded.discard(slot)
 
     def _hide(self, slot: int) -> ChunkKey:

@@ -1,1 +1,1 @@
-"""The queue in front of each tier: threads, batches, and the health of the tier behind them."""
+"""Lanes: the queue in front of each tier, its threads, batching, and the health of the tier."""

@@ -1,7 +1,8 @@
-"""How a tier is doing, as its lane sees it: what it did, what it says, and what that makes together.
+"""The health of a tier as its lane sees it: from the outcomes of calls and from what the tier reports.
 
-A tier that fails is rested, at first shortly and then twice as long each time, until a load brings something again: a
-device whose probes succeed and whose reads do not would else be tried for ever at the shortest interval.
+A tier that fails is down, and the lane backs off, briefly at first and then twice as long each time, until a load
+succeeds. Waiting for a load rather than a probe matters for a device whose probes succeed and whose reads fail: it
+would otherwise be retried for ever at the shortest interval.
 
 Nothing here locks or calls a tier: the lane does, and holds its one lock around every call.
 """
@@ -16,46 +17,46 @@ from kv_core.clock import Clock
 
 class Health(Enum):
     UP = "it answers"
-    FULL = "it takes no more chunks, and serves those that it has"
-    RESTING = "it failed, and is probed now and then"
-    STUCK = "a call to it has not come back"
+    FULL = "it takes no more chunks, but serves those that it has"
+    DOWN = "it failed, and is probed from time to time"
+    STUCK = "a call to it has not returned"
     CLOSED = "it is closed"
 
     @property
     def serves(self) -> bool:
-        """Chunks may be asked of it, and stores tried."""
+        """Whether loads are sent to it, and stores tried."""
         return self is Health.UP or self is Health.FULL
 
 
 _FIRST_THAT_HOLDS: Final = (
     Health.CLOSED,  # for good
-    Health.RESTING,  # it said so itself, and is probed
-    Health.STUCK,  # it says nothing; nothing can be asked of it, not even a probe
-    Health.FULL,  # it serves, and takes nothing
+    Health.DOWN,  # it failed, and is probed
+    Health.STUCK,  # it does not answer, so it cannot even be probed
+    Health.FULL,  # it serves loads and refuses stores
     Health.UP,
 )
-"""What a tier's health is when several things are true of it."""
+"""The first of these that holds is a tier's health."""
 
 
 class HealthTracker:
-    """Of one tier."""
+    """The health of one tier."""
 
-    def __init__(self, *, rest_s: float, max_rest_s: float, stuck_s: float, clock: Clock) -> None:
-        self._first_rest_s, self._max_rest_s, self._stuck_s = rest_s, max_rest_s, stuck_s
+    def __init__(self, *, backoff_s: float, max_backoff_s: float, stuck_s: float, clock: Clock) -> None:
+        self._first_backoff_s, self._max_backoff_s, self._stuck_s = backoff_s, max_backoff_s, stuck_s
         self._clock = clock
-        self._next_rest_s = rest_s
+        self._next_backoff_s = backoff_s
         self._why_down = ""
-        self.rests_until_s: float | None = None
+        self.retry_at_s: float | None = None
         self.is_probing = False
         self.is_closed = False
         self.full = ""
-        """Why it takes no more chunks; empty where it does."""
+        """Why it takes no more chunks; empty if it does."""
 
     def now(self, running_since_s: Collection[float]) -> Health:
-        """running_since_s: when each call that is under way began."""
+        """running_since_s: when each call in progress began."""
         holds = {
             Health.CLOSED: self.is_closed,
-            Health.RESTING: self.rests_until_s is not None,
+            Health.DOWN: self.retry_at_s is not None,
             Health.STUCK: bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s,
             Health.FULL: bool(self.full),
             Health.UP: True,
@@ -64,7 +65,7 @@ class HealthTracker:
 
     def why(self, health: Health) -> str:
         match health:
-            case Health.RESTING:
+            case Health.DOWN:
                 return self._why_down
             case Health.FULL:
                 return self.full
@@ -76,29 +77,29 @@ class HealthTracker:
         return self._why_down
 
     def failed(self, why: str) -> bool:
-        """Rest it. False: it was resting already."""
-        is_first = self.rests_until_s is None
-        self.rests_until_s = self._clock.now_s() + self._next_rest_s
-        self._next_rest_s = min(2 * self._next_rest_s, self._max_rest_s)
+        """A call failed: the tier is down and backs off. False: it was down already."""
+        is_first = self.retry_at_s is None
+        self.retry_at_s = self._clock.now_s() + self._next_backoff_s
+        self._next_backoff_s = min(2 * self._next_backoff_s, self._max_backoff_s)
         self._why_down = why
         return is_first
 
     def probed(self) -> None:
         """A probe succeeded."""
-        self.rests_until_s = None
+        self.retry_at_s = None
 
     def loaded(self) -> None:
         """A load succeeded, so the next failure is a new one."""
-        self._next_rest_s = self._first_rest_s
+        self._next_backoff_s = self._first_backoff_s
 
-    def rest_left_s(self) -> float | None:
-        """How long until it may be probed; None where nothing waits for that."""
-        if self.rests_until_s is None or self.is_probing:
+    def probe_due_in_s(self) -> float | None:
+        """Seconds until it may be probed; None if it is not down, or is being probed."""
+        if self.retry_at_s is None or self.is_probing:
             return None
-        return max(0.0, self.rests_until_s - self._clock.now_s())
+        return max(0.0, self.retry_at_s - self._clock.now_s())
 
     def may_probe(self) -> bool:
-        return not self.is_probing and self.rest_left_s() == 0.0
+        return not self.is_probing and self.probe_due_in_s() == 0.0
 
 
 def release_frames(error: BaseException) -> None:

@@ -1,11 +1,11 @@
-"""What a lane has to do, in which order, and what must not be found meanwhile: a table, and no more.
+"""The jobs of a lane: their order, and which chunks are hidden meanwhile. A table and no more.
 
-Loads and questions of presence go before discards, and discards before stores: an engine waits for the first, and
-a chunk that was reported gone must not be found. What is discarded or cleared is hidden from the call on until the tier
-has done it, and a store of it that is under way ends as if it had not begun. Of a tier that others fill (`OnlyHidden`)
-nothing is ever removed: what is discarded or cleared is hidden for good.
+Loads and presence checks go before discards, and discards before stores, because an engine waits for the first, and a
+chunk that was reported gone must not be found. What is discarded or cleared is hidden from the moment of the call until
+the tier has done it, and a store of it that is in progress ends as if it had never begun. Nothing is ever removed from
+a tier that others fill (`OnlyHidden`): what is discarded or cleared is hidden for good.
 
-Nothing here locks, waits, knows the time or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
+Nothing here locks, waits, reads a clock or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
 around every call.
 """
 

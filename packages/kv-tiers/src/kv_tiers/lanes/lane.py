@@ -1,16 +1,16 @@
-"""A lane: the bounded queue and the few threads in front of one tier. Nobody else calls a tier.
+"""A lane: the bounded queue and the few threads in front of one tier. Nothing else calls a tier.
 
-Submitting never waits: a lane that is full, resting, stuck or closed refuses, and what was refused costs a miss
-and nothing more. What goes first, and what is hidden meanwhile, is a table of its own (`kv_tiers.lanes.jobs`).
+Submitting never waits: a lane that is full or closed, or whose tier is down or stuck, refuses, and what it refuses
+costs a miss and nothing more. The order of jobs, and what is hidden meanwhile, are in `kv_tiers.lanes.jobs`.
 
-Here chunks become payloads with headers on the way out, and are checked and decoded on the way back (`payloads`). A
-wrong one is discarded at once, so the next question is a miss and not the same fault again.
+Chunks are turned into headers and payloads on the way out, and verified and decoded on the way back (`payloads`). A
+wrong one is discarded at once, so that the next lookup is a miss and not the same fault again.
 
-What becomes of the tier and of its chunks is published as events. The lane logs it only where no subscriber does.
+What happens to the tier and its chunks is published as events. The lane logs it only if no subscriber does.
 
-A tier that raises is rested: nothing is sent to it until a probe succeeds. Probes come soon at first, then ever more
-rarely. A job that does not return within `stuck_s` has the same effect until it does; its memory stays lent, because
-nobody can take it back from a thread that may still write there.
+A tier that raises is down: nothing is sent to it until a probe succeeds. Probes are frequent at first and then ever
+rarer. A job that does not return within `stuck_s` has the same effect until it does; its memory stays lent, because the
+thread may still write there.
 """
 
 import logging
@@ -64,8 +64,8 @@ class Lane:
         threads: int = 2,
         max_load_chunks: int = 1024,
         max_store_chunks: int = 256,
-        rest_s: float = 0.1,
-        max_rest_s: float = 1.0,
+        backoff_s: float = 0.1,
+        max_backoff_s: float = 1.0,
         stuck_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
@@ -73,8 +73,8 @@ class Lane:
         approximate: first parts alone may be read where chunks have them. Only for a tier that `ReadsPrefixes`.
         only_hides: others fill this tier, so what is discarded or cleared stays there, and is not found by us any more.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
-        clock: what a tier's rest and a call that hangs are measured by. Drains and closes wait for threads, and so by
-        the machine's."""
+        clock: times the back-off and detects calls that hang. Drains and closes wait for threads, and so use
+            the system's clock."""
         self.tier = tier
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
@@ -95,7 +95,9 @@ class Lane:
         )
         self._only_hides = only_hides
         self._clock: Clock = MonotonicClock() if clock is None else clock
-        self._tracker = HealthTracker(rest_s=rest_s, max_rest_s=max_rest_s, stuck_s=stuck_s, clock=self._clock)
+        self._tracker = HealthTracker(
+            backoff_s=backoff_s, max_backoff_s=max_backoff_s, stuck_s=stuck_s, clock=self._clock
+        )
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}  # job → when it began
         self._counts = LaneCounts()
@@ -263,7 +265,7 @@ class Lane:
     def _next(self) -> Job | _Probe | None:
         if self._tracker.is_closed:
             return None
-        if self._tracker.rests_until_s is not None:
+        if self._tracker.retry_at_s is not None:
             return _Probe() if self._tracker.may_probe() else None
         return self._jobs.next()
 
@@ -290,7 +292,7 @@ class Lane:
                 while (job := self._next()) is None:
                     if self._tracker.is_closed:
                         return
-                    self._changed.wait(self._tracker.rest_left_s())
+                    self._changed.wait(self._tracker.probe_due_in_s())
                 self._begin(job)
             self._run(job)
             del job  # or its memory stays lent while this thread waits for the next
@@ -321,7 +323,7 @@ class Lane:
                     self._learn(job, arrivals, now_s)
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
-                refuse = self._rest("; ".join(failures)) if failures else _nothing
+                refuse = self._go_down("; ".join(failures)) if failures else _nothing
 
                 def answer() -> None:
                     job.done(arrivals)
@@ -440,8 +442,8 @@ class Lane:
             self._tracker.full = full
             self._health()
 
-    def _rest(self, why: str, down: Job | None = None) -> Callable[[], None]:
-        """Leave the tier alone for a while. What must be called then, without the lock: it refuses what waits.
+    def _go_down(self, why: str, down: Job | None = None) -> Callable[[], None]:
+        """Send the tier nothing for a while. Returns what to call then, without the lock: it refuses what waits.
 
         down: the job that it did not do.
         """
@@ -453,7 +455,7 @@ class Lane:
                 self._jobs.requeue(down)
             waiting = self._jobs.take_submitted()
         if is_first and not self.events.is_logged:
-            _log.warning("tier %s is down and rests: %s", self.name, why)
+            _log.warning("tier %s is down: %s", self.name, why)
 
         def refuse() -> None:
             for refused in waiting if down is None else (down, *waiting):
@@ -462,7 +464,7 @@ class Lane:
         return refuse
 
     def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
-        return self._rest(why, None if isinstance(job, _Probe) else job)
+        return self._go_down(why, None if isinstance(job, _Probe) else job)
 
     def _refuse(self, job: Job, why: str) -> None:
         match job:

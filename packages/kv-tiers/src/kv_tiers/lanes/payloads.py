@@ -1,8 +1,8 @@
-"""From chunks to what a tier keeps of them, and back: the header, the codec, the checksums.
+"""From chunks to what a tier stores of them, and back: header, codec, checksums.
 
-Without a codec a chunk's own bytes are its payload: they are read once, for the checksum, and moved nowhere. What is
-encoded goes through memory of the thread's own, which it keeps: room for one chunk, and while a batch is stored for
-each chunk of it.
+Without a codec a chunk's own bytes are its payload: they are read once, for the checksum, and not moved. Encoded chunks
+go through memory that belongs to the thread and is reused: room for one chunk, and during a store for every chunk of
+the batch.
 """
 
 import mmap

@@ -1,17 +1,16 @@
-"""How long a tier takes to bring chunks, as its lane sees it: from the submission to the arrival, whatever is between.
+"""Learns how long a tier takes to deliver chunks, from the submission to the arrival.
 
-A load has two phases. Reading ends when the tier's call returns. What it takes follows the bytes that were submitted
-before and have not been read, and its own: so a queue, threads that share a medium, and a medium that answers many at
-once are all in what is measured, and need not be known apart. Decoding follows the chunks' own bytes, and how much of
-each is read. Other loads are read meanwhile, so of many loads only the last one's decoding is waited for.
+A load has two phases. Reading ends when the tier's call returns; its time depends on the bytes of the load and on those
+that were submitted before and have not been read yet. So queueing, threads that share a medium, and media that serve
+many requests at once are all included in what is measured. Decoding depends on the chunks' own bytes and on how much of
+each is read. Meanwhile other loads are read, so of many loads only the last one's decoding adds to the wait.
 
-Both phases are measured apart, because the two scale differently: a quarter of a chunk crosses the link in a quarter
-of the time, but decodes in half. So what a load would take if more or less of its chunks were read is known before it
-has been tried.
+The phases are measured separately because they scale differently: a quarter of a chunk crosses the link in a quarter of
+the time, but decodes in half. So the time for reading more or less of each chunk is known before it has been tried.
 
-A load that is overdue counts before it has ended: everything behind it is taken to be as much slower as it is.
+An overdue load counts before it has ended: later loads are estimated to be slower by the same factor.
 
-Nothing here locks or knows the time: the lane does, and holds its one lock around every call.
+Nothing here locks or reads a clock: the lane does, and holds its one lock around every call.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Host memory that holds chunks: pools, the directory of a named one, and what the machine allows."""
+"""Host memory for chunks: pools, the directory of a named pool, and the machine's limits."""

@@ -1,13 +1,13 @@
-"""Pages of a pool that are there before a store needs them.
+"""Populates pages of a pool before a store needs them.
 
-A write to memory that was never touched waits for the system to find and clear each page: half a GB/s where a virtual
-machine's host has to find it too, against ten afterwards, and a store is in the engine's step. So a thread touches what
-will be handed out next (`MADV_POPULATE_WRITE`), by slices, at most half of the time, and with less priority than the
-engine. It stays a bounded distance ahead of what has been handed out: a pool that is hardly used takes hardly any
-memory.
+Writing to memory for the first time waits for the system to find and clear each page: 0.5 GB/s where a virtual
+machine's host has to find it too, and ten times that afterwards. A store is part of the engine's step, so a thread
+populates what will be handed out next (`MADV_POPULATE_WRITE`), in slices, at most half of the time, and at a lower
+priority than the engine. It stays a bounded distance ahead of what has been handed out, so a pool that is hardly used
+takes hardly any memory.
 
-There is a thread only while there is something to touch. Where the system lacks the call (Linux before 5.14), or has no
-memory left, nothing is populated, and a store waits as it always did.
+The thread exists only while there is something to populate. If the system lacks the call (Linux before 5.14) or has no
+memory left, nothing is populated, and stores wait.
 """
 
 import ctypes

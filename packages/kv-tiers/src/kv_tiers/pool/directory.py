@@ -1,9 +1,9 @@
-"""What a named pool says about itself, so that it outlives its process: a header and one record a slot.
+"""The directory of a named pool, by which it outlives its process: a header and one record per slot.
 
-A record vouches for itself (its checksum covers the slot's number too) and for its chunk's bytes (xxh3_128). It is
-written after the bytes and wiped before they may be replaced, so whatever instant a process dies at, a record that
-still reads well names bytes that were whole. All writes are plain stores to shared memory: they survive the process in
-the order in which it made them.
+A record is verifiable by its checksum, which covers the slot's number too, and contains the checksum of its chunk's
+bytes (xxh3_128). It is written after the bytes and wiped before they may be replaced, so at whatever instant a process
+dies, a valid record refers to complete bytes. All writes are plain stores to shared memory, which survive the process
+in the order in which it made them.
 
     header  magic 8 | version u32 | zero u32 | largest chunk_bytes u64 | slot_bytes u64 | slots u64
             | sha256(fingerprint, and where groups differ in size all sizes) 32 | xxh3_64 of the above

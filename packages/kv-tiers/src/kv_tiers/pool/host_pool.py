@@ -1,13 +1,13 @@
-"""The host pool: one mapping cut into equal slots, a chunk a slot.
+"""The host pool: one mapping divided into equal slots, one chunk per slot.
 
-The mapping is reserved whole and taken from the machine a bounded distance ahead of the slots handed out
-(`kv_tiers.pool.ahead`): slots used before are handed out again first, and new ones in ascending order. It is plain
-memory. The process that owns a device pins it, and the processes that share it map it by name. A pool counts no leases
-and does not lock: its cache does.
+The mapping is reserved as a whole and populated a bounded distance ahead of the slots handed out
+(`kv_tiers.pool.ahead`): used slots are handed out again first, new ones in ascending order. It is ordinary memory; the
+process that owns a device pins it, and the processes that share it map it by name. A pool counts no leases and does not
+lock: its cache does.
 
-An anonymous pool ends with its process. A named one is a file of the user's own in shared memory with a directory of
-what is in it (`kv_tiers.pool.directory`), which the next process to open it finds. A shared one has no name in any file
-system: other processes map it by the descriptor they are handed, and it ends with the last of them.
+An anonymous pool ends with its process. A named pool is a private file in shared memory with a directory of its content
+(`kv_tiers.pool.directory`), which the next process to open it finds. A shared pool has no name in any file system:
+other processes map it by a descriptor that they receive, and it ends with the last of them.
 """
 
 import errno

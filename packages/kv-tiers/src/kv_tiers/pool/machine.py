@@ -1,4 +1,4 @@
-"""How much memory there is to be had: the machine's, or less where a control group says so."""
+"""How much memory is available: the machine's, or less if a control group limits it."""
 
 from collections.abc import Iterator
 from pathlib import Path

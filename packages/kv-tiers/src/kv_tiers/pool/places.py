@@ -1,4 +1,4 @@
-"""Where in a pool the chunks are: slots of one size, in whole pages, with room for the largest chunk."""
+"""Where chunks are in a pool: slots of one size, in whole pages, with room for the largest chunk."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat

@@ -1,10 +1,11 @@
-"""The one rule for secrets, and for files and directories of our own: who may have a hand in them.
+"""The one rule for secrets and for our own files and directories: who may have access to them.
 
-A **secret** is a plain file of this user, or of root, to which nobody else has any right. Links are followed, as
-Kubernetes mounts secrets by them, if they are this user's or root's too. Nothing here waits for a pipe.
+A **secret** is a regular file owned by this user or root, to which nobody else has any access. Links are followed,
+because Kubernetes mounts secrets through them, if they are owned by this user or root too. Nothing here blocks on a
+pipe.
 
-A **file or directory of our own** is this user's and closed to all others (0600, 0700), plain, no link, and has no
-other name: what lies there is believed as far as nobody else could have put it there. What is not there is made so.
+**Our own files and directories** are owned by this user and closed to all others (0600, 0700), regular, not links, and
+have no second name, so nobody else could have put anything there. What does not exist is created that way.
 """
 
 import errno

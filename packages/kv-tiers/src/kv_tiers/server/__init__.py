@@ -1,4 +1,4 @@
-"""The same cache in a process of its own: a relay, and the client that engines hold. No storage logic is here."""
+"""The same cache in a process of its own: the server, and the client that engines use. No storage logic is here."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""Taking connections from a listening socket, also when this process may open no more descriptors.
+"""Accepts connections from a listening socket, even when this process is out of file descriptors.
 
-A listener whose queue cannot be taken from stays readable, so a loop that only tries again spins. One descriptor is
-kept open for that moment: it is closed, the newcomer is accepted in its stead, told why it is not served, and closed.
+A listener whose queue cannot be drained stays readable, so a loop that only retries would spin. One descriptor is
+therefore kept in reserve: it is closed, the new connection is accepted in its place, told why it is not served, and
+closed.
 """
 
 import errno

@@ -1,8 +1,9 @@
-"""The place where a server listens: one owner each, in a directory that is closed to other users.
+"""The address of a server: a socket with one owner, in a directory that is closed to other users.
 
-A lock file beside the socket says who owns it, for as long as the owner lives: the kernel takes the lock back however
-it dies. So a socket whose lock can be had is a dead server's, and is replaced. The owner removes both when it ends. A
-lock counts only while its file is the one that is there: who opened it before it was removed has a lock on nothing.
+A lock file next to the socket shows who owns it for as long as the owner lives; the kernel releases the lock however
+the owner dies. So a socket whose lock can be acquired belongs to a dead server and is replaced. The owner removes both
+when it ends. A lock counts only if its file is the one that exists now: a file that was opened before it was removed
+protects nothing.
 """
 
 import fcntl

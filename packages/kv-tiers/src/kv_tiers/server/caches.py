@@ -1,6 +1,6 @@
-"""The caches of one server: one for each format of chunks, opened when a client first registers it.
+"""The caches of one server: one for each format of chunks, opened when a client first registers that format.
 
-Opening takes as long as the tiers below take, so it happens on a thread of its own while other clients are served.
+Opening takes as long as the lower tiers take, so it runs on a separate thread while other clients are served.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""`kv-server`: the cache in a process of its own. Prints one line when it serves, and stops on SIGTERM or SIGINT."""
+"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM or SIGINT."""
 
 import argparse
 import ctypes

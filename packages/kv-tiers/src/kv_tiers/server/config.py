@@ -1,4 +1,4 @@
-"""A server's settings, checked, and where its socket is."""
+"""A server's settings, validated, and the path of its socket."""
 
 import os
 import tempfile

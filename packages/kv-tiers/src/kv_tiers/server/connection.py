@@ -1,6 +1,7 @@
-"""One socket to a server: it connects, is greeted, and asks. Whoever holds it decides what a failure means.
+"""One connection to a server: it connects, exchanges greetings, and sends requests. Its owner decides what a failure
+means.
 
-A connection that has failed in any way is of no more use: an answer that comes late would be taken for the next one's.
+A connection that has failed in any way is not used again: a late answer would be taken for the next request's.
 """
 
 import os

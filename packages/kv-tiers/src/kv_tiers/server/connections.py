@@ -1,8 +1,8 @@
-"""The server's connections: requests in, answers out, and nobody at another's cost.
+"""The server's connections: requests in, answers out, and no client at the expense of another.
 
-Each client gets a few requests' worth of a turn, so one that floods the server delays the others by no more than that,
-and one that does not read its answers is dropped. Only processes of our own user are served: the kernel says who is at
-the other end.
+A client's turn is limited to a few requests, so one that floods the server delays the others by no more than that, and
+one that does not read its answers is disconnected. Only processes of the same user are served; the kernel says who is
+at the other end.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""What the engines of a server have measured of themselves, and how much each still has to compute: for routers.
+"""What the engines of a server have measured, and how much each still has to compute, for routers.
 
 Both come from lookups. A lookup carries its engine's costs (`kv_core.cost.Costs`), and what it does not find, the
-engine computes. So an engine's backlog is estimated by adding up what each lookup leaves to it, less the time that has
-passed since: it is right where an engine's time goes into prompts, and knows nothing of requests that are generating.
+engine computes. An engine's backlog is therefore the sum of what lookups left to it, minus the time that has passed
+since. That is accurate while an engine spends its time on prompts; requests that are generating are not included.
 """
 
 from collections import OrderedDict

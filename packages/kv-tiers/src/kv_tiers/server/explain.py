@@ -1,4 +1,6 @@
-"""The answer to `Explain`: a prompt's chunks in every cache of the server, in every key space that could have them."""
+"""Answers `Explain`: the state of a prompt's chunks in every cache of the server and every key space that could hold
+them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

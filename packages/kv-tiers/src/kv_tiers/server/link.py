@@ -1,8 +1,8 @@
-"""A client's way to its server, which comes and goes: asks while it is there, and never waits for one that is away.
+"""A client's link to a server that may come and go: uses it while it is there, and never waits for one that is not.
 
-A question that is not answered in time ends the connection. The questions after it try again: at once first, then ever
-more seldom, and each time without waiting for more than a local socket's connect; the greeting is looked at by later
-calls, when it has come.
+A request that is not answered in time closes the connection. Later requests try to reconnect, at once at first and then
+ever less often, and never wait longer than connecting to a local socket takes; the greeting is read by later calls,
+once it has arrived.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ class Link:
             self.nobody_listens = isinstance(why, NobodyListens)
             _log.debug("the cache server at %s is still away: %s", self._path, why)
             self._give_up_opening()
-            self.rest(self._back_off_s)
+            self.back_off(self._back_off_s)
             self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
             return False
         _log.warning("the cache server at %s is back", self._path)
@@ -147,7 +147,7 @@ class Link:
             self.lose("a call was interrupted")  # half a message may be sent
             raise
 
-    def rest(self, seconds: float) -> None:
+    def back_off(self, seconds: float) -> None:
         """Do not try again before so much time is over."""
         self._retry_s = self._clock.now_s() + seconds
 

@@ -1,4 +1,4 @@
-"""What other threads want done by the server's own, which does it between two requests of clients."""
+"""Work that other threads submit to the serving thread, which does it between two requests."""
 
 import threading
 from collections import deque

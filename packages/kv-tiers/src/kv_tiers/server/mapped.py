@@ -1,4 +1,4 @@
-"""The host pool as a client sees it: the server's memory, mapped here by the descriptor it handed over."""
+"""The server's host pool as mapped by a client, from the descriptor that the server sent."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Whether a process has a file in its memory, from what the kernel tells of it: who has not writes nothing there."""
+"""Whether a process still maps a file, according to the kernel. If it does not, it cannot write there."""
 
 import os
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""What clients were writing when their connections closed, kept until nobody can be writing there any more.
+"""Write leases of clients whose connection closed, kept until nobody can be writing there any more.
 
-A process that is gone cannot write, so a killed client's slots are free as soon as the kernel says that it is: its
-pidfd becomes readable once its memory and its devices are let go of. A connection that closed under a living process
-proves nothing, as its owner may be in the middle of a copy. Those slots wait until it comes back and says what it still
-has (which a client of ours does by itself), until it has the pool in its memory no more, or until it ends. Where the
-kernel has no pidfd for it, they wait for as long as a lease lives. One that does none of this is named in the log.
+A process that has ended cannot write, so a killed client's slots are free as soon as its pidfd becomes readable, after
+its memory and devices have been released. A connection that closes while the process lives proves nothing, because the
+process may be in the middle of a copy. Its slots wait until the client reconnects and lists the leases that it still
+has (our client does so by itself), until it no longer maps the pool, or until it ends. Without a pidfd they wait for
+the lifetime of a lease. A client that does none of this is named in the log.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A private server: it ends when the process that started it does, however that ends.
+"""A private server, which ends when the process that started it does, however that ends.
 
-Usually it is a child. A detached one is nobody's child and in a session of its own, for a process whose parent ends by
-killing it and all of its descendants: what waits to be stored below is stored then, as far as `cold.drain_s` allows.
+It is normally a child process. A detached one is not a child and has its own session, for a parent that is ended by
+killing it with all of its descendants. It then still stores what waits in the lower tiers, within `cold.drain_s`.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""`RemoteCache`: the `CacheService` whose cache is in another process.
+"""`RemoteCache`: the `CacheService` of a cache in another process.
 
-It fails only into a miss. While the server is away (dead, hung, restarting) a lookup finds nothing, a store gets no
-room and what was under way has failed; nothing raises and nothing waits. A call that the server does not answer in time
-ends the connection, and the calls after it try again: at once first, then ever more seldom, and never waiting for more
-than a local socket's connect.
+It fails only into a miss. While the server is away (dead, hung, restarting), lookups find nothing, stores get no room
+and operations in progress have failed; nothing raises and nothing waits. A call that is not answered in time closes the
+connection. Later calls try to reconnect, at once at first and then ever less often, and never wait longer than
+connecting to a local socket takes.
 
-What a reconnect finds is one of two things. The same server still has this client's write leases, as it cannot know
-whether somebody is writing: they go on, and everything else is void. Another server has another pool: leases of the old
-one are void here before a new one is given, and the old mapping lasts as long as anybody uses it, so that a copy which
-is under way harms nobody. What was forgotten meanwhile is said to whoever answers, before the first lookup.
+A reconnect finds one of two things. The same server still has this client's write leases, because it cannot know
+whether a copy is in progress: these continue, and all other leases are void. A new server has a new pool: leases of the
+old pool are void before the first new one is granted, and the old mapping stays until its last user is done, so that a
+copy in progress harms nobody. Keys that were forgotten meanwhile are sent to the server before the first lookup.
 """
 
 import threading

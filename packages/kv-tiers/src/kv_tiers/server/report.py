@@ -1,4 +1,6 @@
-"""What a server says of itself: over its socket (`Stated`), over HTTP (`/status`) and, of two in a row, in `kv top`."""
+"""A server's report of itself: over its socket (`Stated`), over HTTP (`/status`) and, as the difference of two, in `kv
+top`.
+"""
 
 from dataclasses import dataclass, field
 from typing import Final

@@ -1,8 +1,8 @@
-"""A client that comes back by itself, so that what it was writing is not reserved for as long as its process lives.
+"""Reconnects a client that lost its connection during a store, so that its slots do not stay reserved while it lives.
 
 The server cannot know whether a client that lost its connection is in the middle of a copy, so it keeps those slots
-until the client says which leases it still has. A client whose engine has nothing to do for an hour makes no call that
-would say so; this does, on a thread that exists only while a connection is lost on which chunks were stored.
+until the client says which leases it still has. An engine that is idle for an hour makes no call that would say so.
+This does, on a thread that exists only while a connection with open stores is lost.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""The relay: one thread that takes requests from many sockets, asks the cache, and answers. It stores nothing itself.
+"""The server: one thread that takes requests from many sockets, calls the cache, and answers. It stores nothing itself.
 
-`LocalCache` never waits, so one thread is enough and nobody waits for another's medium. A connection that closes is the
-end of its session at once, however the client died: what it read or was promised is given back. What it was writing is
-the exception (`kv_tiers.server.orphans`).
+`LocalCache` never waits, so one thread is enough, and no client waits for another's medium. A connection that closes
+ends its session at once, however the client died: its read leases and promises are released. Its write leases are the
+exception (`kv_tiers.server.orphans`).
 """
 
 import os
@@ -153,10 +153,10 @@ class CacheServer:
         return min((seconds for seconds in soonest if seconds is not None), default=None)
 
     def _accept(self) -> None:
-        rest_s = self._acceptor.accept()
-        if rest_s:
+        backoff_s = self._acceptor.accept()
+        if backoff_s:
             self._selector.unregister(self._address.listener)
-            self._accepts_from_s = time.monotonic() + rest_s
+            self._accepts_from_s = time.monotonic() + backoff_s
 
     def _accept_again(self) -> None:
         if self._accepts_from_s is not None and self._accepts_from_s <= time.monotonic():

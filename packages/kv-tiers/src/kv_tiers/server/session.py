@@ -1,13 +1,13 @@
-"""What one client holds, so that all of it can be given back when the client goes, however it goes.
+"""What one client holds, so that all of it can be released when the client goes, however it goes.
 
-Holders are known to the cache by the session's number and their name, and leases to the session that opened them, so no
-client can touch what is another's. When the connection closes, promises and read leases end at once: a client that
-still reads learns from `release` that its bytes may have moved. Chunks half written are another matter. A client that
-was killed cannot write any more, and its slots are free as soon as its process is gone. One that only lost its
-connection may be in the middle of a copy, so its write leases stay until it says so or ends: see `CacheServer`.
+The cache knows holders by session number and name, and leases belong to the session that opened them, so no client can
+touch another's. When the connection closes, promises and read leases end at once; a client that is still reading learns
+from `release` that its bytes may have moved. Chunks being written are different: a killed client cannot write any more,
+so its slots are free as soon as its process is gone. A client that only lost its connection may be in the middle of a
+copy, so its write leases stay until it says otherwise or ends: see `CacheServer`.
 
-Everything is bounded. What a session holds is counted in keys and forgotten by the same clock as the leases
-themselves; beyond the bound a lookup is refused, a store gets no room and a load fails, which costs a miss.
+Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
+lookups are refused, stores get no room and loads fail, which costs a miss.
 """
 
 from collections import OrderedDict

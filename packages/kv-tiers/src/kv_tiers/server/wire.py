@@ -1,10 +1,10 @@
-"""What crosses the socket: one message for each verb of `CacheService` and its answer, and a few about the session.
+"""The protocol on the socket: a message for each verb of `CacheService` and its answer, and a few about the session.
 
-Frames are those of `kv_tiers.messages`. Lengths are checked before anything is set aside for them, and every field
-against its type and bounds before anything is done with it. `docs/formats/wire.md` says it for other languages.
+Frames are those of `kv_tiers.messages`. Lengths are checked before memory is allocated for them, and every field
+against its type and bounds before it is used. `docs/formats/wire.md` specifies the protocol for other languages.
 
-Chunks never cross: their places do, as slot numbers of the pool whose descriptor came with `Pool`. Keys cross as one
-run of bytes, which is much cheaper to read than an array of them.
+Chunks never cross the socket. Slot numbers do, of the pool whose descriptor was sent with `Pool`. Keys are sent as one
+byte string, which is much cheaper to decode than an array.
 """
 
 from dataclasses import dataclass

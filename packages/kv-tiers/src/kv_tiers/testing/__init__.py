@@ -1,1 +1,1 @@
-"""What every cache and every policy must keep, as test classes to inherit, and a model that is always right."""
+"""Contracts of caches, policies, tiers and codecs as test classes to inherit, and a reference model of a cache."""

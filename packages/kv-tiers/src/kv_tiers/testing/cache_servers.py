@@ -1,4 +1,4 @@
-"""Cache servers for tests: on a thread of this process or in one of their own, with clients that say what they like."""
+"""Cache servers for tests, on a thread of this process or in their own process, with clients that can send anything."""
 
 import contextlib
 import os

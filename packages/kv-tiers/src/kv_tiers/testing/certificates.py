@@ -1,4 +1,4 @@
-"""An authority and certificates of it, for tests of TLS. Needs `cryptography`."""
+"""A certificate authority and certificates for tests of TLS. Needs `cryptography`."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The promises of `Codec`, as a test class. Inherit it, say how to make yours, and run pytest."""
+"""The contract of `Codec`, as a test class. Inherit it, say how to make yours, and run pytest."""
 
 import os
 import random

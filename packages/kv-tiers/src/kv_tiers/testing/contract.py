@@ -1,4 +1,5 @@
-"""Promises of `CacheService` and `EvictionPolicy`, as test classes. Inherit one, say how to make yours, and run pytest.
+"""The contracts of `CacheService` and `EvictionPolicy`, as test classes. Inherit one, say how to make yours, and run
+pytest.
 
 Plain assertions on purpose: they are read by authors of new caches and policies.
 """

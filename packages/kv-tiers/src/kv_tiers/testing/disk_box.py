@@ -1,4 +1,4 @@
-"""A disk tier in a directory, made anew as a restart would, and chunks of one small format for it."""
+"""A disk tier in a directory that can be reopened as after a restart, and chunks of one small format for it."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""A tier that goes wrong on request, around one that does not."""
+"""A wrapper around a tier that injects faults."""
 
 import threading
 import time

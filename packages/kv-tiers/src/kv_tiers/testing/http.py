@@ -1,4 +1,4 @@
-"""A server and its HTTP in this process, for tests that reach into both."""
+"""A server with HTTP in this process, for tests that need access to both."""
 
 import tempfile
 import threading

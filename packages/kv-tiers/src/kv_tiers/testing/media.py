@@ -1,4 +1,4 @@
-"""Media that fail as real ones do: the system itself gives the error, and no function of ours is replaced."""
+"""Media with real faults: the operating system returns the error, and no function of ours is replaced."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
-"""A cache that is a dict and always right, and a Hypothesis machine that holds a real one against it.
+"""A reference model of a cache, and a Hypothesis state machine that compares a real cache with it.
 
-The model does not guess which chunk an eviction takes: it is told what is held afterwards, and judges whether that was
-allowed. Everything else it knows beforehand.
+The model does not predict which chunk is evicted: it is told what is held afterwards, and judges whether that was
+allowed. Everything else it predicts.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""An OTLP/HTTP collector for tests: it listens on a free port and keeps what it receives."""
+"""An OTLP/HTTP collector for tests, which listens on a free port and keeps what it receives."""
 
 import gzip
 import threading

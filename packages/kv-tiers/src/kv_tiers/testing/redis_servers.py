@@ -1,4 +1,4 @@
-"""Servers that the tests of the Redis tier ask things of, one of each kind for a file of tests."""
+"""Servers for the tests of the Redis tier, one of each kind per test file."""
 
 from contextlib import closing
 from typing import Any

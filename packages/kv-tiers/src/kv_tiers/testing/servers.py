@@ -1,4 +1,4 @@
-"""Real servers for tests: started from a package of the registry, stopped, started again, and put behind a bad line."""
+"""Real servers for tests: installed from a package, started, stopped, restarted, and put behind a faulty connection."""
 
 import shutil
 import socket

@@ -1,4 +1,4 @@
-"""Models with all kinds of coverage, small, and the keys of their prompts."""
+"""Small models with all kinds of coverage, and the keys of their prompts."""
 
 from hypothesis import strategies as st
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage

@@ -1,4 +1,4 @@
-"""One piece of work on several threads at once."""
+"""Runs one function on several threads at once."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A cache that tenants share, and what a test says to it."""
+"""A cache shared by tenants, and the calls that tests make to it."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""A tier that brings no more bytes in a second than it is told, around any other: a slow disk or network on purpose."""
+"""A wrapper that limits a tier's bandwidth, to simulate a slow disk or network."""
 
 import threading
 import time

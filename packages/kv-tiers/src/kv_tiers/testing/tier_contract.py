@@ -1,4 +1,4 @@
-"""The promises of `Tier`, as a test class. Inherit it, say how to make yours, and run pytest.
+"""The contract of `Tier`, as a test class. Inherit it, say how to make yours, and run pytest.
 
 Plain assertions on purpose: they are read by authors of new tiers.
 """

@@ -1,4 +1,4 @@
-"""A whole hierarchy, small, whose tiers fail and whose lanes work when they are told to."""
+"""A small hierarchy of tiers with injected faults, whose lanes work step by step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -66,8 +66,8 @@ class Tower:
                         chunk_header.format_id(FINGERPRINT),
                         only_hides=mode == "never",
                         threads=threads,
-                        rest_s=0.01,
-                        max_rest_s=0.02,
+                        backoff_s=0.01,
+                        max_backoff_s=0.02,
                         stuck_s=10.0,
                         clock=self.clock,
                     ),
@@ -141,7 +141,7 @@ class Tower:
             tier.let_go()
         self.clock.advance(1.0)  # those that rest are probed
         self.run()
-        until(lambda: not {lane.health()[0] for lane in self.lanes} & {Health.RESTING, Health.STUCK})
+        until(lambda: not {lane.health()[0] for lane in self.lanes} & {Health.DOWN, Health.STUCK})
         for lane in self.lanes:
             assert lane.drain(5)
         for holder in ("r", "s", "l", "w"):

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: two network namespaces with a line between them, for servers that meet over it.
+"""Two hosts on one machine: two network namespaces with a link between them, and a server in each.
 
-Files are common to both, so a test joins either server at its socket. It needs no privileges where the kernel lets a
-user have namespaces. `available` says whether this machine does.
+They share the file system, so a test can join either server at its socket. No privileges are needed if the kernel
+allows user namespaces; `available` says whether this machine does.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""How a test waits for what another thread, process or server does: up to a deadline, always."""
+"""How a test waits for another thread, process or server: always up to a deadline."""
 
 import threading
 import time

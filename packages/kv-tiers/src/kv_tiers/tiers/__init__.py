@@ -1,1 +1,1 @@
-"""The tiers that come with the package, a file each."""
+"""The built-in tiers, one file each."""

@@ -1,17 +1,17 @@
-"""Chunks on local disks: a few large files of room for payloads of any size, and an index file that a restart reads
-instead of them.
+"""The disk tier: a few large files with room for payloads of any size, and an index file that a restart reads instead
+of them.
 
-The promise: after the process or the power is gone at any instant, the next start finds every chunk whose store was
-answered `Stored`, unless it was evicted or discarded since, and nothing else. It is kept by an order of writes, done
-once a store and not once a chunk:
+The promise: after the process or the power is lost at any instant, the next start finds every chunk whose store was
+answered with `Stored`, unless it was evicted or discarded since, and nothing else. It is kept by an order of writes,
+followed once per store and not per chunk:
 
-    1. the records of what a chunk's place held are wiped, and that made durable, unless it was so long ago
-    2. the chunk's header and payload go into the place, and are made durable
-    3. the chunk's record is written and made durable
+    1. records of what the chunk's place held before are wiped, durably, unless they already were
+    2. the chunk's header and payload are written to the place, durably
+    3. the chunk's record is written, durably
     4. the chunk can be found, and `Stored` is answered
 
-`disk_chunks` has that order, `disk_records` knows which records last, `disk_directory` what the files are, `space` how
-their room is given out, and docs/adr/0007 why it is slots.
+`disk_chunks` has that order, `disk_records` knows which records are durable, `disk_directory` what the files are,
+`space` how their room is allocated, and docs/adr/0007 why it is slots.
 """
 
 import errno
@@ -73,7 +73,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     wait_s: float = 1.0
     """How long a store waits for room when every chunk is being read or written."""
     policy: PolicySpec = DEFAULT_POLICY
-    """What leaves when room is needed."""
+    """The eviction policy."""
 
     @property
     def directories(self) -> list[str]:

@@ -1,9 +1,8 @@
-"""What the calls of a disk tier share: which chunk has which place, and the order of writes that makes it last.
+"""What the calls of a disk tier share: which chunk has which place, and the order of writes that makes it durable.
 
-One lock makes what the index in memory decides and what the records in the files say change together: without it, a
-chunk could be discarded between the eviction that emptied its place and the wipe, and come back after a crash. It is
-held for small writes into the system's cache, never while a chunk's bytes move, nor while anything is made durable but
-by a probe.
+One lock makes the in-memory index and the records in the files change together. Without it, a chunk could be discarded
+between the eviction that emptied its place and the wipe, and reappear after a crash. It is held during small writes
+into the page cache, never while a chunk's bytes move, and never during an fsync except a probe's.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The files of one directory of the disk tier: who may use them, what is in them, and how it gets there whole.
+"""The files of one directory of the disk tier: who may use them, what they contain, and how it is written.
 
     lock        locked (flock) by the one process that uses the directory
     index       a header page, then records of 512 bytes, one for each chunk: all that a restart reads
@@ -8,13 +8,13 @@
             | slab's slots u64 | namespace 16 | xxh3_64 of the above
     record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
 
-Everything is little-endian. A record names the units that its chunk takes, in the order of the bytes; how many follows
-from the payload's size. It vouches for them as they were when it was written, so it must be wiped (with zeros) before
-the bytes of any of them are replaced. Entries, slots and units are this directory's own, from 0, so directories can be
-striped, moved and left out in any combination.
+Everything is little-endian. A record lists the units of its chunk in the order of the bytes; their number follows from
+the payload's size. It vouches for the units as they were when it was written, so it must be wiped (with zeros) before
+the bytes of any of them are replaced. Entries, slots and units are numbered from 0 in each directory, so directories
+can be striped, moved and left out in any combination.
 
-Nothing here knows what is resident, and nothing is decided: `OSError` is what the system said. Only the constructor
-turns it into a `ConfigError`.
+Nothing here knows what is resident or makes decisions. Errors of the system are `OSError`; only the constructor turns
+them into `ConfigError`.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""Extents of a disk tier's files, lent to others who move the bytes (`kv_tiers.tier.SupportsFileExtents`).
+"""Extents of a disk tier's files, leased to others who move the bytes (`kv_tiers.tier.SupportsFileExtents`).
 
-Only chunks that are stored as they are, and lie in one piece, have an extent; all others are left to the tier's own
-`load` and `store`.
+Only chunks that are stored unencoded and contiguously have an extent; the others need the tier's own `load` and
+`store`.
 """
 
 import itertools

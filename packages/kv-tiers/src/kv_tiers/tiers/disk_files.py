@@ -1,4 +1,4 @@
-"""One private file of the disk tier, read and written in whole: what the system does in part is finished here."""
+"""One private file of the disk tier. Reads and writes are completed here if the system does them in part."""
 
 import errno
 import os

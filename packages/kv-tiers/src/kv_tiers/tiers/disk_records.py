@@ -1,11 +1,11 @@
-"""Which entries of a disk tier have a record on the medium, and whether that would outlive a power cut.
+"""Which entries of a disk tier have a record on the medium, and whether it would survive a power loss.
 
-A record in a file is one of three things: there, wiped but perhaps only in the system's cache, or durably not there.
-Only the last lets the bytes be replaced that it vouched for. Wipes are counted, so that a number for each slot says
-since which wipe no record vouches for any part of it, and a number a directory says which wipes last.
+A record is in one of three states: present, wiped but perhaps only in the page cache, or durably absent. Only in the
+last may the bytes be replaced that it vouched for. Wipes are counted: a number per slot says since which wipe no record
+vouches for any part of it, and a number per directory which wipes are durable.
 
-Entry e of the tier is entry e // n of directory e % n, and so are slots. The tier holds its lock around every call but
-those that make durable (`sync…`), which any thread may make at any time.
+Entry e of the tier is entry e // n of directory e % n, and the same holds for slots. The tier holds its lock around
+every call except those that make writes durable (`sync…`), which any thread may make at any time.
 """
 
 from array import array

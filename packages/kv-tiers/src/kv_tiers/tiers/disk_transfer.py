@@ -1,6 +1,6 @@
-"""Headers and payloads between memory and the files of a disk tier: what lies together travels in one call.
+"""Moves headers and payloads between memory and the files of a disk tier, adjacent ones in one call.
 
-One call for neighbours keeps a device busy, an eighth faster than one for each chunk.
+One call for adjacent chunks keeps a device busy and is an eighth faster than one call per chunk.
 """
 
 import mmap

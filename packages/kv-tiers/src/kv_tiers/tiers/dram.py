@@ -1,4 +1,4 @@
-"""Plain host memory below the pool: unpinned, on another NUMA node, or on a memory expander."""
+"""The dram tier: plain host memory below the pool, unpinned, on another NUMA node, or on a memory expander."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     capacity_bytes: int
     policy: PolicySpec = DEFAULT_POLICY
-    """What leaves when room is needed."""
+    """The eviction policy."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:

@@ -1,13 +1,12 @@
-"""Which chunk is where in a tier that keeps its chunks in units of a medium, and which leaves for another.
+"""The index of a tier that stores its chunks in units of a medium: which chunk is where, and which is evicted next.
 
-The life table, leases and policies are the host tier's own (`kv_tiers.index.residency`). This adds what a tier has to
-itself: a lock, free room, and the prompt that a chunk belongs to. The host tier sees whole prompts at every
-lookup; a tier below sees pieces of them, so it keeps each chunk's parent and walks up: heads would otherwise leave
-before their tails. Windows and states age alone (`kv_tiers.eviction.coverage`), and each is the next to leave once the
-chunk of its prefix has left.
+States, leases and policies are those of the host tier (`kv_tiers.index.residency`). A tier adds a lock, free space, and
+the parent of each chunk: unlike the host tier, which sees whole prompts at every lookup, it sees pieces of them, and
+follows parents so that heads do not leave before their tails. Windows and states age separately
+(`kv_tiers.eviction.coverage`), and each is the next to leave once its chunk of the prefix has left.
 
-A chunk has an *entry*, a number that stands for it, and an *extent*, the units where its payload is. A tier may have
-several media (directories): entry e is medium e % n's, and its units are too.
+A chunk has an *entry*, a number that identifies it, and an *extent*, the units of its payload. A tier may have several
+media (directories): entry e and its units belong to medium e % n.
 """
 
 import threading

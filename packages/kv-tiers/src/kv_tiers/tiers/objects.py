@@ -1,4 +1,4 @@
-"""Chunks in a bucket of S3 or of what speaks like it (MinIO, Ceph, R2), by obstore. One object a chunk:
+"""The S3 tier: chunks in a bucket of S3 or a compatible store (MinIO, Ceph, R2), by obstore. One object per chunk:
 
     <prefix>/<namespace>/<the key's path>       the header, then the payload
 

@@ -1,4 +1,4 @@
-"""Chunks in Redis or Valkey: one server, a cluster, or a master that sentinels watch.
+"""The Redis tier: chunks in Redis or Valkey, on one server, a cluster, or a master watched by sentinels.
 
 A payload is cut into pieces of one size but for the last, each one value:
 

@@ -1,8 +1,8 @@
-"""Which servers a Redis or Valkey tier talks to, and its connections to them.
+"""The servers of a Redis or Valkey tier, and the connections to them.
 
-Bulk values travel over connections of our own (`resp`). What happens rarely is left to redis-py: asking a cluster for
-its slots, a sentinel for the master, a server for its keys. No address is looked up before it is needed, so
-that a tier can be created while its servers are down.
+Bulk values use our own connections (`resp`). Rare requests are left to redis-py: a cluster's slots, a sentinel's
+master, a server's keys. Addresses are resolved when they are needed, so that a tier can be created while its servers
+are down.
 """
 
 import os

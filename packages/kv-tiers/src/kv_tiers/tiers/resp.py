@@ -1,11 +1,10 @@
-"""One connection to a Redis or Valkey server that moves large values between its socket and memory lent by the caller.
+"""One connection to a Redis or Valkey server that moves large values between its socket and borrowed memory.
 
-It speaks RESP2, the protocol's second version, without which no server of either family comes, and of it what
-commands of bulk strings need. Payloads are neither copied nor joined (`TimedSocket`). Which commands to send is the
-caller's business.
+It implements the part of RESP2, which every server supports, that commands on bulk strings need. Payloads are neither
+copied nor joined (`TimedSocket`). The caller decides which commands to send.
 
-The server is not trusted: no length that it names is allocated, and a reply that fits no expectation raises
-`ProtocolError`. After any exception the state of the conversation is unknown: close the connection.
+The server is not trusted: a length that it names is never allocated, and an unexpected reply raises `ProtocolError`.
+After any exception the state of the conversation is unknown: close the connection.
 """
 
 import socket

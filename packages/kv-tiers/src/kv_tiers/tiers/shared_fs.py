@@ -1,4 +1,4 @@
-"""Chunks as files of a file system that many hosts share (NFS, Lustre, a parallel file system). One file a chunk:
+"""The shared_fs tier: chunks as files of a file system shared by many hosts (NFS, Lustre, …). One file per chunk:
 
     <directory>/<namespace>[-<key's name>]/<chunk key's path>    a page that begins with the header, then the payload
 

@@ -1,13 +1,13 @@
-"""Room for payloads of any size on a medium, with bounded waste.
+"""Space allocation for payloads of any size on a medium, with bounded waste.
 
-The room is *slots*, each as large as a whole chunk needs, and a slot is cut into equal *units*. A payload takes as many
-units as it needs, from any slots, in any order: no gap is ever too small for another payload, so nothing fragments, and
-what is lost is less than one unit a chunk. A whole chunk takes a whole slot while there is one, so that its bytes
-lie together; smaller ones share slots, and lie together where that is possible.
+The space consists of *slots*, each with room for a whole chunk, and a slot is divided into equal *units*. A payload
+takes as many units as it needs, from any slots, in any order: no gap is too small to be used, so there is no external
+fragmentation, and less than one unit per chunk is lost. A whole chunk takes a whole slot while there is one, so that
+its bytes are contiguous; smaller ones share slots, contiguously where possible.
 
 A unit is at most a twelfth of a slot (8.4 %), so each chunk loses less than that of a whole chunk's room, and half of
-it on average. A chunk stored whole loses only what rounds its slot to whole units: nothing up to 24 pages, at most 4.2
-% beyond, and at most 1.6 % from 256 pages (1 MiB) on.
+it on average. A chunk stored whole loses only what rounds its slot up to whole units: nothing up to 24 pages, at most
+4.2 % beyond, and at most 1.6 % from 256 pages (1 MiB) on.
 """
 
 from collections import deque

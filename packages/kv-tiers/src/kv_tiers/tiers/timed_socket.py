@@ -1,6 +1,6 @@
-"""A stream that moves bytes between its socket and memory lent by the caller, each time within a deadline.
+"""A stream that moves bytes between its socket and borrowed memory, every operation within a deadline.
 
-Bytes are neither copied nor joined: they leave from where they lie (sendmsg) and arrive where they shall lie
+Bytes are neither copied nor joined: they are sent from where they are (sendmsg) and received where they belong
 (recv_into). After any exception the state of the conversation is unknown: close the stream.
 """
 

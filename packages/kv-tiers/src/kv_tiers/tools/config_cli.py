@@ -1,4 +1,4 @@
-"""`kv config`: which settings an engine's package would find in force, and where each value came from."""
+"""`kv config`: the settings that an engine's package would use, and where each value came from."""
 
 import argparse
 import json

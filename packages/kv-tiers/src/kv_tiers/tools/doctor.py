@@ -1,4 +1,4 @@
-"""What `kv doctor` says of memory, file systems and the libraries of the tiers."""
+"""`kv doctor` on memory, file systems and the libraries of the tiers."""
 
 import errno
 import mmap

@@ -1,4 +1,4 @@
-"""The command `kv-server`, from its first moment. It is outside its package, whose import takes a while."""
+"""The entry point of `kv-server`. It is outside the server's package because importing that takes a while."""
 
 from kv_core.tools.command import run_command
 

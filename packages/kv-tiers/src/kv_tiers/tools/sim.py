@@ -1,12 +1,12 @@
-"""Simulate tiers of given capacities on a trace, with the index and the policies of the real cache.
+"""Simulates tiers of given capacities on a trace, with the index and the policies of the real cache.
 
-Each request asks for its prompt: the leading chunks that any tier holds are hits, each of the fastest tier that has it.
-Then the prompt is stored in the first tier: what was hit below comes up and stays below too, what was missed is
-computed. A chunk that is evicted goes down to the next tier, unless that holds it already. One request is done before
-the next begins, nothing waits, and no bytes exist.
+For each request, the leading chunks that any tier holds are hits, each of the fastest tier that has it. Then the prompt
+is stored in the first tier: chunks that hit in a lower tier are promoted and stay there as well, missed chunks are
+computed. A chunk that is evicted moves to the next tier, unless that already holds it. Requests do not overlap, nothing
+waits, and no bytes exist.
 
-The hit ratio is by tokens over contiguous prefixes: chunks hit over chunks asked for, each of as many tokens, after the
-first requests (`warm_up`), which fill the tiers and do not count.
+The hit ratio is by tokens over contiguous prefixes: chunks hit over chunks requested, all of the same number of tokens,
+after the first requests (`warm_up`), which fill the tiers and do not count.
 """
 
 import heapq

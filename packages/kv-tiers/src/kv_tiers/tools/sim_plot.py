@@ -1,4 +1,4 @@
-"""Hit ratios over capacities, drawn. Needs matplotlib, which nothing else here does."""
+"""Plots hit ratios by capacity. The only module that needs matplotlib."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What `kv top` shows of a server: its report, and the change since the report before."""
+"""The data of `kv top`: a server's report, and the change since the previous one."""
 
 from dataclasses import dataclass
 

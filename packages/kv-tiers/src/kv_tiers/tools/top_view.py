@@ -1,4 +1,4 @@
-"""A server drawn in a terminal. It reads without colours too."""
+"""The view of `kv top` in a terminal. It is readable without colours too."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,1 +1,1 @@
-"""What happens in a cache, for those who watch it: `bus.py` carries, `events.py` says what, the rest subscribe."""
+"""Subscribers of a cache's events: metrics, log, recorder, spans, history."""

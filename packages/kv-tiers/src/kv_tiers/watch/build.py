@@ -1,4 +1,4 @@
-"""A bus and the subscribers that the settings ask for."""
+"""Builds a bus and the subscribers that the settings name."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""What is said of a prompt's chunks: a record, for those who read it and have no cache."""
+"""The state of a prompt's chunk as `kv explain` reports it: a record that needs no cache."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
-"""Why a prompt was missed: for each of its chunks where it is now, or what became of it.
+"""Explains a miss: for each chunk of a prompt, where it is now or what happened to it.
 
 The index knows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
-Remote tiers are skipped. The history gets events a moment after they happened, so what left just now may have no
-reason yet.
+Remote tiers are skipped. The history lags a moment behind, so a chunk that was evicted just now may have no reason yet.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""What became of keys, remembered for a while: a bounded memory for each cache, filled from events.
+"""The history: what happened to keys, in bounded memory for each cache, filled from events.
 
-A key is remembered by its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100
-bytes. When half of what may be remembered is new, the older half is forgotten as a whole, so that no order has to be
-maintained. A fate knows which keys were stored together, in their order, to tell where prompts diverge.
+A key is stored as its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100 bytes.
+When the newer half is full, the older half is dropped as a whole, so that no order has to be maintained. A fate knows
+which keys were stored together and in what order, to tell where prompts diverge.
 
-Fates are those of the host pool. Lower tiers know themselves what they hold; here is only when a chunk was
+Fates are those of the host pool. Lower tiers know themselves what they hold; the history records only when a chunk was
 stored there.
 """
 

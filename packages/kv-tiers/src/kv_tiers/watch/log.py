@@ -1,8 +1,8 @@
-"""One line for what an operator must know: a tier that fails or is back, damage, stores that find no room for long.
+"""The log for operators: a tier that fails or recovers, damage, and stores that find no room for long.
 
-Of each kind, tier and cache there is one line in `every_s` at most; what was kept back meanwhile is said with the next
-one, or at the end. A tier's failing and coming back are said at once; of a tier that does nothing else the first few,
-then one in `every_s`.
+For each kind of line, tier and cache there is at most one line in `every_s`; the number of suppressed ones is added to
+the next, or logged at the end. Changes of a tier's health are logged at once, the first few of them, and then at most
+once in `every_s`.
 """
 
 import json

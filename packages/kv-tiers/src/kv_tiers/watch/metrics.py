@@ -1,10 +1,10 @@
 """The caches of a process as Prometheus metrics. `docs/observability.md` lists every name.
 
-What a cache counts itself (its counts, the states of its tiers) is read at the scrape, so that nothing is missed. What
-only events carry (from which tier, why, how long) is added up as they arrive; dropped events are missing there, and
-`kv_events_dropped_total` counts them.
+What a cache counts itself (its counters, the states of its tiers) is read at the scrape and is complete. What only
+events carry (from which tier, why, how long) is added up as they arrive; dropped events are missing there and counted
+by `kv_events_dropped_total`.
 
-Labels have few values: one cache for each format, one tier for each configured, and words of a fixed list.
+Labels have few values: one cache per format, one tier per configured tier, and words of a fixed list.
 """
 
 import platform

@@ -1,8 +1,8 @@
-"""The metrics of `kv_tiers.watch.metrics`, pushed by OTLP, for deployments with a collector and no scraping.
+"""Pushes the metrics of `kv_tiers.watch.metrics` by OTLP, for deployments with a collector instead of scraping.
 
-The standard OTEL_… environment variables say where to, how often (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds) and
-whether at all (OTEL_METRICS_EXPORTER). Names are as in a scrape, but for the `_total` of counters and the `_info` of
-facts, which is how OTLP has it: a Prometheus that receives them puts the former back.
+The standard OTEL_… environment variables configure the destination, the interval (OTEL_METRIC_EXPORT_INTERVAL, in
+milliseconds) and whether anything is sent (OTEL_METRICS_EXPORTER). Names are as in a scrape except for the `_total` of
+counters and the `_info` of facts, which OTLP lacks; a Prometheus that receives them adds `_total` back.
 """
 
 import itertools

@@ -1,14 +1,15 @@
-"""Requests into a file that `kv sim` replays: Mooncake's JSON lines, one for each lookup that was answered for good.
+"""Records requests into a file for `kv sim` to replay: Mooncake's JSON lines, one for each completed lookup.
 
-The first line says what a chunk is: the version of this format, tokens and bytes a chunk (with all its shards and
-groups, each in whole pages, as the pool has them), and of how many keys. It comes again where a file is appended to,
-or one of them changes; a reader refuses a trace of several formats.
+The first line describes a chunk: the version of this format, tokens and bytes of a chunk (with all its shards and
+groups, each in whole pages as in the pool), and its number of keys. It is repeated when a file is appended to or when
+one of these changes; a reader refuses a trace of several formats.
 
 An id is a shortened hash of a chunk's key. Keys are hashes of tokens and salts themselves, so neither can be read from
-the file; who knows a prompt and the key space can tell whether it was asked for, so the file is its owner's alone.
+the file. Somebody who knows a prompt and the key space can tell whether it was requested, so the file is readable by
+its owner only.
 
-A file has a limit. Once it is reached nothing more is written, and the last line, a comment, says how many requests
-were left out: half of a trace is a trace, and one without its beginning is not.
+A file has a size limit. When it is reached nothing more is written, and the last line, a comment, says how many
+requests were left out: the first half of a trace is a trace, and one without its beginning is not.
 """
 
 import json

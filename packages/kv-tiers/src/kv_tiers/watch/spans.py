@@ -1,8 +1,8 @@
-"""Events as OpenTelemetry spans: one for a holder from its first lookup to its end, with its loads, stores and
-promotions as children.
+"""Events as OpenTelemetry spans: one per holder from its first lookup to its end, with loads, stores and promotions as
+children.
 
-The standard OTEL_… environment variables, which the SDK reads, say where spans go, the name of the service and the
-sampling. Spans are made on the bus's thread with the times of the events, so no request waits for them.
+The SDK reads the standard OTEL_… environment variables for destination, service name and sampling. Spans are created on
+the bus's thread with the times of the events, so no request waits for them.
 
 A load or store of a holder without lookups, such as an engine's worker that acts for many requests, has a trace of its
 own, and so has a spill, which has no holder.

@@ -1,7 +1,7 @@
-"""Subscribers of events that others wrote, by name, in the entry-point group `kv_tiers.subscribers`.
+"""Event subscribers from other packages, by name, in the entry-point group `kv_tiers.subscribers`.
 
-An entry point names a `SubscriberFactory`. In settings its parameters stand beside its name:
-`subscribers: [{name: mine, url: "https://…"}]`. A name alone is a subscriber without parameters.
+An entry point names a `SubscriberFactory`. In settings its parameters stand next to its name: `subscribers: [{name:
+mine, url: "https://…"}]`. A bare name is a subscriber without parameters.
 """
 
 from collections.abc import Callable, Mapping

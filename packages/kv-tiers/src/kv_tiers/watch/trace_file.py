@@ -1,4 +1,4 @@
-"""Traces: the prompts of requests, one after the other, as chains of chunk keys. Two formats, either gzipped.
+"""Reads traces: the prompts of requests in order, as chains of chunk keys. Two formats, either of them gzipped or not.
 
 Mooncake's (FAST 2025): one JSON object a line with `hash_ids`, chained ids of the prompt's blocks, and `timestamp` in
 milliseconds. What `observe.record` writes is that, after a line that says how many tokens and bytes a chunk has:

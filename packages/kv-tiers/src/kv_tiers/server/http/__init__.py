@@ -1,7 +1,7 @@
-"""The server over HTTP: a status page, metrics, and a few operations for operators.
+"""The server over HTTP: a status page, metrics, and operations for operators.
 
-It lives on a thread of its own inside `kv-server`, with a loop of its own, so that nothing here delays the relay: what
-only the relay's thread may touch is asked of it between two requests (`relay`), and what takes long is a job on another
-thread (`jobs`). Starlette and uvicorn (`pip install 'kv-tiers[http]'`) are imported by the modules that need them, and
-only when HTTP is asked for. docs/http.md is for its users.
+It runs on its own thread inside `kv-server`, with its own event loop, so that nothing here delays the serving thread.
+What only the serving thread may touch is submitted to it between two requests (`relay`); what takes long is a job on
+another thread (`jobs`). Starlette and uvicorn (`pip install 'kv-tiers[http]'`) are imported only by the modules that
+need them, and only if HTTP is enabled. docs/http.md is the user's page.
 """

@@ -1,4 +1,4 @@
-"""The application: every operation at its path, the page, and the guard around them."""
+"""The application: every operation at its path, the status page, and the guard around them."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby

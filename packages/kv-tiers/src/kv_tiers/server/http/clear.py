@@ -1,4 +1,4 @@
-"""Forgetting."""
+"""`POST /clear`: remove everything, one format's chunks, or one tenant's."""
 
 from functools import partial
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Where HTTP is served, out of `http.listen`."""
+"""The address of HTTP, parsed from `http.listen`."""
 
 from kv_core.errors import ConfigError
 

@@ -1,10 +1,9 @@
-"""The connections of HTTP: how many there may be, how long each, and who makes room for a newcomer.
+"""HTTP connections: how many there may be, for how long, and which one is replaced when there are no more.
 
-When there is room for no more, a newcomer takes the place of a connection whose client has the next move (it is to send
-a request or its body, or to read an answer) and has not made it for a while: of the address that has the most
-connections, the one that has been waited for longest. A connection for which the server works is never given up. If
-none can be given up, the newcomer has a place in a reserve, from which health alone is served, soon and once. So health
-is answered whatever clients hold, and however long.
+When the limit is reached, a new connection replaces one whose client has kept the server waiting for a while (for a
+request, its body, or for the answer to be read): the longest waiting one of the address that has the most connections.
+A connection for which the server is working is never closed. If none can be replaced, the new one gets a place in a
+reserve that serves the health endpoints alone, once and within a short time. So health is answered whatever clients do.
 """
 
 import asyncio

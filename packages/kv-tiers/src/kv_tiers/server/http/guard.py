@@ -1,4 +1,4 @@
-"""What every request meets first and every answer gets last: the host's name, a bound of time, safe headers."""
+"""Checks around every request: the host's name before it, a time limit, and safe headers on the answer."""
 
 import asyncio
 from typing import Final

@@ -1,4 +1,4 @@
-"""Work that takes longer than a request may: a thread for each job, and a number to ask for its state."""
+"""Jobs: work that takes longer than a request may, one thread each, with a number to query its state."""
 
 import threading
 from collections import OrderedDict

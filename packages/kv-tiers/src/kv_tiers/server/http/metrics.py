@@ -1,4 +1,4 @@
-"""What Prometheus asks for."""
+"""`GET /metrics`, for Prometheus."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The document about all this, made from the same table of operations that answers."""
+"""The OpenAPI document, generated from the table of operations that also serves requests."""
 
 import re
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""An operation of the API: what it takes and returns, and how a request becomes a call and its outcome a response.
+"""One operation of the API: its types, how a request becomes a call, and how the outcome becomes a response.
 
-The OpenAPI document (`openapi`) is made from what is enforced here.
+The OpenAPI document (`openapi`) is generated from what is enforced here.
 """
 
 import asyncio

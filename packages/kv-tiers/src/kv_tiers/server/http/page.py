@@ -1,5 +1,6 @@
-"""The page at /: one file, which asks /status every second. Nothing is loaded but itself, and only its own script runs:
-the browser is told that script's hash, and the style's.
+"""The status page at /: a single file that polls /status every second.
+
+It loads nothing else. Its content security policy allows its own script and style only, by hash.
 """
 
 import re

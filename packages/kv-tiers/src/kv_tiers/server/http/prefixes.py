@@ -1,6 +1,6 @@
-"""Prefixes that somebody wants kept, brought up, or carried to another machine. Named by their chunks' keys.
+"""`/prefixes`: pin, warm up, export and import prefixes, named by their chunks' keys.
 
-Files are named by a plain word and lie in one directory, which the settings name and no request can.
+Files have plain names and are in one directory, which the settings name and no request can change.
 """
 
 import re

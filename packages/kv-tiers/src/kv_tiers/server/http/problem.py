@@ -1,4 +1,4 @@
-"""What goes wrong, as a document (RFC 9457): what it was, and what to do about it."""
+"""Errors as problem documents (RFC 9457): what was wrong, and what to do about it."""
 
 from collections.abc import Mapping
 from http import HTTPStatus

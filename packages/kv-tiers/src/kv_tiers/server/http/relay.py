@@ -1,7 +1,7 @@
-"""From HTTP's event loop to the running server, without ever delaying it.
+"""Calls from HTTP's event loop into the running server, without delaying it.
 
-What only the serving thread may touch is submitted to that thread. Caches may be called from any thread, and are called
-on a few threads of our own, because clearing a large one takes a while.
+What only the serving thread may touch is submitted to that thread. Caches may be called from any thread; they are
+called on a few threads of our own, because clearing a large cache takes a while.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which engine would answer a prompt soonest: for a router that has several to choose from."""
+"""`POST /route`: which engine would answer a prompt soonest, for a router."""
 
 from functools import partial
 from typing import Annotated, Final

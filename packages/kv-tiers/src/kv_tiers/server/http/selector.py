@@ -1,4 +1,4 @@
-"""Select caches of a server by format: it has one for each format of chunks that clients registered."""
+"""Selects the caches of a server by format; a server has one cache for each format that clients registered."""
 
 from typing import Annotated
 

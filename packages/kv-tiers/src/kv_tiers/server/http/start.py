@@ -1,4 +1,4 @@
-"""The door to HTTP for those who may not have its packages."""
+"""Starts HTTP, or says which packages to install."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The server's state: liveness and readiness probes, and a report."""
+"""Liveness and readiness probes, and the status report."""
 
 import msgspec
 

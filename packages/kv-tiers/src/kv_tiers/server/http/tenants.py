@@ -1,4 +1,4 @@
-"""How much of the pool each tenant has alone."""
+"""`/quota/{tenant}`: the quota of each tenant in the pool."""
 
 from collections.abc import Mapping
 from functools import partial

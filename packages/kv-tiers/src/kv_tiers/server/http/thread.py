@@ -1,4 +1,4 @@
-"""The thread that serves HTTP beside the relay: its socket, its connections' bounds, its end."""
+"""The thread that serves HTTP next to the serving thread: its socket, the limits of its connections, its shutdown."""
 
 import asyncio
 import os
@@ -147,10 +147,10 @@ class _HttpListener:
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        rest_s = self._acceptor.accept()
-        if rest_s:
+        backoff_s = self._acceptor.accept()
+        if backoff_s:
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(rest_s, self._watch)
+            self._loop.call_later(backoff_s, self._watch)
 
     def _greet(self, accepted: socket.socket) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The token that requests which change something must show: read from a private file, or made there."""
+"""The token that state-changing requests must present: read from a private file, or created there."""
 
 import os
 import secrets
