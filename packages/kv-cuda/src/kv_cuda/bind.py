@@ -1,4 +1,4 @@
-"""An engine's memory, all groups of its layers: proved, and with the copiers that move chunks in and out of it."""
+"""Binds an engine's memory: proves the layout of every group of layers and builds the copiers for its chunks."""
 
 import hashlib
 import json

@@ -1,11 +1,11 @@
-"""Before the first request: proof that we read and write vLLM's cache as vLLM itself does.
+"""The canary: before the first request, proves that we read and write the engine's cache as the engine itself does.
 
-A tensor's shape does not say what lies in it, and a layout that changes with an engine's release is how caches come to
-serve garbage. So a few known rows go into some blocks by the engine's own cache-update operation, and each layout that
-we know is tried on them, in both directions: rows read through it must be the rows written, and rows written through it
-must give the engine's bytes. One layout must fit, and one only. Where none does, whole blocks may still be carried as
-opaque bytes, if it is shown that an update touches no byte outside its own blocks and that equal rows make equal blocks
-wherever they lie. What the blocks held before is put back.
+A tensor's shape does not say how its content is arranged, and a layout that changes with a release of the engine is how
+caches come to serve garbage. So known rows are written into some blocks by the engine's own cache-update operation, and
+every known layout is tried on them in both directions: rows read through it must be the rows written, and rows written
+through it must produce the engine's bytes. Exactly one layout must fit. If none does, whole blocks may still be stored
+as opaque bytes, provided that an update touches no byte outside its own blocks and that equal rows make equal blocks
+wherever they are. The previous content of the blocks is restored.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which copier an engine's tensors get."""
+"""Chooses the copier for an engine's tensors."""
 
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
-"""Payloads of groups are made alike, so that slots of one size hold them all.
+"""Cuts groups with large payloads by layers, so that slots of one size suit all groups.
 
-Every payload takes a slot of the pool, however small it is. A group with much more bytes than another (all layers'
-states beside one layer's keys) is therefore cut by layers into several groups with one coverage and one block table.
-A slot holds as many whole layers as fit, which is more than half of it, so a group of n bytes takes fewer than
-2 n / slot + 1 slots. The size is chosen for the least waste, which is mostly far below that: engines that share pages
-between groups make their layers' pages alike.
+Every payload takes a slot of the pool, however small it is. A group with far more bytes than another (all layers'
+states next to one layer's keys) is therefore divided by layers into several groups with the same coverage and block
+table. A slot holds as many whole layers as fit, which is more than half of it, so a group of n bytes takes fewer than 2
+n / slot + 1 slots. The size is chosen for the least waste, which is usually far below that, because engines that share
+pages between groups give their layers pages of equal size.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `kv doctor` says of the GPU: driver, bus, pinned memory, copies and GPUDirect Storage."""
+"""`kv doctor` on the GPU: driver, bus, pinned memory, copies and GPUDirect Storage."""
 
 import ctypes.util
 import importlib.util

@@ -1,8 +1,8 @@
-"""An engine's paged cache, described once as named axes and strides.
+"""Layouts: an engine's paged cache, described as named axes and strides.
 
-A layout says nothing about where the memory is: the layers' tensors are handed to the copier, beside it. All
-numbers are in elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves
-all layers of a group. Where K and V are in tensors of their own (`own_tensors`), they count from the first of those.
+A layout does not say where the memory is: the layers' tensors are passed to the copier separately. All numbers are in
+elements of the layout's dtype, counted from the first element of a layer's tensor, so one layout serves all layers of a
+group. If K and V are in separate tensors (`own_tensors`), they count from the first of those.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Single tokens' rows in and out of a paged cache: slow, plain, and what a canary and the tests compare against.
+"""Reference gather and scatter of single tokens' rows in a paged cache: slow and simple, for the canary and the tests.
 
 All six axes of a part are in every view: an axis that is not tiled is one tile, [1, length].
 """

@@ -1,9 +1,10 @@
-"""States of linear layers (Mamba, gated delta nets, short convolutions): one a block, opaque, and proved like the rest.
+"""States of linear layers (Mamba, gated delta nets, short convolutions): one per block, opaque, and proved like
+layouts.
 
-What a state's numbers mean is the engine's own affair. What must be right is which bytes are the state of block i: all
-of them and nobody else's. So marked bytes are written through the engine's own views of one block and carried to
-another by the copier that will carry states; through the views they must read there as they were written, the source
-must be unchanged, and so must the blocks around both. What the blocks held before is put back.
+The meaning of a state's numbers is the engine's affair. What must be right is which bytes are the state of block i: all
+of them and nobody else's. So marked bytes are written through the engine's own views of one block and moved to another
+block by the copier that will move states. Through the views they must read there as they were written, and the source
+and the blocks around both must be unchanged. The previous content of the blocks is restored.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Small layouts of every kind that engines keep, each with tensors of its own. For tests."""
+"""Small layouts of every kind that engines use, with tensors, for tests."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,7 @@
-"""A tiny Llama with random weights whose attention matters.
+"""A tiny Llama with random weights on which wrong KV shows.
 
-Dummy weights make different prompts give the same tokens and so hide wrong KV. Normal weights with a standard deviation
-of 1.6 / √fan_in do not: a single wrong block changes what is generated.
+With vLLM's dummy weights different prompts give the same tokens, which hides wrong KV. With normally distributed
+weights of standard deviation 1.6 / √fan_in, a single wrong block changes the generated tokens.
 """
 
 import json

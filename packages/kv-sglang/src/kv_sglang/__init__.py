@@ -1,4 +1,4 @@
-"""KV-cache tiering for SGLang. Importing this needs no SGLang: what does is loaded when SGLang loads the backend."""
+"""KV-cache tiering for SGLang. Importing this does not import SGLang; that happens when SGLang loads the backend."""
 
 from typing import Final
 

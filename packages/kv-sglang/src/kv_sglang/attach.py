@@ -1,12 +1,12 @@
-"""Objects out of settings: the caches of one SGLang rank, one for each format of pages, and the names of the pages.
+"""Builds the caches of one SGLang rank from settings, one for each format of pages, and the key spaces of the pages.
 
 With one rank the caches are in SGLang's scheduler process. With several, the first rank starts a private server that
-all of them join; a server named in the settings is joined by any. SGLang ends an engine by killing its processes and
-their descendants, so a private server is none of them, and has what waits stored below once they are gone; where a tier
-is written back, which lets chunks wait for as long as there is room, one rank has such a server too.
+all of them join; a server named in the settings is joined by all. SGLang ends an engine by killing its processes and
+their descendants, so a private server is not one of them, and spills what waits once they are gone. With a tier of
+`write: back`, whose chunks may wait for as long as there is room, there is a private server even for one rank.
 
-Pools whose pages have one format share a cache, as a tier below belongs to one cache of a format. Each pool's pages
-have a key space of their own: the names are the same hashes, so a page of one pool would else be taken for another's.
+Pools whose pages have the same format share a cache, because a lower tier belongs to one cache of a format. Each pool's
+pages have their own key space: their hashes are the same, so one pool's page would otherwise be taken for another's.
 """
 
 import hashlib

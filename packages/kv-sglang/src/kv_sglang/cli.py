@@ -1,7 +1,7 @@
-"""The command line that makes SGLang use this cache, printed so that it can be pasted.
+"""Prints the command-line arguments that make SGLang use this cache, ready to paste.
 
-What is printed has been checked as the engine will check it, as far as that goes without a model: an engine takes a
-minute to start, and then says of a misspelt option what could have been said here.
+They are validated as the engine will validate them, as far as that is possible without a model: an engine takes a
+minute to start before it reports a misspelt option.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`python -m kv_sglang.demo`: the running example on real SGLang, whose own caches are emptied before each request."""
+"""`python -m kv_sglang.demo`: the demo on real SGLang, whose own caches are emptied before each request."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Our settings as SGLang's pages can have them, read at its start and, before that, by `python -m kv_sglang flags`."""
+"""Our settings as they apply to SGLang's pages, read at its start and, before that, by `python -m kv_sglang flags`."""
 
 from collections.abc import Mapping
 from typing import Any, Final

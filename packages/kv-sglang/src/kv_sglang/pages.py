@@ -1,10 +1,10 @@
-"""Pages of one host pool in and out of one cache, asked for by their hashes. SGLang's threads call this directly.
+"""Moves the pages of one host pool in and out of one cache, by their hashes. SGLang's threads call this directly.
 
-An answer to "are they there?" is a promise: what was found is leased until it is read, or until some questions later.
-So a read of promised pages leases them in one call and looks nothing up. The question, the read and the store come from
-three threads of SGLang's, which says no more of a question once it is answered: a promise ends with the read of its
-last page; those that are never read end one by one as newer questions come, and all at once when a store finds no room.
-A read whose promise has ended, or that never had one, looks up first.
+The answer to a lookup is a promise: what was found is leased until it is read, or until enough newer lookups. A read of
+promised pages leases them in one call without another lookup. Lookup, read and store come from three threads of SGLang,
+which does not mention a lookup again once it is answered. A promise ends with the read of its last page; those that are
+never read end one by one as newer lookups come, and all at once when a store finds no room. A read whose promise has
+ended, or that never had one, looks up first.
 """
 
 import itertools

@@ -1,9 +1,9 @@
-"""SGLang's host pools, described: which bytes a page has, and who copies them.
+"""Describes SGLang's host pools: the bytes of a page, and its copier.
 
-What is in a pool's buffer follows from the shape that it has there, never from the engine's flags. Pools of plain K and
-V or of MLA's latents are kept in the canonical format, which other host layouts and other engines share. Whatever else
-there is (states of linear attention, indexers, quantised pairs) is kept as the bytes that SGLang itself flattens a page
-to, under an origin that says all that those bytes follow from, so that nothing else ever reads them.
+The content of a pool's buffer follows from its shape, never from the engine's flags. Pools of plain K and V or of MLA
+latents are stored in the canonical format, which other host layouts and other engines share. Everything else (states of
+linear attention, indexers, quantised pairs) is stored as the bytes to which SGLang itself flattens a page, under an
+origin that includes everything that these bytes depend on, so that nothing else can read them.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
-"""The class SGLang calls. Each method is a translation and one call; what it means is in `kv_sglang.pages`.
+"""The class that SGLang calls. Each method translates its arguments and makes one call; the logic is in
+`kv_sglang.pages`.
 
-SGLang's threads that query, read and write arrive at once. No exception leaves a hook once the engine serves: a bug of
-ours turns the cache off with a traceback in the log, and the engine goes on. Before it serves, what cannot be served
-right is an error that says what to do.
+SGLang's threads for lookups, reads and writes call concurrently. No exception leaves a hook once the engine serves: a
+bug of ours turns the cache off with a traceback in the log, and the engine goes on. Before it serves, what cannot be
+served correctly is an error that says what to do.
 """
 
 import os

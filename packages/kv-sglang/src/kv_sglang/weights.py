@@ -1,10 +1,10 @@
-"""When SGLang's weights may have become others, and which of its pages may still be of those before.
+"""Detects when SGLang's weights may have changed, and which of its pages may still belong to the old ones.
 
-SGLang says nothing of it to storage or linker. All its verbs for other weights (`update_weights_from_disk`, `…_tensor`,
+SGLang does not tell storage or linker. All its operations for new weights (`update_weights_from_disk`, `…_tensor`,
 `…_distributed`, `…_ipc`, and `end_weight_update` for those that write past it) end in methods of one class in the
-scheduler's process, and memory that is released and resumed in two of another; those are watched. What the engine has
-on the device and in its host memory is in doubt from then on until its caches are emptied, which the verbs do
-themselves if not told otherwise, and `flush_cache` does.
+scheduler's process, and releasing and resuming memory in two of another; these are observed. What the engine has on the
+device and in its host memory is then in doubt until its caches are emptied, which the operations do themselves unless
+told otherwise, and which `flush_cache` does.
 """
 
 import functools

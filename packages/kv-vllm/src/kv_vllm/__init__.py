@@ -1,4 +1,4 @@
-"""KV-cache tiering for vLLM. Importing this needs no vLLM: what does is loaded when vLLM loads the connector."""
+"""KV-cache tiering for vLLM. Importing this does not import vLLM; that happens when vLLM loads the connector."""
 
 from kv_vllm.plugin import CONNECTOR_NAME
 

@@ -1,4 +1,4 @@
-"""vLLM's memory and configuration, as `kv_tiers.attach.engine` takes them."""
+"""vLLM's memory and configuration, translated for `kv_tiers.attach.engine`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

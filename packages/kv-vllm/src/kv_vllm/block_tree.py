@@ -1,9 +1,9 @@
-"""What a router is told of the pool: blocks whose parents it knows, and no others.
+"""The blocks announced to routers: only those whose parents have been announced.
 
-A router keeps a tree by the blocks' parents. It drops a block whose parent it does not know, and drops with a block
-all that is below it, for good (so does `dynamo._core.RadixTree`). A pool can hold what has no parent there: a chunk in
-the middle of a prompt was damaged, or loaded where vLLM had the beginning itself. No hit reaches such a chunk, so it is
-not said; it is as soon as its parent is.
+A router builds a tree from the blocks' parents. It drops a block with an unknown parent and, with a block, everything
+below it, for good (`dynamo._core.RadixTree` does). A pool can hold chunks whose parent it lacks: a chunk in the middle
+of a prompt was damaged, or was loaded where vLLM had the beginning itself. No hit reaches such a chunk, so it is
+announced only when its parent is.
 """
 
 from dataclasses import dataclass

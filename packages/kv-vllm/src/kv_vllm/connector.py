@@ -1,12 +1,13 @@
-"""The class vLLM calls. Each method is a translation and one call; what it means is in `kv_core.connect`.
+"""The class that vLLM calls. Each method translates its arguments and makes one call; the logic is in
+`kv_core.connect`.
 
-Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), but for those that
-cannot fail, where the settings want them layer by layer in the step itself (`kv_vllm.layerwise`). Stores are begun in
-`wait_for_save`. On a device with queues of its own they go on behind the step, and the blocks are held in vLLM's block
-pool meanwhile (`kv_vllm.held`); elsewhere they are finished there.
+Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
+that cannot fail where the settings ask for layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`. On a
+device with streams they continue behind the step, and their blocks are held in vLLM's block pool meanwhile
+(`kv_vllm.held`); elsewhere they complete there.
 
-No exception leaves a hook, but the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with a
-traceback in the log, and the engine goes on.
+No exception leaves a hook, except for the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with
+a traceback in the log, and the engine goes on.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""What a request says for itself: `kv_transfer_params` of vLLM, under our one key (docs/requests.md).
+"""Per-request controls: our part of vLLM's `kv_transfer_params` (docs/requests.md).
 
-A request's own words win over the settings. What is not understood is left out with a line in the log and never fails
-a request, with one exception to leaving out: a request whose tags are wrong would share chunks that it was meant not to
-share, so it is served without the cache.
+A request's values override the settings. What is not understood is ignored with a line in the log and never fails a
+request. The exception are invalid tags: without them the request would share chunks that it was meant not to share, so
+it is served without the cache.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""`python -m kv_vllm.demo`: the running example on real vLLM, its own prefix cache off. Needs no GPU."""
+"""`python -m kv_vllm.demo`: the demo on real vLLM with its own prefix cache off. Needs no GPU."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What `kv doctor` says of vLLM."""
+"""`kv doctor` on vLLM."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""vLLM's blocks that are being read for a store: held in its block pool, and given back when all ranks are done.
+"""Blocks of vLLM that a store is reading: held in vLLM's block pool, and released when all ranks are done.
 
-A block that is held counts in vLLM as one that another request shares. So nobody else gets it, whatever becomes of the
-request that filled it, and it stays where it is in vLLM's own prefix cache.
+To vLLM a held block looks like one that another request shares. So it is not reused, whatever becomes of the request
+that filled it, and it stays in vLLM's own prefix cache.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Our tiers in vLLM's words for where cached tokens came from (`vllm:prompt_tokens_by_source`)."""
+"""Our tiers as sources in vLLM's metric `vllm:prompt_tokens_by_source`."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -1,7 +1,7 @@
-"""The interface of vLLM that this package was written for: what vLLM calls, and what is read of its objects.
+"""The interface of vLLM that this package was written for: what vLLM calls, and which fields of its objects are read.
 
-vLLM changes both between releases. What differs is found when a connector is made, before the engine serves: the cache
-is off then, and the engine goes on without it.
+vLLM changes both between releases. Differences are found when a connector is created, before the engine serves: the
+cache is then off, and the engine runs without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,18 +1,18 @@
-"""vLLM's KV events for chunks that enter and leave the pool, for routers that send a prompt where it is held.
+"""vLLM's KV events for chunks that enter and leave the pool, for routers that send a prompt to where it is held.
 
-vLLM publishes what `take_events` gives beside its own events, if `--kv-events-config` asks for any; without that
-nothing here is made and the cache keeps no record. A chunk is said in vLLM's blocks, with the hashes, parents and
-tokens that vLLM's own events have for them, so a router has one tree in which `medium` tells device and pool apart.
+vLLM publishes what `take_events` returns next to its own events, if `--kv-events-config` enables them; otherwise
+nothing is created here and the cache keeps no record. A chunk is announced as vLLM's blocks, with the hashes, parents
+and tokens that vLLM's own events have for them, so a router has one tree in which `medium` tells device and pool apart.
 
-The cache knows keys, and a key cannot be turned back into tokens. They are taken from the requests: of those that store
-a chunk, announced when it has entered the pool, and of those that load one that was there already (from a tier below,
-an earlier process or another engine), announced by its load. So nothing is announced that is not there, and something
-may be there that nobody here has asked for yet.
+The cache knows keys, which cannot be turned back into tokens. Tokens are taken from requests: from those that store a
+chunk, which is announced when it has entered the pool, and from those that load a chunk that was already there (from a
+lower tier, an earlier process or another engine), which is announced by its load. So everything announced is there, and
+something may be there that nobody here has requested yet.
 
-No hit reaches a chunk whose parent has left, so that is not said either: `kv_vllm.block_tree`.
+A chunk whose parent has left cannot be hit, so it is not announced: `kv_vllm.block_tree`.
 
-What a hit needs of groups with windows or states is not said: a chunk is announced when the groups that need the whole
-prefix have it, in all shards, one event for each of vLLM's groups among them.
+Windows and states that a hit also needs are not announced: a chunk is announced when the groups that need the whole
+prefix have it in all shards, with one event for each of vLLM's groups among them.
 """
 
 from collections import OrderedDict

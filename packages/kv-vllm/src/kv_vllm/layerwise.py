@@ -1,10 +1,11 @@
-"""The blocks that a step takes for filled because we promised so, from the promise to vLLM's last question about them.
+"""The blocks that a step assumes to be filled because we promised so, from the promise to vLLM's last question about
+them.
 
-vLLM computes on a synchronous load without asking whether it succeeded. It hears of a failure at the step's end, by
-block: then it computes those requests anew, but only if it has not scheduled their next step in the meantime. Under
-asynchronous scheduling it has, and would hand out a token computed from blocks that were never filled
-(https://github.com/vllm-project/vllm/issues/49250). So there a failure ends the engine, as an engine whose device has
-failed ends anyway: there is no other way not to answer wrongly.
+vLLM computes on a synchronous load without asking whether it succeeded. It learns of a failure at the end of the step,
+by block, and then recomputes those requests, unless it has already scheduled their next step. Under asynchronous
+scheduling it has, and would return a token computed from blocks that were never filled
+(https://github.com/vllm-project/vllm/issues/49250). There a failure therefore ends the engine, as a failed device does
+anyway: it is the only way not to answer wrongly.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
-"""What vLLM hands over in `register_kv_caches`, described for `kv_cuda`: which layouts it could have.
+"""Candidate layouts for what vLLM passes to `register_kv_caches`, described for `kv_cuda`.
 
-Nothing is decided here. A candidate is a reading that the shapes allow; the canary finds out which one is true.
+Nothing is decided here. A candidate is an interpretation that the shapes allow; the canary finds the correct one.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Our lines in vLLM's log.
 
-vLLM sets up its own logger and no other, so that in its API server a line of ours below WARNING reaches nobody. Where
-nobody has set up logging otherwise, our loggers write where vLLM's does, at its level.
+vLLM configures its own logger only, so in its API server our lines below WARNING would be lost. Unless logging has been
+configured otherwise, our loggers write where vLLM's does, at its level.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What the connector's two sides say to each other by way of vLLM: each step a plan, and what has ended."""
+"""The messages between the connector's two halves, which vLLM carries: each step a plan, and what has ended."""
 
 from collections.abc import Mapping
 from typing import Any

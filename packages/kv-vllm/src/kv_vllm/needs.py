@@ -1,8 +1,8 @@
-"""What each of vLLM's specs of a cache needs of a prefix, or why we leave it alone.
+"""Translates each `KVCacheSpec` of vLLM into the coverage that its group needs, or the reason why it is not cached.
 
-vLLM says of every group of layers by a `KVCacheSpec` how its blocks are kept. Here that becomes a `Coverage`; whether
-the bytes are where we think is the canary's question (`kv_cuda.canary`, `kv_cuda.states`). A spec that is not named
-here is refused: what keeps its blocks in another way would be misread.
+A `KVCacheSpec` says how vLLM keeps the blocks of a group of layers; here it becomes a `Coverage`. Whether the bytes are
+where we think is up to the canary (`kv_cuda.canary`, `kv_cuda.states`). A spec that is not listed here is refused,
+because blocks kept in another way would be misread.
 """
 
 from collections.abc import Iterator, Mapping

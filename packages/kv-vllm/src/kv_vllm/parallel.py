@@ -1,9 +1,9 @@
-"""How vLLM spreads an engine over processes, as far as it decides which bytes of a chunk each has.
+"""How vLLM's parallelism determines which bytes of a chunk each rank has.
 
-Tensor parallelism cuts the heads of every layer into shares, one a rank, and a chunk is kept in as many. Where there
-are fewer heads than ranks (or one latent for all of them, in MLA) several ranks have the same share: one of them stores
-it and all load it. Pipeline stages have layers of their own, and so shares of their own. Expert parallelism spreads
-nothing that is cached. What spreads tokens is refused here, by name.
+Tensor parallelism divides the heads of every layer into shards, one per rank, and a chunk has as many. With fewer heads
+than ranks (or one latent for all of them, in MLA), several ranks have the same shard: one of them stores it and all
+load it. Pipeline stages have layers of their own, and so shards of their own. Expert parallelism divides nothing that
+is cached. Parallelism over tokens is refused here, by name.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The entry point vLLM runs in every one of its processes, so that naming the connector is all a user does."""
+"""The plugin that vLLM runs in each of its processes, so that a user only has to name the connector."""
 
 CONNECTOR_NAME = "KVTiersConnector"
 

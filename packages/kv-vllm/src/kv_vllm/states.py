@@ -1,13 +1,12 @@
 """vLLM's states of linear layers, described for `kv_cuda.states`.
 
-vLLM hands over each layer's blocks as bytes, and the layer itself cuts its states out of them (`MambaBase`). vLLM moves
-states between blocks too, when it resumes from one (v1/worker/mamba_utils.py), by functions of the model that say which
-bytes a state is. Ours must be the same ones.
+vLLM hands over each layer's blocks as bytes, and the layer itself takes its states from them (`MambaBase`). When vLLM
+resumes from a state it moves states between blocks too (v1/worker/mamba_utils.py), with functions of the model that say
+which bytes a state consists of. Ours must be the same.
 
-With speculation a step leaves a state for each guess, in blocks behind one another, and vLLM moves the one of the last
-accepted token to where it belongs after the sampler has run (`postprocess_mamba_align_gpu`). A boundary that such a
-step reaches is offered before that, so what is read then may be of a rejected guess. A prompt's boundaries are reached
-without guesses.
+With speculation a step leaves one state for each guess, in consecutive blocks, and after sampling vLLM moves the state
+of the last accepted token to its place (`postprocess_mamba_align_gpu`). A boundary reached by such a step is offered
+before that, so the state read then may belong to a rejected guess. A prompt's boundaries are reached without guesses.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
-"""Our figures in vLLM's own `/metrics` and in its log, by a fixed set of names.
+"""Our figures in vLLM's own `/metrics` and log, by a fixed set of names.
 
-Each half says what has changed since it was last asked, which vLLM does once a step: the scheduler's half what was
-asked for and found, the workers' what was copied. vLLM adds up its workers and the scheduler, carries the sums to the
-process that serves `/metrics`, and there `PromMetrics` has a metric for each name. So the figures are the same wherever
-the halves and the cache are.
+Each half reports what has changed since it was last asked, which vLLM does once a step: the scheduler half what was
+requested and found, the workers' halves what was copied. vLLM adds up its workers and the scheduler and carries the
+sums to the process that serves `/metrics`, where `PromMetrics` has a metric for each name. So the figures are the same
+wherever the halves and the cache are.
 
-A step in which nothing was counted costs the comparison of a few numbers. What the pool holds is asked for only where
-something else has changed, and of a server at most once a second and when the last request has ended. Without vLLM's
-log of statistics (`disable_log_stats`) nobody would carry them anywhere, but vLLM asks all the same.
+A step in which nothing was counted costs the comparison of a few numbers. The pool's use is queried only if something
+else has changed; of a server at most once a second, and when the last request has ended. Without vLLM's statistics log
+(`disable_log_stats`) nobody carries the figures anywhere, but vLLM asks for them all the same.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""vLLM's requests and scheduler outputs, said in `kv_core.connect`'s words. Reads vLLM's objects, changes none."""
+"""Translates vLLM's requests and scheduler outputs for `kv_core.connect`. Reads vLLM's objects, changes none."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, whatever its distribution is called."""
+"""Finds the installed version of vLLM, whatever its distribution is called."""
 
 from importlib.metadata import PackageNotFoundError, version
 

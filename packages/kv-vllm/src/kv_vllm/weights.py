@@ -1,10 +1,11 @@
-"""Which weights vLLM serves, and when they may have become others.
+"""Detects when the weights that vLLM serves may have changed.
 
-vLLM tells a connector nothing of weights that are updated in place. What it does for all of them goes through its
-executor's `collective_rpc`, in the scheduler's process: `reload_weights`, `update_weights` and what is around it,
-`sleep`, `wake_up`, a user's function or method of a worker extension. So that is watched, and whatever is not known to
-leave the weights alone counts as a change. Who writes weights past it must call `reset_prefix_cache(
-reset_connector=True)`, which is passed on to us, and counts as well: nothing says why it was called.
+vLLM does not tell a connector about weights that are updated in place. All its operations that do so go through its
+executor's `collective_rpc` in the scheduler's process: `reload_weights`, `update_weights` and related calls, `sleep`,
+`wake_up`, a user's function or method of a worker extension. So that is observed, and any call that is not known to
+leave the weights alone counts as a change. Code that writes weights past it must call
+`reset_prefix_cache(reset_connector=True)`, which is passed on to us and counts as well, because nothing says why it was
+called.
 """
 
 import functools

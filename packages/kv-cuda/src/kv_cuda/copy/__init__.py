@@ -1,1 +1,1 @@
-"""Chunks between host memory and the blocks of an engine."""
+"""Copiers: chunks between host memory and the blocks of an engine."""

@@ -1,15 +1,14 @@
-"""Which way the bytes of a chunk go, by what was measured.
+"""Chooses the path for a chunk's bytes, from measurements.
 
     direct   the kernel reads or writes pinned host memory over the bus: no ring, but multiprocessors wait for the bus
     staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
     driver   the driver's batched copies, run by run: no kernel at all, for long runs only
 
-The table says for each direction from which length of run (neighbouring bytes on both sides) which path is the fastest.
-What is built in is a starting point taken from the shape of the problem; `kv bench copy` measures it on the device and
-writes a file, which is read from then on.
+For each direction, a table says from which run length on (contiguous bytes on both sides) which path is fastest. The
+built-in table is an estimate; `kv bench copy` measures it on the device and writes a file that is used from then on.
 
-Between files and the device there are two paths more (`kv_cuda.files.direct`), and which is faster depends on what the
-files are on: `kv bench copy --file DIRECTORY` measures that, and another file says it of each directory.
+There are two more paths between files and the device (`kv_cuda.files.direct`). Which is faster depends on the medium:
+`kv bench copy --file DIRECTORY` measures it, and another file has the result for each directory.
 """
 
 import json

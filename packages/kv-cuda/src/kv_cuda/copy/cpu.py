@@ -1,19 +1,19 @@
-"""The copier for CPUs: gather and scatter between the engine's blocks and host extents.
+"""The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs where it is asked for and its event is done at once (docs/adr/0004 says why). Bytes move in few large torch
-calls that release the GIL and use torch's own threads: one call a part and run of neighbouring blocks, over all
-layers. Where the engine keeps a part transposed (its dim axis is not the innermost), one strided copy would jump a row
-of memory per element; the block goes through a scratch in the engine's own axis order instead, which stays in the
-processor's cache, so that each of the two passes is regular on one side. Measured on two cores for a 16 MiB chunk of
-vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in bfloat16, where memmove takes
-0.65 ms. The scratch's size hardly matters between 0.5 and 16 MiB.
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why). Bytes are
+moved by few large torch calls that release the GIL and use torch's own threads: one call per part and run of adjacent
+blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost), one strided copy
+would jump a row of memory per element. The block then goes through a scratch buffer in the engine's own axis order,
+which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on two cores for a
+16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in bfloat16, where
+memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16 MiB.
 
-Tiled parts (`Tile`) are copied as they are, in the widest words: the two neighbours of dim that a matrix unit wants
-together are one word of twice the size, about three times as fast as element by element on one thread. Where it wants
-two neighbours of token together there is no such word, and what helps a scatter is one call for each of them, so that
-torch's innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove makes 7.4).
+Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
+wants together are one word of twice the size, about three times as fast as element by element on one thread. Where it
+wants two adjacent tokens together there is no such word, and a scatter uses one call for each of them, so that torch's
+innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove makes 7.4).
 
-Everything is written with device-neutral torch calls, so tensors on a GPU work too, synchronously and without speed.
+Everything uses device-neutral torch calls, so tensors on a GPU work too, synchronously and slowly.
 """
 
 from collections.abc import Iterator, Sequence

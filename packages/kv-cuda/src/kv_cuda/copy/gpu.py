@@ -1,12 +1,12 @@
-"""The copier for GPUs: pinned host memory ↔ the engine's blocks, on streams of its own.
+"""The GPU copier: pinned host memory ↔ the engine's blocks, on streams of its own.
 
-A call puts its work in queues of the device and returns an event; nothing waits for the device as a whole and nothing
-is allocated once the buffers are there. Loads and stores have queues of their own, two each: one for the kernel and one
-for the copy engine, which take turns on a small ring in device memory (docs/adr/0004 says why the CPU does without).
-Each follows what the engine has put into its own queue before the call: the forward pass whose blocks are stored, or
-the one that used the blocks loaded into now before they were given away.
+A call enqueues its work on the device and returns an event. Nothing waits for the whole device, and nothing is
+allocated once the buffers exist. Loads and stores have two streams each, one for the kernel and one for the copy
+engine, which take turns on a small ring buffer in device memory (docs/adr/0004 says why the CPU has none). Each is
+ordered after what the engine has enqueued on its own stream before the call: the forward pass whose blocks are stored,
+or the one that last used the blocks that are loaded into.
 
-On CPU tensors the same code runs with Triton's interpreter, which is how it is tested without a GPU.
+On CPU tensors the same code runs in Triton's interpreter, which is how it is tested without a GPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

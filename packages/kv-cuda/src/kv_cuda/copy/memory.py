@@ -1,4 +1,4 @@
-"""Memory that chunks are kept in, as a copier on a device sees it: the host's, pinned as it is used, or its own."""
+"""Chunk memory as a copier on a device sees it: host memory, pinned on first use, or device memory."""
 
 from dataclasses import dataclass
 

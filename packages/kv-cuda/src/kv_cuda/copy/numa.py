@@ -1,7 +1,7 @@
-"""Host memory near a GPU: on which NUMA node that is, and having pages there.
+"""Host memory near a GPU: finds the GPU's NUMA node and places pages there.
 
-A page that a copy reads across the processors' link moves at the link's speed, not the bus's. Pages get a place when
-they are first touched, and a pool's may be before they are pinned; those that this process alone has are moved.
+A page on another node is copied at the speed of the link between the processors, not the bus's. Pages are placed when
+they are first touched, which for a pool may be before they are pinned; those that only this process maps are moved.
 
 Linux: mbind(2), and Documentation/ABI/testing/sysfs-bus-pci, `numa_node`.
 """

@@ -1,7 +1,7 @@
-"""Ranges that a profiler such as Nsight Systems shows around the copies of a CUDA device.
+"""NVTX ranges around the copies of a CUDA device, for profilers such as Nsight Systems.
 
-A range lies on the thread that puts the work into the device's queues. With the profiler's projection onto the device
-it covers the kernels and copies themselves.
+A range is on the thread that enqueues the work. With the profiler's projection onto the device it covers the kernels
+and copies themselves.
 """
 
 from collections.abc import Callable

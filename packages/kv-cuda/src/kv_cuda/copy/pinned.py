@@ -1,10 +1,9 @@
-"""Host memory registered with the device's driver, so that it can be copied asynchronously and read over the bus.
+"""Host memory registered with the CUDA driver, so that it can be copied asynchronously and read over the bus.
 
-The pool is plain mapped memory that knows nothing of devices; whichever process drives a GPU registers its own mapping
-of it. That happens in slices and when a slice is first used, because registering costs time for every page (and makes
-it resident), and a pool may be large and mostly empty; pages that are not there until then are taken near the GPU. A
-registration belongs to this process's mapping: two engines on one pool register it each for itself, and a forked child
-has none.
+The pool is ordinary mapped memory that knows nothing of devices; a process that drives a GPU registers its own mapping
+of it. This happens in slices when they are first used, because registering costs time for every page (and makes it
+resident), and a pool may be large and mostly empty. Pages that do not exist until then are placed near the GPU. A
+registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has none.
 
 cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 """

@@ -1,4 +1,4 @@
-"""A transfer plan checked against a layout, and cut into few pieces that move whole blocks at once. Pure arithmetic."""
+"""Validates a transfer plan against a layout and divides it into a few pieces that move whole blocks. Pure arithmetic."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""The device's queues as the copier uses them, and the same names on a CPU, where a copy is done when it returns.
+"""Streams and events of a device as the copiers use them, with stand-ins for CPUs, where a copy is complete on return.
 
-Everything that orders copies is here: what waits for what on the device, and how the host learns that it is done. No
-call waits for the whole device.
+All ordering of copies is here: what waits for what on the device, and how the host learns that it is done. No call
+waits for the whole device.
 """
 
 from collections.abc import Iterator

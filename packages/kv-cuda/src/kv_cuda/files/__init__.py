@@ -1,1 +1,1 @@
-"""Chunks between files and blocks of a device, by GPUDirect Storage or through the host."""
+"""Chunks between files and a device's blocks, by GPUDirect Storage or through the host."""

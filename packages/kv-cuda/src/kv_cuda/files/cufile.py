@@ -1,9 +1,9 @@
-"""GPUDirect Storage: files ↔ the device's memory without a stop in the host's, through cuFile by way of kvikio.
+"""GPUDirect Storage: files ↔ device memory, through cuFile as wrapped by kvikio.
 
-Whether it is here is found out once and without touching cuFile: opening cuFile's driver where the kernel has none
-never returns. Three things must be there: NVIDIA's kernel module, its devices (a container has the first without the
-second), and kvikio; and kvikio must mean to use them, as in its compatibility mode it copies through host memory of its
-own, which our staged path does with one copy less.
+Availability is determined once and without touching cuFile, because opening cuFile's driver never returns if the kernel
+lacks it. Three things are required: NVIDIA's kernel module, its devices (a container has the first without the second),
+and kvikio outside its compatibility mode, which copies through its own host memory; our staged path does that with one
+copy fewer.
 
 kvikio: https://docs.rapids.ai/api/kvikio/stable/
 """

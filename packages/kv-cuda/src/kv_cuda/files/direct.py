@@ -1,17 +1,16 @@
-"""Chunks between a tier's files and the engine's blocks: the direct path, and the staged one beside it.
+"""Chunks between a tier's files and the engine's blocks: the direct path, and the staged path as its fallback.
 
     direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is taken there
     staged   the system moves them between the file and a ring in pinned host memory; the host takes the checksum
 
-Either way one half of the ring is filled or emptied by the files while the other is gathered or scattered by the
-group's own copier, to which a ring is a pool like any other. Bytes are scattered only after their checksum was found
-right, and what is written has the checksum that the other path will find, so both paths can be taken of the same file
-at any time (docs/adr/0014).
+In both, one half of the ring is filled or emptied by the files while the other is gathered or scattered by the group's
+own copier, for which a ring is a pool like any other. Bytes are scattered only after their checksum has been verified,
+and what is written gets the checksum that the other path will compute, so both paths may be used on the same file at
+any time (docs/adr/0014).
 
-The direct path is taken where cuFile is, and where it was measured to be the faster one (`kv bench copy --file`). What
-it does not bring whole, the staged path is asked for; if that one can, the direct path is not taken again by this
-copier, and the log says so once. What neither can bring is damaged if it
-was read and is not what it was; a read that fails says nothing of the bytes.
+The direct path is used if cuFile is available and was measured to be faster (`kv bench copy --file`). What it does not
+deliver completely is requested from the staged path; if that succeeds, this copier does not use the direct path again,
+and logs it once. Bytes that both paths read and found wrong are damaged; a failed read says nothing about the bytes.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Files as the direct path needs them, and the host's own way to read and write them.
+"""Files as the direct path needs them, and the implementation by ordinary system calls.
 
-What moves bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`) and
-plain system calls do the same thing: the one into the device's memory, the other into the host's. A transfer begins at
-once and is waited for later. Whatever goes wrong is an `OSError`; a transfer that ends early is a short count.
+Moving bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`, device
+memory) and system calls (host memory) are interchangeable. A transfer starts at once and is waited for later. Any
+failure is an `OSError`; a transfer that ends early returns a short count.
 """
 
 import errno

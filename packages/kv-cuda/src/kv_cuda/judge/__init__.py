@@ -1,1 +1,1 @@
-"""What a lossy format does to a model's answers, measured on that model."""
+"""`kv judge`: measures what a lossy format does to a model's answers."""

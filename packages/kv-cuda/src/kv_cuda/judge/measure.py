@@ -1,11 +1,11 @@
-"""The judge: a model goes on from KV that went through a format, beside itself with exact KV.
+"""The judge: compares a model's continuation from KV that went through a format with that from exact KV.
 
 A window of text is a context and its continuation. The context is computed once; its keys and values are what a cache
-would have stored. The continuation is then predicted from them as they are and as they come back, token by token with
-the text's own tokens before it, and so is a greedy answer.
+would have stored. The continuation is then predicted from them, exact and restored, token by token with the text's own
+tokens before it, and so is a greedy answer.
 
-The model is run by transformers, which needs no engine, and computes in float32: rounding on the way to the logits
-costs as much as a good format does, and would hide it. What is stored has the engine's dtype.
+The model runs in transformers, without an engine, in float32: rounding on the way to the logits costs as much as a good
+format does and would hide it. What is stored has the engine's dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the judge found, as a file that settings can demand: `kv judge --out FILE`, then `judge.verdict: FILE`."""
+"""The judge's verdict, as a file that settings can require: `kv judge --out FILE`, then `judge.verdict: FILE`."""
 
 import json
 from collections.abc import Sequence

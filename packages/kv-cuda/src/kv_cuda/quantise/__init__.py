@@ -1,1 +1,1 @@
-"""Chunks in one byte an element."""
+"""Quantised chunks: one byte per element."""

@@ -1,1 +1,1 @@
-"""What copies cost on this machine: `kv bench copy`."""
+"""`kv bench copy`: measures the cost of copies on this machine."""

@@ -1,4 +1,4 @@
-"""`kv bench copy`: measure the paths between host and device, and keep what was found for the copier to use."""
+"""`kv bench copy`: measures the paths between host and device, and saves the result for the copier."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""How fast each path is on this device, against what the bus can do in the same run."""
+"""Measures the throughput of each path on this device, against the bus in the same run."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""How fast each path is between the files of a directory and this device, against the same bytes and the host alone."""
+"""Measures each path between a directory's files and this device, against plain copies and the host alone."""
 
 import os
 import tempfile

@@ -1,7 +1,7 @@
-"""Which page comes before which, as far as questions about prompts have shown.
+"""Which page follows which, as learnt from lookups.
 
-SGLang offers pages for storing without the prompt in front of them. The store wants it: a page is worth nothing without
-those before it, so these must not leave to make room.
+SGLang offers pages for storing without the prompt that precedes them. The store needs it: a page is worthless without
+the pages before it, so these must not be evicted to make room.
 """
 
 from collections import OrderedDict

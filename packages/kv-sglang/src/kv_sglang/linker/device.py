@@ -1,4 +1,6 @@
-"""SGLang's own blocks on the device, described. The chunks are those of its host pools, so both ways share them."""
+"""Describes SGLang's own blocks on the device. Their chunks are those of its host pools, so both integrations share
+them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

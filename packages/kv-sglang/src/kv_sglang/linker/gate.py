@@ -1,4 +1,4 @@
-"""What a forward pass waits for, layer by layer, before it reads pages that are being loaded."""
+"""The gate at which a forward pass waits, layer by layer, for pages that are being loaded."""
 
 import threading
 from contextlib import suppress

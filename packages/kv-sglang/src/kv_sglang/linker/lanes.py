@@ -1,10 +1,9 @@
-"""Loads and stores between the host pool and SGLang's own blocks on the device, each on a thread of its own.
+"""Loads and stores between the host pool and SGLang's blocks on the device, each on a thread of its own.
 
-What must be decided at once (is it there, does it stay there) is decided on the caller's thread; what takes time, the
-copies, is not. SGLang asks several ranks the same and counts on the same answers, so none depends on how far a thread
-has come: a load that was taken is carried out, and a store that was offered gets its turn. An error on a thread is
-ours or the device's, and turns the cache off; the thread goes on, so that nothing is waited for in
-vain.
+What must be decided at once (is the page there, does it stay) is decided on the caller's thread; the copies, which take
+time, are not made there. SGLang asks several ranks the same and relies on equal answers, so no answer depends on how
+far a thread has got: an accepted load is carried out, and an offered store gets its turn. An error on a thread is a bug
+or a device fault, and turns the cache off; the thread continues, so that nobody waits in vain.
 """
 
 import itertools

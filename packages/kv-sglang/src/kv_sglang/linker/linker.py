@@ -1,13 +1,13 @@
-"""SGLang's external linker: pages straight between its device blocks and our host memory. Experimental.
+"""SGLang's external linker: pages directly between its device blocks and our host memory. Experimental.
 
-Each method is a translation and one call; what it means is in `kv_sglang.linker.lanes`. All of them are called on the
-scheduler's main thread, so none of them copies or waits for a tier: a hit is promised from host memory only, and what
-slower tiers hold is brought up for a later question. SGLang changed this interface three times in five weeks, so
-arguments that it adds are taken and left alone.
+Each method translates its arguments and makes one call; the logic is in `kv_sglang.linker.lanes`. All are called on the
+scheduler's main thread, so none copies or waits for a tier: only host memory is promised, and what slower tiers hold is
+promoted for a later lookup. SGLang changed this interface three times in five weeks, so arguments that it adds are
+accepted and ignored.
 
-A load that was promised and then fails cannot become a miss: SGLang aborts its requests (503). That takes a lease that
-ends while it is being read from, or a device that fails. Whatever else goes wrong turns the cache off, and every
-question from then on is a miss.
+A load that was promised and then fails cannot become a miss: SGLang aborts its requests (503). It takes a lease that
+expires while it is being read, or a failing device. Any other error turns the cache off, and every lookup from then on
+is a miss.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""What tests, the demo and the benchmarks need of a real engine: tiny models, and a look inside a running one."""
+"""For tests, the demo and the benchmarks: tiny models, and access to the inside of a running engine."""

@@ -1,7 +1,8 @@
-"""A look inside a running engine, from wherever it runs.
+"""Access to the inside of a running engine, from any process.
 
-Given to vLLM as `worker_extension_cls`, its methods are called by `LLM.collective_rpc`: with the engine core in a
-process of its own there is no other way in. The worker shares its process with the scheduler, so it sees both halves.
+vLLM loads it as `worker_extension_cls`, and its methods are called through `LLM.collective_rpc`: with the engine core
+in a process of its own there is no other way in. The worker shares its process with the scheduler, so it sees both
+halves.
 """
 
 from dataclasses import asdict

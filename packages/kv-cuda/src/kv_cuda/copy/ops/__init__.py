@@ -1,1 +1,1 @@
-"""What moves bytes on a device: one Triton kernel, and the driver's own batched copies."""
+"""Device operations: one Triton kernel, and the driver's batched copies."""

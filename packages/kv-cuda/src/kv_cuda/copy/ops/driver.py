@@ -1,7 +1,7 @@
-"""Many copies in one call of the driver: long runs of bytes go by the device's copy engines, without a kernel.
+"""Batched copies by the driver: many long runs of bytes in one call, by the device's copy engines, without a kernel.
 
-`cudaMemcpyBatchAsync` (CUDA 13 through cuda-bindings) takes any number of (from, to, bytes). It needs no multiprocessor
-and no ring, but time for every run, so it is for runs of many kilobytes.
+`cudaMemcpyBatchAsync` (CUDA 13 through cuda-bindings) takes any number of (source, destination, bytes). It needs
+neither multiprocessors nor a ring buffer, but takes time for each run, so it suits runs of many kilobytes.
 """
 
 import importlib

@@ -1,14 +1,14 @@
 """Gather and scatter of token rows in one launch over all layers: the Triton kernel and its arguments.
 
-A *row* is what one token has in one layer of one part, `heads × head_dim` elements. In a chunk rows of neighbouring
-tokens lie one after another; in the engine's cache each lies where its slot says, cut into *runs* of neighbouring bytes
-(a head each, or the whole row where heads touch). A *plane* is one layer of one part. The kernel walks tiles of some
-tokens × one plane, moves 16 bytes a thread wherever everything is aligned to 16 (Triton makes 128-bit loads and stores
-of pairs of 8-byte words; a test reads them in the PTX), and takes as many programs as it is given, so that a copy over
-the bus leaves the other multiprocessors to the model.
+A *row* is what one token has in one layer of one part, `heads × head_dim` elements. In a chunk the rows of adjacent
+tokens are adjacent; in the engine's cache each is where its slot says, divided into *runs* of adjacent bytes (one per
+head, or the whole row if heads are adjacent). A *plane* is one layer of one part. The kernel iterates over tiles of
+some tokens × one plane and moves 16 bytes per thread if everything is aligned to 16 (Triton makes 128-bit loads and
+stores of pairs of 8-byte words; a test finds them in the PTX). It uses as many programs as it is given, so that a copy
+over the bus leaves the other multiprocessors to the model.
 
-Where the host rows are is an address like any other: pinned memory of the host that the device reads over the bus, or a
-ring in the device's own memory that the copy engine fills.
+Host rows are an address like any other: pinned host memory that the device reads over the bus, or a ring buffer in
+device memory that the copy engine fills.
 """
 
 import math

@@ -1,13 +1,13 @@
-"""The checksum of chunks, XXH3 of 128 bits, taken where the chunks are: in the device's memory.
+"""The checksum of chunks, XXH3 of 128 bits, computed on the device.
 
-What docs/formats/chunk.md asks for is sequential as it is usually written, and parallel where it matters. The input is
-cut into stripes of 64 bytes, eight lanes each, and blocks of 16 stripes. A stripe adds to each lane a number that
-depends on the stripe alone, so the sums of all blocks are made at once (`sum_blocks`, at the speed of the memory). Only
-the scramble behind each block depends on what came before it; `fold_blocks` does that with one program a chunk, over a
-sixteenth of the bytes. The last merge, of eight numbers, is the host's.
+The algorithm of docs/formats/chunk.md is usually written sequentially, but its expensive part is parallel. The input is
+divided into stripes of 64 bytes, eight lanes each, and blocks of 16 stripes. A stripe adds to each lane a number that
+depends on the stripe alone, so the sums of all blocks are computed at once (`sum_blocks`, at the speed of the memory).
+Only the scramble after each block depends on what came before; `fold_blocks` does that with one program per chunk, over
+a sixteenth of the bytes. The final merge, of eight numbers, runs on the host.
 
 XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md (inputs of more than 240 bytes, the default secret,
-seed 0). This was written from that description; the tests hold it to the xxhash library.
+seed 0). Written from that description; the tests compare it with the xxhash library.
 """
 
 from typing import Final
