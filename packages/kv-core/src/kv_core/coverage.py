@@ -24,8 +24,9 @@ CoverageKind = Literal["all", "window", "local", "state"]
 class Coverage:
     """Which tokens before a boundary a group of layers needs.
 
-    kind: all of them; a sliding `window`; chunked `local` attention; or a `state` taken at the boundary itself.
-    tokens: of the window, the token that is computed among them; or of the local attention's chunks. 0 for the others.
+    kind: `all` of them; a sliding `window`; chunked `local` attention; or a `state` taken at the boundary itself.
+    tokens: size of the window, including the token being computed, or of the local attention's chunks. 0 for the
+        others.
     """
 
     kind: CoverageKind
@@ -45,7 +46,7 @@ class Coverage:
         """The inverse of `str`.
 
         Raises:
-            InputError: text that no coverage is spelled as.
+            InputError: the text is not a coverage.
         """
         found = _SPELLED.fullmatch(text) if isinstance(text, str) else None
         if found is None:
@@ -56,9 +57,9 @@ class Coverage:
         return cls(cast(CoverageKind, bare or kind), int(tokens or 0))
 
     def first_token(self, boundary: int) -> int:
-        """The first token that is needed to compute the one at `boundary`; `boundary` itself if none is.
+        """The first token that is needed to compute the one at `boundary`; `boundary` itself if none is needed.
 
-        Of a state the last token before the boundary, as whose part it is kept.
+        For a state, the last token before the boundary, because the state is stored with that chunk.
         """
         match self.kind:
             case "all":
@@ -77,11 +78,11 @@ STATE: Final = Coverage("state")
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """The keys that one chunk has, and which of them a hit needs.
+    """The keys of one chunk, and which of them a hit needs.
 
-    chunk_tokens: tokens a chunk.
-    groups: of each group of layers, its coverage.
-    shards: how many different shares of every group there are.
+    chunk_tokens: tokens in a chunk.
+    groups: the coverage of each group of layers.
+    shards: number of different shards of every group.
 
     Keys are chunk-major: for each chunk, for each group, for each shard.
     """
@@ -113,12 +114,13 @@ class ChunkShape:
         return chunks if first >= boundary else first // self.chunk_tokens
 
     def needed(self, chunks: int) -> Iterator[range]:
-        """For each group the chunks that it needs for a hit of `chunks` chunks."""
+        """For each group, the chunks that it needs for a hit of `chunks` chunks."""
         return (range(self.first_chunk(group, chunks), chunks) for group in range(len(self.groups)))
 
     def needed_places(self, chunks: int) -> list[int]:
-        """Where in a chunk-major list the keys are that a hit of `chunks` chunks needs: those of groups that need the
-        whole prefix first, in the order of the prompt, then the others, group by group."""
+        """Indexes into a chunk-major list of the keys that a hit of `chunks` chunks needs: first those of groups that
+        need the whole prefix, in the order of the prompt, then the others, group by group.
+        """
         whole = [group for group, coverage in enumerate(self.groups) if coverage.kind == "all"]
         places = [
             (chunk * len(self.groups) + group) * self.shards + shard
@@ -138,12 +140,12 @@ class ChunkShape:
 
 
 PLAIN: Final = ChunkShape(chunk_tokens=1)
-"""One key a chunk, and a hit is the leading run: for callers that know of chunks no more than their keys."""
+"""One key per chunk, and a hit is the leading run: for callers that know only the keys."""
 
 
 def longest_hit(held: Sequence[bool], shape: ChunkShape) -> int:
-    """The longest boundary, in chunks, at which every group has what it needs. The definition, written to be believed;
-    caches are held to it by tests.
+    """The longest boundary, in chunks, at which every group has what it needs. This is the definition, written for
+    clarity; tests compare the caches with it.
 
     held: for each key, chunk-major.
     """

@@ -9,27 +9,27 @@ from kv_core.errors import MisuseError
 
 
 class Ended(Enum):
-    """Why the servable prefix is not longer."""
+    """Why the hit is not longer."""
 
-    ALL_HELD = "every chunk asked for is held"
+    ALL_HELD = "every requested chunk is held"
     ABSENT = "the next chunk is not held"
-    INCOMPLETE = "the next chunk is held by some shards or groups and not by all"
-    REFUSED = "the cache takes no new leases at present"
-    PENDING = "more is on its way up from a slower tier, or being asked for there: ask again"
+    INCOMPLETE = "the next chunk is held by some shards or groups but not by all"
+    REFUSED = "the cache grants no new leases at present"
+    PENDING = "more is being promoted or looked up in a slower tier: ask again"
 
 
 @dataclass(frozen=True, slots=True)
 class LookupPlan:
-    """The leading chunks that `holder` may now load. They stay put until its lease ends or expires.
+    """The leading chunks that `holder` may now load. They stay in the pool until its lease ends or expires.
 
-    holder: to whom they are leased.
-    chunks: how many leading chunks are a hit: every group has all that it needs of them, in every shard.
-    ended: why no more.
-    tiers: for each of those chunks, the slowest tier that one of its needed keys must come from.
-    prefix_chunks: how many leading chunks the groups have that need the whole prefix. Beyond `chunks`, it is where
-        other prompts part from this one while a window or a state is missing there. Without such groups: `chunks`.
-    lacking: the group that ended the hit before `prefix_chunks`, and -1 where none did.
-    choice: whether loading them pays, where the lookup came with costs.
+    holder: whose lease it is.
+    chunks: number of leading chunks that hit: every group has all that it needs of them, in every shard.
+    ended: why not more.
+    tiers: for each of those chunks, the slowest tier that a needed key comes from.
+    prefix_chunks: number of leading chunks held by the groups that need the whole prefix. If it exceeds `chunks`, other
+        prompts diverge from this one there while a window or a state is missing. Without such groups: `chunks`.
+    lacking: the group that ended the hit before `prefix_chunks`; -1 if none did.
+    choice: whether loading pays, if the lookup came with costs.
     """
 
     holder: str
@@ -42,9 +42,9 @@ class LookupPlan:
 
 
 def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
-    """Count the leading chunks whose every key is held, and say why the count stopped.
+    """Count the leading chunks of which every key is held, and say why the count stopped.
 
-    held: chunk-major, `keys_per_chunk` answers a chunk; read lazily and never past the first miss.
+    held: chunk-major, `keys_per_chunk` answers per chunk; read lazily and never past the first miss.
 
     Raises:
         MisuseError: the answers do not make up whole chunks.

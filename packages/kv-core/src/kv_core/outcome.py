@@ -5,38 +5,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The chunk is in the lent buffer and was whole."""
+    """The chunk is in the caller's buffer, complete."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Nobody holds the chunk. Not a fault: it may have left since the lookup."""
+    """The chunk is not there. Not a fault: it may have left since the lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """Bytes were found and proved wrong (length, header or checksum). They have been discarded already."""
+    """Bytes were found and proved wrong (length, header or checksum). They have already been discarded."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """The device gave an error. Nothing is known of the bytes, and nothing was discarded: they may be read later."""
+    """The device returned an error. Nothing is known about the bytes, and nothing was discarded: a later read may
+    succeed.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The chunk is held from now on."""
+    """The chunk is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The chunk was not taken, and nothing of it remains."""
+    """The chunk was not stored, and no part of it remains."""
 
     reason: str
 

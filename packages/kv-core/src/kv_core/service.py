@@ -23,12 +23,14 @@ LeaseId = NewType("LeaseId", int)
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """The chunks are in the pool and stay there until the lease is released or expires. Copy, then release: `release`
-    says whether the bytes stayed put. Forgotten meanwhile, they stay and the lease is void.
+    """A lease for reading. The chunks stay in the pool until it is released or expires.
 
-    id: what a release names.
+    Copy, then release: `release` says whether the copy may be used. If a chunk is forgotten meanwhile, its bytes stay
+    but the lease is void.
+
+    id: identifies the lease for `release`.
     keys: the chunks, in the order of the call.
-    extents: where the whole bytes of each are.
+    extents: where each chunk's bytes are.
     """
 
     id: LeaseId
@@ -38,9 +40,9 @@ class ReadLease:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """At least one of the chunks cannot be had; nothing is leased.
+    """At least one of the chunks is not held; nothing is leased.
 
-    missing: those that are not held.
+    missing: the chunks that are not held.
     reason: for a log.
     """
 
@@ -50,12 +52,12 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteLease:
-    """Room for chunks that are not held yet: write, then commit. No lookup sees them before.
+    """Room for chunks that are not held yet: write, then commit. Until then lookups do not find them.
 
-    id: what a commit or a release names.
+    id: identifies the lease for `commit` and `release`.
     keys: the chunks that got room, in the order of the call.
-    extents: where to write the whole bytes of each.
-    refused: why others that are not held got none, or "" when all did. What is refused costs nothing.
+    extents: where to write each chunk's bytes.
+    refused: why others got no room, or "" if all did. A refused chunk is just not stored.
     """
 
     id: LeaseId
@@ -66,25 +68,25 @@ class WriteLease:
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """A snapshot. Slots, residents, reserved and leases are present values; the rest only grow.
+    """A snapshot of the counters. Slots, resident, reserved and leases are current values; the others only grow.
 
-    At rest `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and
-    `chunks_committed + chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.
+    When the cache is idle, `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and `chunks_committed +
+    chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.
 
     slots_total, slots_used: of the pool.
-    chunks_resident: that a lookup could find.
-    chunks_reserved: whose bytes are still to come.
-    read_leases, write_leases: that are open, promises among the reads.
-    lookups: that were answered for good, and not `PENDING`.
-    chunks_asked, chunks_hit: in those lookups.
-    chunks_reserved_ever: that got room.
-    chunks_committed, chunks_aborted: of those, by what became of them.
-    chunks_evicted: to make room.
-    chunks_forgotten: because somebody said so.
-    chunks_adopted: of an earlier process, from a named pool.
-    chunks_refused: that got no room.
-    chunks_damaged: whose checksum was wrong.
-    leases_expired: that were not given back in time.
+    chunks_resident: chunks that lookups can find.
+    chunks_reserved: chunks whose bytes are still to come.
+    read_leases, write_leases: open leases; reads include promises.
+    lookups: lookups answered, without those answered `PENDING`.
+    chunks_asked, chunks_hit: chunks in those lookups.
+    chunks_reserved_ever: chunks that got room.
+    chunks_committed, chunks_aborted: of those, by outcome.
+    chunks_evicted: evicted to make room.
+    chunks_forgotten: removed on request.
+    chunks_adopted: taken over from an earlier process with a named pool.
+    chunks_refused: chunks that got no room.
+    chunks_damaged: chunks with a wrong checksum.
+    leases_expired: leases that were not released in time.
     """
 
     slots_total: int
@@ -108,7 +110,7 @@ class CacheCounts:
 
 
 class CacheService(Protocol):
-    """Everything an engine may ask of a cache. Every call returns at once."""
+    """What an engine can do with a cache. Every call returns at once."""
 
     def lookup(
         self,
@@ -119,72 +121,74 @@ class CacheService(Protocol):
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
     ) -> LookupPlan:
-        """Lease the longest hit among these chunks to `holder` and say how long it is (`kv_core.coverage`).
+        """Find the longest hit among these chunks, lease it to `holder`, and return its length (`kv_core.coverage`).
 
-        keys: chunk-major from the first chunk of the prompt, `shape.keys_per_chunk` for each. What the hit needs is
-        leased, and nothing else. Asking again replaces what the holder was promised before and starts its time anew, so
-        the call may be repeated without counting: one holder has one promise.
+        Only what the hit needs is leased. A holder has one promise: looking up again replaces it and restarts its
+        deadline, so the call may be repeated freely.
 
-        wait_for_promotion: what slower tiers hold is brought up, and while waiting for it is worthwhile the answer is
-            `PENDING`, with what can be promised already: ask again soon, with the same keys. The cache bounds that
-            time, from the holder's first question to its end. False: what can be promised now; nothing is brought up.
-        costs: of the engine. With them only that is waited for which is estimated to be quicker than computing, and the
-            answer says whether loading pays. None: whatever is held is to be used.
+        keys: chunk-major from the first chunk of the prompt, `shape.keys_per_chunk` for each.
+        shape: which keys make up a chunk, and which of them a hit needs.
+        wait_for_promotion: promote what slower tiers hold. While waiting for that is worthwhile, the answer is
+            `PENDING`, with what can be promised already: ask again soon with the same keys. The cache bounds this time,
+            from the holder's first lookup to its end. False: only what can be promised now, and nothing is promoted.
+        costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are
+            waited for, and the answer says whether loading pays. None: use whatever is held.
         """
 
     def renew(self, holder: Holder) -> bool:
-        """Start the promise's time anew. False if the holder has none (any more), or chunks of it were forgotten since:
-        look up again."""
+        """Restart the deadline of the holder's promise. False if it has none, or if chunks of it were forgotten: look
+        up again.
+        """
 
     def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
-        """Lease exactly these chunks for reading, on a lease of their own beside the holder's promise."""
+        """Lease exactly these chunks for reading, with a lease of its own in addition to the holder's promise."""
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
 
-        keys: of one group and shard, the whole chain from the prompt's first chunk; of a group that does not need the
-        whole prefix, what of it the engine has. Chunks already held are touched, and never evicted to make room for
-        their own descendants. A write lease does not expire by time: a writer that lives may still be
-        writing. It ends by `commit`, `release`, or with its holder.
+        Chunks already held are touched, and never evicted to make room for their own descendants. A write lease does
+        not expire, because its writer may still be writing. It ends by `commit`, by `release`, or with its holder.
 
-        hold_s: what of the chain is held, and what this lease commits, stays in the pool for so long or until it has
-            been read once, whatever becomes of the holder: another engine was told of it. All that is kept so is half
-            of the pool at most; beyond that chunks may leave like any other.
+        keys: of one group and shard: the whole chain from the prompt's first chunk or, for a group that does not need
+            the whole prefix, what the engine has of it.
+        hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
+            time or until they have been read once, whatever becomes of the holder: they are for another engine. Holds
+            are limited to half of the pool; chunks beyond that may be evicted as usual.
         """
 
     def commit(self, lease: WriteLease) -> None:
-        """The bytes are written; lookups see these chunks from now.
+        """The bytes are written: make the chunks visible to lookups.
 
         Raises:
             MisuseError: the lease is not open.
         """
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
-        """Done reading, or gave up writing (what was reserved is aborted).
+        """End a read lease, or give up a write lease (its chunks are aborted).
 
-        False if a read lease had expired: the bytes may have been replaced while they were being read. False, too, if
-        any of its chunks was forgotten or cleared since the lease began, even if the bytes were intact: what is
-        forgotten is not delivered afterwards. Either way what was copied must not be used. Releasing twice is False
-        as well, and changes nothing.
+        False if a read lease had expired, so that the bytes may have been replaced while they were read, or if any of
+        its chunks was forgotten or cleared since the lease began, even if the bytes were intact: a forgotten chunk is
+        not delivered afterwards. In either case do not use what was copied. Releasing twice returns False and changes
+        nothing.
         """
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """No lookup finds these chunks from now, on any tier. Open leases keep their bytes until they end, and their
-        release is False: a load under way is not delivered. Pins of them end.
+        """Remove chunks from all tiers: lookups no longer find them.
 
-        A chunk that is being written is forgotten too: its commit then publishes nothing.
+        Open leases keep their bytes until they end, and their release is False, so a load in progress is not delivered.
+        Pins of these chunks end. A chunk that is being written is forgotten too: its commit publishes nothing.
         """
 
     def end(self, holder: Holder) -> None:
-        """Give back everything `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""
+        """Release everything that `holder` has: its promise, its read leases, its unfinished stores. Idempotent."""
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
-        """Publish how many of its blocks the engine gave to which holders, for subscribers. Changes nothing."""
+        """Publish to subscribers how many of its blocks the engine allocated to which holders. Changes nothing."""
 
     def measured(self, samples: Sequence[Measured]) -> None:
-        """Publish how the engine's estimates compare with what was measured, for subscribers. Changes nothing."""
+        """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
     def clear(self) -> None:
-        """Forget every chunk that is held, as `forget` does."""
+        """Forget every chunk, as `forget` does."""
 
     def counts(self) -> CacheCounts: ...

@@ -1,4 +1,4 @@
-"""Validates a transfer plan against a layout and divides it into a few pieces that move whole blocks. Pure arithmetic."""
+"""Validates a transfer plan against a layout and divides it into few pieces that move whole blocks. Pure arithmetic."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Compares what an engine gets back from its cache with what it stored, number by number, in the engine's own blocks."""
+"""Compares what an engine gets back from its cache with what it stored, number by number, in the engine's blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
