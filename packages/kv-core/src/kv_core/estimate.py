@@ -33,10 +33,12 @@ fitted as if one sample more had said so, and a hundredth of all."""
 
 
 class Estimator:
-    """Of one thing. Features are numbers of at least 0; the first is 1. Not thread-safe."""
+    """Estimates one duration. Features are non-negative; the first is 1. Not thread-safe."""
 
     def __init__(self, features: int, *, memory: int = 64, min_samples: int = 4) -> None:
-        """memory: about how many samples it goes by. min_samples: before so many, nothing is known."""
+        """memory: number of samples after which older ones fade.
+        min_samples: with fewer, nothing is known.
+        """
         self._features = features
         self._memory = memory
         self._keep = 1.0 - 1.0 / memory
@@ -56,7 +58,7 @@ class Estimator:
         self.samples = 0
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        """It took so long. Constant time."""
+        """Add a sample. Constant time."""
         if not seconds > 0.0:
             return
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
@@ -95,7 +97,7 @@ class Estimator:
         return self._said
 
     def seconds(self, features: Sequence[float]) -> float | None:
-        """What something of these features is expected to take; None: it is not known yet."""
+        """The expected duration for these features; None while unknown."""
         said = self.coefficients
         return None if said is None else _dot(said, features)
 

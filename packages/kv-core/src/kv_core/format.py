@@ -112,7 +112,7 @@ class ChunkFormat:
         return len(self.parts) * self.layers * self.layer_bytes
 
     def layer_offset(self, part: int, layer: int) -> int:
-        """Where layer `layer` of part number `part` starts, in bytes from the chunk's start."""
+        """Offset in bytes, from the chunk's start, of layer `layer` of part `part`."""
         return (part * self.layers + layer) * self.layer_bytes
 
     @property

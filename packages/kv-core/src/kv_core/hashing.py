@@ -114,9 +114,11 @@ class ChainScheme:
     def root(
         self, *, salt: str | None = None, lora: str | None = None, tags: Mapping[str, str] | None = None
     ) -> Digest:
-        """What the chain starts from: b"" for a prompt that anyone may share, else a digest of what sets it apart.
+        """The start of the chain: b"" for a prompt that anyone may share, else a digest of what separates it from
+        others.
 
-        salt: the tenant's secret or name. lora: the adapter's identity. Empty text is not the same as none.
+        salt: the tenant's secret or name. Empty text differs from None.
+        lora: the adapter's identity. Empty text differs from None.
         """
         root = b""
         if salt is not None or lora is not None:

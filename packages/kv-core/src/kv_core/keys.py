@@ -147,10 +147,10 @@ class ChunkKey(bytes):
         return key
 
     def split_layers(self, layers: int) -> list["ChunkKey"]:
-        """The keys of the chunk's layers 0 to `layers`, each on its own.
+        """The keys of the chunk's layers 0 to `layers`, one per layer.
 
         Raises:
-            InputError: the key names a single layer already, or there cannot be so many.
+            InputError: the key already names a single layer, or there cannot be that many.
         """
         if self.layer is not None:
             raise InputError(f"this key names layer {self.layer} alone; split the key of the whole chunk")
@@ -167,11 +167,14 @@ class ChunkKey(bytes):
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """What must match for the bytes of two chunks to be interchangeable.
+    """What must be equal for the bytes of two chunks to be interchangeable.
 
-    revision: of the model, or a fingerprint of its weights. dtype: of the stored KV.
-    format: `ChunkFormat.fingerprint`. world: in how many shards each chunk is kept.
-    chain: `ChainScheme.name`. tags: anything else, by name; kept sorted.
+    revision: of the model, or a fingerprint of its weights.
+    dtype: of the stored KV.
+    format: `ChunkFormat.fingerprint`.
+    world: number of shards of each chunk.
+    chain: `ChainScheme.name`.
+    tags: anything else, by name; sorted.
     """
 
     model: str
@@ -307,7 +310,7 @@ def keys_in(
 
 
 def tenant_tag(salt: str | None) -> bytes:
-    """Whose the chunks of a prompt with this salt are, in 7 bytes. The salt cannot be read from it, only guessed.
+    """The 7-byte tag of the tenant with this salt. The salt cannot be read from it, only guessed.
 
     Empty text is a salt like any other; None gives `NO_TENANT`.
 

@@ -28,7 +28,7 @@ class _Kind:
 
 
 class RateLimit:
-    """Which lines are said. Called from several threads at once it may miscount by a few, and never says many."""
+    """Decides which lines are logged. Under concurrent calls it may miscount slightly, but never logs many."""
 
     def __init__(self, *, burst: int = BURST, every_s: float = EVERY_S) -> None:
         self._burst, self._every_s = burst, every_s

@@ -28,7 +28,7 @@ class KeySequence:
 
     @property
     def digests(self) -> Sequence[Digest]:
-        """Of all whole chunks so far. Do not change it."""
+        """The digests of all whole chunks so far. Do not modify."""
         return self._digests
 
     @property
@@ -80,7 +80,7 @@ class KeySequence:
         return made
 
     def tail_digest(self) -> Digest | None:
-        """Of the tokens after the last whole chunk, if there are any. It names them and extends to nothing."""
+        """The digest of the tokens after the last whole chunk, if any. It names them; nothing extends it."""
         if not self._tail:
             return None
         first = len(self._digests) * self._scheme.chunk_tokens
@@ -119,13 +119,14 @@ def digests_of(
     skip_tokens: int = 0,
     mask: Sequence[bool] | None = None,
 ) -> list[Digest]:
-    """The digests of a prompt's whole chunks, less those that the caller has no need of.
+    """The digests of a prompt's whole chunks, except those that the caller does not need.
 
-    skip_tokens: leave out the chunks of so many leading tokens (they are hashed: later digests depend on them).
-    mask: the same said token by token, False where a token is to be skipped.
+    skip_tokens: leave out the chunks of this many leading tokens (they are hashed, because later digests depend on
+        them).
+    mask: the same per token, False for a token to skip.
 
     Raises:
-        InputError: what is skipped is not a whole number of chunks from the front, or a token is none.
+        InputError: the skipped tokens are not a whole number of leading chunks, or a token is invalid.
     """
     listed = sliceable(tokens)
     if mask is not None:

@@ -92,7 +92,7 @@ def key_chain(chunks: int, *, branch: str = "", shards: int = 1, salt: str | Non
 
 
 def keys_of(keys_per_chunk: int) -> ChunkShape:
-    """Chunks of so many keys, one a shard, all of which every hit needs."""
+    """Chunks with the given number of keys, one per shard, all of which every hit needs."""
     return ChunkShape(1, shards=keys_per_chunk)
 
 
@@ -118,5 +118,5 @@ def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
 
 
 def extents(chunks: int, nbytes: int = 4096, pool: str = "pool") -> list[HostExtent]:
-    """Neighbouring places for so many chunks."""
+    """Adjacent extents for the given number of chunks."""
     return [HostExtent(pool, chunk * nbytes, nbytes) for chunk in range(chunks)]

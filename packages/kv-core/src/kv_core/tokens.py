@@ -24,7 +24,7 @@ _ADVICE = f"tokens are whole numbers from 0 to {MAX_TOKEN}"
 
 
 class HasTolist(Protocol):
-    """What arrays and tensors have in common."""
+    """The interface that arrays and tensors share."""
 
     def tolist(self) -> Any: ...
 
@@ -96,7 +96,7 @@ def pack_tokens(tokens: Sequence[int], first_position: int = 0) -> bytes:
 
 
 def pack_wide(tokens: Sequence[int], first_position: int) -> bytes:
-    """As `pack_tokens`, for tokens that did not pack as u32: one is wide, or one is no token at all."""
+    """Like `pack_tokens`, for tokens that did not pack as u32: one of them is wide, or invalid."""
     raise_for_invalid_token(tokens, first_position)
     return _WIDE_MARK + struct.pack(f"<{len(tokens)}Q", *tokens)
 

@@ -41,8 +41,9 @@ class TransferPlan:
         return chunks
 
     def repeated(self) -> "TransferPlan":
-        """Of a plan that gathers the first tokens of one chunk: the same, with the rest of the chunk filled by the
-        same tokens again and again. So nothing in the chunk is of another request."""
+        """For a plan that gathers the first tokens of one chunk: the same, with the rest of the chunk filled by
+        repeating these tokens, so that the chunk contains nothing of another request.
+        """
         copies = list(self.copies)
         step = filled = self.tokens
         while filled < self.chunk_tokens:

@@ -105,8 +105,9 @@ def _register_keys(commands: Any) -> None:
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """What says which prompt is meant, and the names of its chunks. For other commands about a prompt too; what they
-    read is read by `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`."""
+    """Add the options that define a prompt and the keys of its chunks, for any command about a prompt. Read them with
+    `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`.
+    """
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("file", nargs="?", metavar="FILE", help="token ids; - for standard input")
     tokens.add_argument("--text", metavar="FILE", help="a text to tokenize instead; - for standard input")
@@ -160,7 +161,7 @@ def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> KeySpace | No
 
 
 def prompt_root(args: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
-    """Where the prompt's chain begins with this salt, and the adapter and tags that were given."""
+    """The root of the prompt's chain for this salt, with the adapter and tags of the options."""
     return scheme.root(salt=salt, lora=args.lora, tags=_tags(args.tag))
 
 
@@ -195,7 +196,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _PrintedKeys:
-    """Whose keys are printed, and of which group."""
+    """The key spaces and group whose keys are printed."""
 
     space: KeySpace
     group: int

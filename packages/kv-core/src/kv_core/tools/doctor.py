@@ -40,10 +40,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What `kv doctor` was called with.
+    """The options of `kv doctor`.
 
-    path: a directory that a disk tier might have.
-    measure: copies may be timed, which takes some seconds.
+    path: a directory that a disk tier might use.
+    measure: whether to time copies, which takes some seconds.
     """
 
     path: str
@@ -54,7 +54,7 @@ Check = Callable[[DoctorOptions], Iterable[Finding]]
 
 
 def findings(options: DoctorOptions) -> Iterator[Finding]:
-    """Of all packages that are installed, in the order of their names. One that fails is a finding too."""
+    """The findings of all installed packages, in the order of their names. A check that fails is a finding too."""
     for entry in sorted(importlib.metadata.entry_points(group=CHECKS), key=lambda entry: entry.name):
         try:
             yield from entry.load()(options)

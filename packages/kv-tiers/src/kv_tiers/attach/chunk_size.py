@@ -19,19 +19,19 @@ _LEAST_WITH_STATES: Final = 64
 def fitted(
     settings: Settings, in_force: Sequence[Setting], block_tokens: Sequence[int], *, has_states: bool = False
 ) -> Settings:
-    """The settings with a `chunk_tokens` that the engine's blocks fill.
+    """The settings with a `chunk_tokens` that is a whole number of the engine's blocks.
 
-    Where nobody has set it, it becomes the smallest whole number of blocks that is no less than the default: the blocks
-    of models with states are as long as a state is large, 528 tokens, say. An engine keeps a prompt's last state at the
-    end of a block, and in a chunk of several it would mostly lie where no chunk ends and serve nobody. So for such
-    models it is one block of all tables, or as many as make 64 tokens.
+    If it is not set, it becomes the smallest whole number of blocks that is no less than the default, because blocks of
+    models with states are as long as a state is large, for example 528 tokens. An engine keeps a prompt's last state at
+    the end of a block. In a chunk of several blocks, most of these would not be at the end of a chunk and would be
+    useless, so for such models a chunk is one block of all tables, or as many as make 64 tokens.
 
-    in_force: as `load` returns it beside the settings.
-    block_tokens: of each block table of the engine's.
+    in_force: as `load` returns it with the settings.
+    block_tokens: of each block table of the engine.
     has_states: whether a group of layers keeps states.
 
     Raises:
-        ConfigError: it was set, and is no whole number of blocks; the text says what is.
+        ConfigError: it is set and is not a whole number of blocks; the text says what would be.
     """
     together = lcm(*block_tokens)
     if any(each.path == "chunk_tokens" and each.origin != "default" for each in in_force):

@@ -37,7 +37,7 @@ _WAIT_FOR_RANK_0_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What the chunks of an engine are: of each group of layers the size of its chunks, and what all of that means."""
+    """The format of an engine's chunks: the chunk size of each group of layers, and the fingerprint."""
 
     group_bytes: tuple[int, ...]
     fingerprint: str
@@ -56,7 +56,7 @@ class Replica:
 
 
 def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None) -> Path:
-    """Where the engine's processes find its server."""
+    """The path of the socket at which the engine's processes find its server."""
     if settings.server.socket:
         return Path(settings.server.socket)
     return default_socket(f"{PRIVATE_PREFIX}{engine_id if replica is None else replica.of}")

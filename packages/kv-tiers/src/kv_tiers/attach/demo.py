@@ -57,11 +57,12 @@ Ask = Callable[[list[int]], Answer]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an engine is started for.
+    """What to start an engine for.
 
-    model: that it loads, with this dtype.
+    model: the model to load, with this dtype.
     cache: our settings; None: without us.
-    prompt_tokens: no prompt has more. new_tokens: of an answer, unless a token of `stop` ends it.
+    prompt_tokens: length of the longest prompt.
+    new_tokens: length of an answer, unless a token of `stop` ends it.
     """
 
     model: str

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 class Row:
     """One request.
 
-    request: its name, or the question. phase: when it was sent, to which `engine`.
-    prompt_tokens: it had. hit_tokens: the engine says it found.
-    first_s: seconds until the first token. tokens: generated. text: what they say, if anybody knows.
+    request: its name, or the question.
+    phase: when it was sent, to which `engine`.
+    prompt_tokens: length of its prompt.
+    hit_tokens: tokens found, as the engine reports.
+    first_s: seconds until the first token.
+    tokens: the generated tokens.
+    text: their text, if there is a tokenizer.
     """
 
     engine: str

@@ -57,16 +57,16 @@ class EngineCopier(LayerwiseCopier, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What all processes of an engine must know of its chunks; workers register it at the engine's server.
+    """What all processes of an engine must know about its chunks; workers register it at the engine's server.
 
-    chunk_tokens: tokens a chunk.
-    groups: of layers, in the order of the keys.
-    shards: how many different shares of every chunk there are.
-    kv_dtype: what the numbers are, as the key space has it.
+    chunk_tokens: tokens in a chunk.
+    groups: groups of layers, in the order of the keys.
+    shards: number of different shards of every chunk.
+    kv_dtype: dtype of the KV, as in the key space.
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
-    layouts: the name of the layout that was proved of each group.
-    is_queued: whether copies go on behind the calls that ask for them.
+    layouts: the name of the proved layout of each group.
+    is_queued: whether copies continue after the calls that start them.
     """
 
     chunk_tokens: int
@@ -127,13 +127,14 @@ def _described(coverage: Coverage, layout: str, kind: str) -> str:
 
 
 class Engine(OffSwitch):
-    """What this process has of one engine: its cache, and the half or halves on it.
+    """This process's part of one engine: its cache, and one or both halves.
 
-    off: why nothing is loaded or stored; empty while it works. Both halves look at it before they do anything.
+    off: why nothing is loaded or stored; empty while it works. Both halves check it before they do anything.
     faults: every reason for which it was ever turned off.
-    cache: None until a half has been bound; facts: likewise.
-    server: the private one, in the process that started it.
-    share: what of every chunk this process's rank has.
+    cache: None until a half has been bound.
+    facts: None until a half has been bound.
+    server: the private server, in the process that started it.
+    share: the shard of every chunk that this process's rank has.
     """
 
     def __init__(self, engine_id: str) -> None:
@@ -159,7 +160,7 @@ class Engine(OffSwitch):
         self._handover = HandoverConfig()
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Load and store nothing from now on. For faults of ours; an engine that was never served has `off` alone."""
+        """Stop loading and storing, because of a fault of ours. An engine that is not served at all only has `off`."""
         super().turn_off(why, error)
         self.faults.append(why)
         if self.worker is not None:
@@ -324,7 +325,7 @@ class Engine(OffSwitch):
         return True
 
     def log_summary(self) -> None:
-        """What has come of a cache in this process so far, in one line. A private server says so itself at its end."""
+        """Log a one-line summary of the cache in this process. A private server logs its own at its end."""
         if not isinstance(self.cache, LocalCache):
             return
         counts = self.cache.counts()
@@ -407,7 +408,7 @@ def engines() -> Mapping[str, Engine]:
 
 
 def engine_of(engine_id: str) -> Engine:
-    """The engine's entry, made when it is first asked for."""
+    """The engine's entry, created on first use."""
     return _ENGINES.setdefault(engine_id, Engine(engine_id))
 
 

@@ -128,7 +128,7 @@ class DigestMemory:
 
 @dataclass(slots=True)
 class _Segments:
-    """What is still to be hashed, taken by several threads."""
+    """Segments still to be hashed, taken by several threads."""
 
     tasks: Iterator[tuple[FileState, int]]
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -16,7 +16,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class Guardable(Protocol):
-    """What has hooks of an engine. off: why nothing is loaded or stored; empty while it works."""
+    """An object with hooks of an engine. off: why nothing is loaded or stored; empty while it works."""
 
     @property
     def off(self) -> str: ...

@@ -75,9 +75,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What tells a model's weights from any other's.
+    """The identity of a model's weights.
 
-    revision: a commit, a digest of the weights, or a name that only this engine has.
+    revision: a commit, a digest of the weights, or a name that is unique to this engine.
     beside: a digest of the other weights that count, "" for none.
     """
 
@@ -153,7 +153,7 @@ class LiveWeights:
         return self._settled.wait(timeout_s)
 
     def changed(self, why: str) -> None:
-        """From now on the engine's weights may be any: they get a name that nobody has, nor had before."""
+        """The engine's weights have changed in an unknown way: they get a unique identity from now on."""
         with self._lock:
             self._changes += 1
             self._take(f"engine-{self._engine}-{self._changes}")
@@ -259,9 +259,10 @@ def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Eve
 
 
 def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | None = None) -> str | None:
-    """What a LoRA adapter or a draft is: all bytes of its files, or its commit on the hub; None if neither.
+    """The identity of a LoRA adapter or a draft model: a digest of all bytes of its files, or its commit on the hub;
+    None if neither is found.
 
-    Its name alone would serve the KV of whatever had it before. Raises as `identify` does.
+    Its name alone would serve the KV of whatever had that name before. Raises as `identify` does.
     """
     directory = Path(path)
     snapshot = _SNAPSHOT.search(path) if path and directory.is_dir() else None
@@ -308,7 +309,7 @@ def described(model: ServedModel) -> str:
 
 
 def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
-    """What the bytes of KV follow from beside the weights, and the architectures that the model names itself."""
+    """Everything besides the weights on which the bytes of KV depend, and the architectures that the model names."""
     raw = _own_config(model)
     described: dict[str, object] = {**(raw or model.read_config)}
     for name in _TRANSIENT:

@@ -141,7 +141,7 @@ def _read(given: Mapping[Any, Any]) -> StoredFormat | None:
 
 
 def _place(tier: Mapping[str, Any]) -> str:
-    """Where a tier is, without spelling what may be secret in it."""
+    """Where a tier is, without revealing anything that may be secret."""
     named = [tier.get("type"), *(tier.get(name) for name in _NAMING)]
     return hashlib.sha256(json.dumps(named, default=str).encode()).hexdigest()
 

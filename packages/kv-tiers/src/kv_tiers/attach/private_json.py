@@ -18,7 +18,7 @@ _MAX_BYTES: Final = 4 * 1024**2
 
 
 def cache_directory(environ: "os._Environ[str] | dict[str, str] | None" = None) -> Path | None:
-    """Where this user's programs keep such files, as XDG has it; None for a user without a home."""
+    """The directory for such files of this user, according to XDG; None for a user without a home."""
     variables = os.environ if environ is None else environ
     given = variables.get("XDG_CACHE_HOME", "")
     try:
@@ -28,7 +28,7 @@ def cache_directory(environ: "os._Environ[str] | dict[str, str] | None" = None) 
 
 
 def read_private(path: Path) -> Any:
-    """What `write_private` put there; None if it is not there, not this user's alone, or not as it was written."""
+    """Read what `write_private` wrote; None if it does not exist, is accessible to others, or is malformed."""
     try:
         descriptor = open_own_file(path, os.O_RDONLY, "remove it")
     except FileNotFoundError:

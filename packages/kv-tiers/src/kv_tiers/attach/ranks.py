@@ -8,13 +8,13 @@ from kv_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank has of every chunk.
+    """The shard of every chunk that one rank has.
 
-    rank: its number among all ranks that have shares.
-    ranks: how many there are.
-    shards: how many different shares there are.
-    shard: which one this rank has.
-    stores: whether it is this rank of those with the same share that stores it.
+    rank: its number among all ranks that have shards.
+    ranks: their number.
+    shards: number of different shards.
+    shard: the one that this rank has.
+    stores: whether this rank is the one that stores it, among those with the same shard.
     """
 
     rank: int

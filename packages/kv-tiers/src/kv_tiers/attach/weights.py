@@ -19,7 +19,9 @@ class EngineWeights:
         self._changes = 0
 
     def follow(self, scheduler: SchedulerHalf) -> None:
-        """Tell the scheduler half what became known or changed. Before every use of it; costs two comparisons."""
+        """Tell the scheduler half what has become known or changed. Called before every use of it; costs two
+        comparisons.
+        """
         changes, now = self.identity.changes, self.space.now
         if changes != self._changes:
             self._changes = changes

@@ -26,12 +26,13 @@ from kv_tiers.index.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What a tenant has of the pool, in whole slots: chunks that are held, being written, or read after their end.
+    """A tenant's use of the pool, in whole slots: chunks that are held, being written, or still being read after they
+    were removed.
 
     tenant: its tag.
-    chunks: as slots are.
+    chunks: number of slots.
     used_bytes: of those.
-    quota_bytes: None for one that shares what the quotas leave with all others.
+    quota_bytes: None for a tenant that uses the common share.
     """
 
     tenant: bytes
@@ -41,7 +42,9 @@ class TenantUse:
 
 
 class Administration:
-    """Of one cache. Methods are for any thread and take the lock themselves, but where it says otherwise."""
+    """Operators' verbs of one cache. Methods may be called on any thread and take the lock themselves unless stated
+    otherwise.
+    """
 
     def __init__(
         self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers, *, holds: Holds
@@ -86,7 +89,7 @@ class Administration:
             return hit.chunks
 
     def unpin(self, name: str) -> bool:
-        """Let the pinned chunks leave like any others. False: there is no pin of this name."""
+        """Make the pinned chunks evictable again. False: there is no pin of this name."""
         with self._host.lock:
             slots = self._pins.pop(name, None)
             if slots is not None:
@@ -99,7 +102,7 @@ class Administration:
             return {name: len(slots) for name, slots in self._pins.items()}
 
     def unpin_forgotten(self) -> None:
-        """What nobody can find any more is kept for nobody. Under the lock."""
+        """End the pins of chunks that were forgotten. Called under the lock."""
         self._holds.drop_forgotten()
         was_forgotten = self._index.was_forgotten
         for name, slots in list(self._pins.items()):
@@ -141,7 +144,7 @@ class Administration:
             self._cache.end(holder)
 
     def resident_keys(self) -> list[ChunkKey]:
-        """What a lookup could find now. It copies the index."""
+        """The keys that a lookup could find now. Copies the index."""
         with self._host.lock:
             self._host.check_open()
             return self._index.keys()
@@ -179,7 +182,7 @@ class Administration:
             return len(forgotten)
 
     def tenants(self) -> list[TenantUse]:
-        """Of every tenant that has chunks or a quota, by tag. Their chunks add up to the slots used."""
+        """The use of every tenant that has chunks or a quota, by tag. Their chunks add up to the slots used."""
         slot_bytes = self._host.pool.slot_bytes
         with self._host.lock:
             self._host.check_open()
@@ -195,14 +198,15 @@ class Administration:
         ]
 
     def set_quota(self, tenant: bytes, quota_bytes: int | None) -> None:
-        """Set so much of the pool apart for the tenant with this tag: nobody else's chunks get there, and the tenant's
-        get nowhere else. Whole chunks count. None: it shares what the quotas leave with all others.
+        """Reserve a part of the pool for the tenant with this tag: nobody else's chunks go there, and the tenant's go
+        nowhere else. Rounded to whole chunks. None: the tenant uses the common share.
 
-        What does not fit any more is evicted at once, but for what is being read or written: that goes when it is not.
-        For a tenant of many chunks this takes seconds; others' calls come in between, a few chunks at a time.
+        What no longer fits is evicted at once, except chunks that are being read or written; they leave when that ends.
+        For a tenant with many chunks this takes seconds; it proceeds a few chunks at a time, so that other calls come
+        in between.
 
         Raises:
-            ConfigError: a negative number, less than one chunk (0 is none at all), or more than the other quotas leave.
+            ConfigError: negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
         """
         slots = None if quota_bytes is None else quota_slots(quota_bytes, self._host.pool.slot_bytes)
         with self._quota_lock:

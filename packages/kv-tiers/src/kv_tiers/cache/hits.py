@@ -21,8 +21,8 @@ class Hit:
     """What a lookup finds.
 
     chunks, prefix_chunks, lacking, ended: as in `LookupPlan`.
-    keys, slots: exactly what the hit needs: groups that need the whole prefix first, in the prompt's order, then the
-        others, group by group. There may be more keys than slots: eviction policies are given those too.
+    keys, slots: what the hit needs: groups that need the whole prefix first, in the prompt's order, then the others,
+        group by group. There may be more keys than slots, because eviction policies are given those too.
     """
 
     chunks: int
@@ -122,7 +122,7 @@ def slowest_tiers(
 
 
 def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
-    """What a hit of so many chunks needs, as (chunk, group, shard), in the order of a `Hit`."""
+    """The keys that a hit of this many chunks needs, as (chunk, group, shard), in the order of a `Hit`."""
     shards = range(shape.shards)
     whole = whole_groups(shape)
     needed = [(chunk, group, shard) for chunk in range(chunks) for group in whole for shard in shards]
@@ -133,12 +133,12 @@ def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
 
 
 def needed_count(shape: ChunkShape, chunks: int) -> int:
-    """How many keys a hit of so many chunks needs."""
+    """The number of keys that a hit of this many chunks needs."""
     return sum(map(len, shape.needed(chunks))) * shape.shards
 
 
 def whole_groups(shape: ChunkShape) -> list[int]:
-    """Those that need the whole prefix."""
+    """The groups that need the whole prefix."""
     return [number for number, coverage in enumerate(shape.groups) if coverage.kind == "all"]
 
 
@@ -147,7 +147,7 @@ def other_groups(shape: ChunkShape) -> list[int]:
 
 
 def columns_of(group: int, shape: ChunkShape) -> range:
-    """Where in a chunk the keys of a group are."""
+    """The indexes of a group's keys within a chunk."""
     return range(group * shape.shards, (group + 1) * shape.shards)
 
 

@@ -36,7 +36,7 @@ AT_ONCE: Final = 256
 
 @dataclass(slots=True)
 class CacheTotals:
-    """What a cache counts and only grows; each is described by its namesake in `CacheCounts`."""
+    """Counters that only grow; each is described under the same name in `CacheCounts`."""
 
     lookups: int = 0
     chunks_asked: int = 0
@@ -53,7 +53,7 @@ class CacheTotals:
 
 
 class _Doubt(NamedTuple):
-    """What the record of an adopted chunk says of its bytes."""
+    """What the record of an adopted chunk claims about its bytes."""
 
     checksum: bytes
     nbytes: int
@@ -93,7 +93,7 @@ class HostTier:
         self._closed = True
 
     def share_of(self, tenant: bytes) -> Share:
-        """Where this tenant's chunks belong."""
+        """The share to which this tenant's chunks belong."""
         return self._shares.of(tenant)
 
     def check_keys(self, keys: Sequence[ChunkKey]) -> None:
@@ -106,7 +106,9 @@ class HostTier:
             raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
 
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
-        """Tell the policy that more of this chain is stored, and what of it is resident; the slots of that."""
+        """Tell the policy that more of this chain is being stored, and which of it is resident; returns the slots of
+        that.
+        """
         slots = self._index.leading(chain)
         keys = chain
         if len(slots) < len(chain):
@@ -116,12 +118,14 @@ class HostTier:
         return slots
 
     def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
-        """Slots for chunks whose bytes are still to come, emptied where they must be; for those up to the first that
-        finds no room.
+        """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds
+        no room.
 
-        The room is that of its tenant's share: other tenants' chunks stay, and slots that others have free are theirs.
+        The room is that of its tenant's share: other tenants' chunks are not evicted, and their free slots are not
+        used.
 
-        keys: as of `Residency.reserve`. skipped: as of `Residency.victim`.
+        keys: as for `Residency.reserve`.
+        skipped: as for `Residency.victim`.
         """
         slots: list[int] = []
         for tenant, its_keys in groupby(keys, key=itemgetter(TENANT_AT)):
@@ -146,8 +150,9 @@ class HostTier:
                 self._index.has_moved(slot)
 
     def trim(self, at_most: int) -> bool:
-        """Evict what shares have beyond their size, as far as nobody leases it, but no more than that of each. False:
-        there was nothing to evict."""
+        """Evict what shares have beyond their size, unless it is leased, but at most the given number from each. False:
+        there was nothing to evict.
+        """
         has_evicted = False
         for share in list(self._shares.over):
             evicted = self._make_room(share, min(at_most, share.slots_used - share.slots), (), set())
@@ -165,10 +170,11 @@ class HostTier:
         chain: Sequence[ChunkKey],
         checksums: Sequence[bytes],
     ) -> list[ChunkKey]:
-        """Their bytes are in place; those that can be found from now. What was forgotten while it was written is found
-        by nobody, and its slot is free.
+        """Make chunks visible whose bytes are in place; returns those that can now be found. A chunk that was forgotten
+        while being written stays hidden, and its slot is free.
 
-        chain: the prompt up to there. checksums: of each chunk, for a named pool; else none.
+        chain: the prompt up to there.
+        checksums: of each chunk, for a named pool; else empty.
         """
         freed = self._index.commit(keys, slots)
         self.free(freed)
@@ -180,19 +186,23 @@ class HostTier:
         return [key for key, slot in zip(keys, slots, strict=True) if self._index.find(key) == slot]
 
     def checksums(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[bytes]:
-        """What `commit` wants: of each chunk if the pool is named. Without the lock: it reads all the bytes."""
+        """The checksums that `commit` wants: of each chunk if the pool is named. Called without the lock, because it
+        reads all the bytes.
+        """
         if self.pool.directory is None:
             return []
         return [self._checksum(slot, self.pool.sizes.of(key)) for key, slot in zip(keys, slots, strict=True)]
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Give reserved places back."""
+        """Give up reserved slots."""
         self._index.abort(keys, slots)
         self.free(slots)
         self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Empty a slot that nobody leases, and keep it taken for the caller. `publish_evicted` once a call's are."""
+        """Evict the chunk in an unleased slot, and keep the slot for the caller. Call `publish_evicted` after the last
+        of a call.
+        """
         self._have_evicted({slot: self._index.empty(slot)})
 
     def publish_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
@@ -202,7 +212,7 @@ class HostTier:
             self.events.publish(events.Evicted(TIER, keys, cause, holder, self._policy_name))
 
     def forget(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of them that were resident. What is being written is forgotten too."""
+        """Forget chunks, including those being written; returns those that were resident."""
         forgotten = [key for key in keys if self._forget(key)]
         self._totals.chunks_forgotten += len(forgotten)
         return forgotten
@@ -217,7 +227,7 @@ class HostTier:
             self.pool.free(slot)
 
     def lease_doubtful(self, slots: Sequence[int]) -> dict[int, _Doubt]:
-        """Those of the slots that nobody has verified, leased until `verify` is done with them."""
+        """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
         if not self._doubtful:
             return {}
         doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
@@ -263,7 +273,7 @@ class HostTier:
         return slots
 
     def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
-        """Empty so many slots of this share, if there are, and keep them taken. Then `publish_evicted`."""
+        """Empty up to this many slots of this share and keep them for the caller, who then calls `publish_evicted`."""
         evicted = self._index.evict(wanted, protected, skipped, share.policy)
         self._have_evicted(evicted)
         return list(evicted)
@@ -276,7 +286,7 @@ class HostTier:
         self._disown(chunks)
 
     def _disown(self, slots: Iterable[int]) -> None:
-        """Nobody may find these slots' bytes, after a restart either."""
+        """Make sure that these slots' bytes are not found, not even after a restart."""
         for slot in slots:
             self._doubtful.pop(slot, None)
             if self.pool.directory is not None:
@@ -325,6 +335,6 @@ class HostTier:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))
 
     def _checksum(self, slot: int, nbytes: int) -> bytes:
-        """Of the chunk in this slot. Without the lock, on a slot that is leased or reserved."""
+        """The checksum of the chunk in this slot. Called without the lock, on a slot that is leased or reserved."""
         with self.pool.chunk(slot, nbytes) as chunk:
             return checksum_of(chunk)

@@ -87,7 +87,7 @@ class Leases:
         return len(self._writes)
 
     def holders(self) -> set[Holder]:
-        """Those that have anything."""
+        """Holders that have any lease."""
         return set(self._holdings)
 
     def promise(self, holder: Holder, slots: list[int], now_s: float) -> Read | None:
@@ -157,7 +157,7 @@ class Leases:
         return reads, [self._writes.pop(number) for number in sorted(holding.writes)]
 
     def expire(self, now_s: float) -> Sequence[Read]:
-        """What has expired by now, the oldest first."""
+        """Remove and return the leases that have expired, the oldest first."""
         expired: list[Read] = []
         while self._reads:
             oldest = next(iter(self._reads.values()))

@@ -153,11 +153,13 @@ class LocalCache:
         return plan
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
-        """What a hit needs in this key space, as lookups have said. None: no lookup yet, or the whole prefix."""
+        """What a hit needs in this key space, as lookups have stated. None: there was no lookup yet, or it needs the
+        whole prefix.
+        """
         return self._bounded.shape_of(space_id)
 
     def costs_of(self, space_id: bytes) -> tuple[Costs, ChunkShape] | None:
-        """What an engine that asked for chunks of this key space said last, of itself and of them. None: nobody did."""
+        """The costs and shape that an engine stated last in a lookup in this key space. None: there was none."""
         return self._costs.get(space_id)
 
     def renew(self, holder: Holder) -> bool:
@@ -279,10 +281,10 @@ class LocalCache:
                 self.events.publish(events.HolderEnded(holder))
 
     def changes_since(self, upto: int) -> Changes:
-        """What entered and left the pool, beside the verbs: see `kv_tiers.events.changes`. upto: 0 at first.
+        """What entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`.
 
         Raises:
-            MisuseError: the cache was made without events.
+            MisuseError: the cache was created without events.
         """
         if self.events is UNWATCHED:
             raise MisuseError("a cache without events keeps no record of them")
@@ -332,12 +334,12 @@ class LocalCache:
             )
 
     def close(self) -> None:
-        """Give up every lease, have stored below what is to be stored there, and unmap the pool.
+        """End every lease, spill what waits, and unmap the pool. Takes at most some seconds (`ColdConfig.drain_s`).
 
-        A named pool's chunks are there for the next process. It takes at most some seconds (`ColdConfig.drain_s`).
+        A named pool's chunks are there for the next process.
 
         Raises:
-            BufferError: somebody still has the pool's memory; the cache is closed, the pool is not: close again later.
+            BufferError: the pool's memory is still in use; the cache is closed but the pool is not: close again later.
         """
         with self._lock:
             self._host.stop()

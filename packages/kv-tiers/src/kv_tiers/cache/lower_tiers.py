@@ -45,7 +45,7 @@ class TierState:
 
 
 class LowerTiers:
-    """Owns the lanes and closes them. Methods take the host's lock themselves, but where it says otherwise."""
+    """Owns the lanes and closes them. Methods take the host's lock themselves unless stated otherwise."""
 
     def __init__(
         self,
@@ -57,7 +57,9 @@ class LowerTiers:
         keep_s: float,
         clock: Clock,
     ) -> None:
-        """lanes: hottest first, each with how chunks get there. keep_s: as of `Promotions`."""
+        """lanes: hottest first, each with its write mode.
+        keep_s: as for `Promotions`.
+        """
         self._host = host
         self._lanes = [lane for lane, _ in lanes]
         self._wait_s = config.wait_s
@@ -80,7 +82,7 @@ class LowerTiers:
         return bool(self._lanes)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        """Nobody finds these below any more."""
+        """Remove these keys from all lower tiers."""
         for lane in self._lanes:
             lane.discard(keys)
 
@@ -97,7 +99,7 @@ class LowerTiers:
         return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
 
     def local_lanes(self) -> list[Lane]:
-        """Of the tiers that answer from memory, hottest first."""
+        """The lanes of tiers that answer from memory, hottest first."""
         return [lane for lane in self._lanes if lane.holds_is_local]
 
     def remote_tiers_skipped(self) -> list[str]:
@@ -105,9 +107,9 @@ class LowerTiers:
         return [lane.name for lane in self._lanes if not lane.holds_is_local]
 
     def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:
-        """What a lookup that finds `have` chunks in the pool and these below would wait for now.
+        """What a lookup that finds `have` chunks in the pool and these parts below would wait for now.
 
-        parts: of each the tier's name, the first chunk, the one after the last, and how many bytes.
+        parts: for each, the tier's name, the first chunk, the one after the last, and the number of bytes.
         """
         places = {lane.name: place for place, lane in enumerate(self._lanes)}
         known = [Part(places[name], first, end, nbytes) for name, first, end, nbytes in parts if name in places]
@@ -137,11 +139,11 @@ class LowerTiers:
         return states
 
     def drain(self, timeout_s: float) -> None:
-        """Have everything stored below that is to be stored, as far as the time allows."""
+        """Spill everything that waits, as far as the time allows."""
         self.spills.drain(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, then close. False: a tier still has memory of the pool in a call that does not come back."""
+        """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""
         self.drain(timeout_s)
         with self._host.lock:
             left = self.spills.stop()

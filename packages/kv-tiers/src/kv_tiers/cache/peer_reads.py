@@ -38,7 +38,7 @@ class StoredChunk:
 
 
 class PeerReads:
-    """Of one cache, for any thread; it waits for lower tiers, so it is not for an engine's."""
+    """Reads of one cache by peers, on any thread but an engine's, because it waits for lower tiers."""
 
     def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], format_id: bytes, holds: Holds) -> None:
         """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks."""

@@ -51,8 +51,8 @@ class Answers:
 
     began_s: when its wait began.
     by_tier: for each remote tier, by its index, whether it holds a key; None until it has answered.
-    lost: (tier, key) of chunks that a tier said it holds and did not deliver.
-    max_wait_s: how long to wait for an answer: beyond that computing is quicker.
+    lost: (tier, key) of chunks that a tier claimed to hold but did not deliver.
+    max_wait_s: how long to wait for an answer; beyond that computing is quicker.
     """
 
     began_s: float
@@ -104,7 +104,7 @@ class Presence:
         return found, True
 
     def _held(self, tier: int, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> list[bool] | None:
-        """What a remote tier holds of these. None: it has not answered yet, and waiting for it pays."""
+        """Which of these a remote tier holds. None: it has not answered yet, and waiting for it pays."""
         held = answers.by_tier.setdefault(tier, {})
         if new := [key for key in keys if key not in held]:
             held.update(dict.fromkeys(new, None))

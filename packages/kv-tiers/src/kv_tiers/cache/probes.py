@@ -8,7 +8,7 @@ _SOON_S: Final = 0.5
 
 
 class Probes:
-    """Of one tier. Not thread-safe."""
+    """The probes of one tier. Not thread-safe."""
 
     def __init__(self) -> None:
         self._after_s = _FIRST_S

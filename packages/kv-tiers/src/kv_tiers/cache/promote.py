@@ -95,7 +95,7 @@ class _View:
     """Where the chunks of a prompt are.
 
     keys: the prompt's, chunk-major.
-    in_pool: for each key, whether the pool has it or a load of it is under way.
+    in_pool: for each key, whether the pool has it or is loading it.
     writing: keys that engines are storing now. They count as absent: they are there for the next request.
     in_tiers: for the remaining keys, the index of the tier that has it.
     all_answered: every tier that was queried has answered.
@@ -127,8 +127,10 @@ class Promotions:
         batch_bytes: int,
         clock: Clock,
     ) -> None:
-        """wait_s: the longest that a holder waits. keep_s: how long chunks that arrived stay leased for a holder that
-        does not come back. max_slots: how many of the pool's slots may be reserved for loads at a time."""
+        """wait_s: the longest time that a holder waits.
+        keep_s: how long chunks that arrived stay leased for a holder that does not return.
+        max_slots: how many of the pool's slots may be reserved for loads at a time.
+        """
         self._host = host
         self._index = index
         self._lanes = list(lanes)
@@ -210,7 +212,7 @@ class Promotions:
         return self._start(Promotion(holder, requested, share), jobs)
 
     def skipped(self, holder: Holder) -> Skipped | None:
-        """What slower tiers hold and the holder does not wait for. Under the lock."""
+        """What slower tiers hold but the holder does not wait for. Called under the lock."""
         wait = self._waits.get(holder)
         return None if wait is None else wait.skipped
 
@@ -236,7 +238,7 @@ class Promotions:
             self.end(holder)
 
     def expire(self, now_s: float) -> None:
-        """End the waits of holders that did not come back. Under the lock."""
+        """End the waits of holders that did not return. Called under the lock."""
         while self._waits:
             oldest, wait = next(iter(self._waits.items()))
             if now_s < wait.until_s + self._keep_s:
@@ -317,8 +319,9 @@ class Promotions:
             view.all_answered = view.all_answered and all_answered
 
     def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[Job]:
-        """The loads that a boundary of so many chunks needs: groups of the whole prefix first, in the prompt's order,
-        so that whatever has arrived when the wait times out is of use."""
+        """The loads that a boundary of this many chunks needs: groups of the whole prefix first, in the prompt's order,
+        so that whatever has arrived when the wait times out is usable.
+        """
         began_s = self._clock.now_s()
         jobs: list[Job] = []
         batches = [max(1, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes) for lane in self._lanes]
@@ -359,7 +362,9 @@ class Promotions:
         )
 
     def _load_unawaited(self, holder: Holder, chunks: int, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
-        """Load what is worth it of a boundary that nobody waits for: the two exceptions at the top of this file."""
+        """Load what is worth loading of a boundary that no request waits for: the two exceptions in the module's
+        docstring.
+        """
         wanted = []
         for job in jobs:
             lane = self._lanes[job.tier]
@@ -374,7 +379,7 @@ class Promotions:
             self._start(Promotion(holder, chunks), wanted)
 
     def _arriving_of(self, view: _View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
-        """What a boundary needs that is being loaded already."""
+        """What a boundary needs that is already being loaded."""
         if not self._arriving:
             return []
         keys = (view.keys[place] for place in shape.needed_places(chunks))

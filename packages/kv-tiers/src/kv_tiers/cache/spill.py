@@ -30,12 +30,12 @@ WriteMode = Literal["through", "back", "never"]
 
 @dataclass(slots=True)
 class SpillCounts:
-    """What is counted of the way down to one tier, in chunks. The last three only grow.
+    """Counts of spilling to one tier, in chunks. The last three only grow.
 
-    waiting: not handed to the lane, at the moment of the snapshot.
+    waiting: not handed to the lane yet, at the time of the snapshot.
     under_way: being stored now.
-    stored: by the tier.
-    refused: by the tier, which does not want them.
+    stored: stored by the tier.
+    refused: refused by the tier.
     lost: evicted from the pool before they could be stored.
     """
 
@@ -104,7 +104,7 @@ class _Batch:
 
 
 class Spills:
-    """All tiers' below one host tier. Called under the host's lock unless it says otherwise."""
+    """Spilling from one host tier to all lower tiers. Called under the host's lock unless stated otherwise."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Spills:
     def committed(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
     ) -> None:
-        """These chunks are resident from now. above: only the tiers above this one lack them (they came from it)."""
+        """These chunks have become resident. above: only the tiers above this one lack them (they came from it)."""
         if not keys or not self._tiers:
             return
         share = self._host.share_of(keys[0].tenant)
@@ -227,7 +227,7 @@ class Spills:
         return False
 
     def _next_of(self, tier: _LowerTier, share: Share, room: int) -> _Batch:
-        """What comes next of a share's queue: a few of one prompt, and none that are not there any more."""
+        """The next chunks of a share's queue: a few of one prompt, skipping those that are gone."""
         batch = _Batch(tier, share, [], [], then_evict=False)
         while (queue := tier.queues.get(share)) and len(batch.slots) < room:
             slot, waiting = next(iter(queue.items()))

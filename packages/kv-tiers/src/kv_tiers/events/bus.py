@@ -79,7 +79,7 @@ class Source:
             self._dropped()
 
     def changes_since(self, upto: int) -> Changes:
-        """What entered and left the pool since then. The first question begins the record.
+        """What entered and left the pool since then. The first call starts the record.
 
         upto: as the last answer said; 0 at first.
         """
@@ -103,7 +103,7 @@ class Occurred(msgspec.Struct, frozen=True):
 
 
 class Subscriber(ABC):
-    """What gets events. Called by the bus's thread alone, until `close`."""
+    """Receives events. Called on the bus's thread only, until `close`."""
 
     wants_requests = True
     """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not get them. They are

@@ -31,10 +31,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened since a reader asked last.
+    """What has happened since a reader's last poll.
 
-    upto: what it says the next time.
-    is_whole: nothing is missing. False: changes before these are lost, so nothing that was known before counts.
+    upto: what to pass to the next poll.
+    is_whole: nothing is missing. False: earlier changes were lost, so discard what was known before.
     changes: in order.
     """
 
@@ -44,7 +44,7 @@ class Changes:
 
 
 class ChangeLog:
-    """Of one pool. Safe to use from any thread."""
+    """The record of one pool. Thread-safe."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys

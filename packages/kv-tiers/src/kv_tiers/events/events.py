@@ -47,11 +47,11 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 class LoadBegun(msgspec.Struct, frozen=True):
-    """A load was asked for.
+    """A load was requested.
 
-    lease: the read lease; 0 where chunks are missing.
+    lease: the read lease; 0 if chunks are missing.
     keys: of all chunks of the load.
-    missing: how many of these are not held; then nothing is loaded.
+    missing: number of these that are not held; if any, nothing is loaded.
     """
 
     holder: Holder
@@ -79,10 +79,10 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """A lease reached its deadline, as nothing more was heard of its holder.
+    """A lease reached its deadline without a sign of its holder.
 
-    chunks: how many chunks it was on.
-    kind: whether it was the promise of a lookup, or the lease of a load.
+    chunks: number of chunks leased.
+    kind: the promise of a lookup, or the lease of a load.
     """
 
     holder: Holder
@@ -150,10 +150,10 @@ class Evicted(msgspec.Struct, frozen=True):
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """Chunks are found on no tier any more, as somebody asked for that.
+    """Chunks were removed from all tiers on request.
 
-    keys: which ones.
-    everything: all others too; `keys` is empty then.
+    keys: of these chunks.
+    everything: all others too; `keys` is then empty.
     """
 
     keys: Sequence[ChunkKey]
@@ -169,13 +169,13 @@ class Damaged(msgspec.Struct, frozen=True):
 
 
 class Promoted(msgspec.Struct, frozen=True):
-    """Chunks came up from a lower tier.
+    """Chunks were promoted from a lower tier.
 
     keys: of those that arrived.
-    missing: how many of those asked for did not.
-    nbytes: how many bytes arrived.
+    missing: number of those requested that did not.
+    nbytes: bytes that arrived.
     seconds: from the request to the arrival.
-    estimated_s: what that was estimated to be; None: nothing was known.
+    estimated_s: the estimate of that; None: there was none.
     """
 
     holder: Holder
@@ -219,14 +219,14 @@ class TierHealth(msgspec.Struct, frozen=True):
 
 
 class BlocksAllocated(msgspec.Struct, frozen=True):
-    """An engine gave a request so many of its blocks. The engine reports this; a cache knows of no blocks."""
+    """An engine allocated blocks to a request. Reported by the engine; a cache knows nothing of blocks."""
 
     holder: Holder
     blocks: int
 
 
 class EngineMeasured(msgspec.Struct, frozen=True):
-    """What became of an engine's own estimates. The engine reports this."""
+    """How an engine's own estimates compare with what was measured. Reported by the engine."""
 
     samples: Sequence[Measured]
 

@@ -101,7 +101,7 @@ class ArcPolicy:
             self._oldest_first[self._list_of[slot]][slot] = None
 
     def _list_for(self, key: ChunkKey) -> int:
-        """Where an arrival goes, and what its having been here teaches about how long the lists should be."""
+        """The list for an arrival; adapts the lengths of the lists if it has been here before."""
         once, again = self._ghosts
         if key in once:
             self._once_target = min(self._capacity, self._once_target + max(1.0, len(again) / len(once)))

@@ -38,14 +38,14 @@ class BoundedGroups:
                     self._known.add(_group_of(keys[group * shape.shards]))
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
-        """What was last asked for in a key space. None: nothing, or only whole prefixes."""
+        """The shape of the latest lookup in a key space. None: there was none, or only of whole prefixes."""
         return self._shapes.get(space_id)
 
     def has(self, key: ChunkKey) -> bool:
         return _group_of(key) in self._known
 
     def beside(self, key: ChunkKey) -> list[ChunkKey]:
-        """What bounded groups may have of the same chunk: without what `key` names no hit can use it."""
+        """What bounded groups may have of the same chunk, which no hit can use without the chunk that `key` names."""
         shape = self._shapes.get(key.space_id)
         if shape is None or self.has(key):
             return []
@@ -54,7 +54,9 @@ class BoundedGroups:
 
 
 class CoveragePolicy:
-    """An `EvictionPolicy` around another, which never hears of bounded groups. While there are none, it hears all."""
+    """An `EvictionPolicy` around another that never sees bounded groups. Without bounded groups, it passes everything
+    on.
+    """
 
     def __init__(self, policy: EvictionPolicy, bounded: BoundedGroups) -> None:
         self.policy = policy
@@ -103,7 +105,9 @@ class CoveragePolicy:
         return oldest if self._last_use.get(oldest, 0) <= self._last_use.get(chosen, 0) else chosen
 
     def demote(self, slots: Sequence[int]) -> None:
-        """These are of bounded groups, and what they need beside them is gone: the next to leave."""
+        """Make these chunks of bounded groups the next to leave, because the chunk of the prefix that they need is
+        gone.
+        """
         for slot in slots:
             if slot in self._is_recent:
                 self._recent.demote(slot)
@@ -141,5 +145,5 @@ class CoveragePolicy:
 
 
 def _group_of(key: ChunkKey) -> bytes:
-    """What names a group: the key space, and its number."""
+    """Identifies a group: the key space, and its number."""
     return key[1:17] + key[24:26]

@@ -10,11 +10,11 @@ from kv_core.keys import ChunkKey
 
 
 class LfuPolicy:
-    """Offer the chunk that was asked for least often since it arrived; among equals, the one longest unused.
+    """Offer the chunk that was requested least often since it arrived; among equals, the least recently used.
 
-    O(1) a chunk, and for a victim the logarithm of how many different counts there are. Counts never fade: what was
-    popular stays. A prefix is asked for at least as often as what follows it, and among equals its tail is the older:
-    tails leave first.
+    O(1) per chunk; a victim takes the logarithm of the number of different counts. Counts never decay, so what was
+    popular stays. A prefix is requested at least as often as what follows it, and among equals its tail is older: tails
+    leave first.
     """
 
     def __init__(self) -> None:

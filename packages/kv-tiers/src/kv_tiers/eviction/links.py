@@ -24,7 +24,7 @@ class Links:
         self._last_number += len(slots)
 
     def chain(self, slots: Sequence[int]) -> None:
-        """These follow each other."""
+        """Record that these chunks follow each other."""
         number, parent = self._number, self._parent
         for before, slot in itertools.pairwise(slots):
             if slot in number and before in number and not self._has_parent(slot):

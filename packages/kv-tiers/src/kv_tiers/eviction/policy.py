@@ -18,16 +18,18 @@ class EvictionPolicy(Protocol):
     """Constant time a chunk in every call."""
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """These chunks are resident from now."""
+        """These chunks have become resident."""
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request asked for `keys`, and the leading ones are held, in `slots`. Excluded chunks may be among them."""
+        """A request looked up `keys`, of which the leading ones are held, in `slots`. Excluded chunks may be among
+        them.
+        """
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request stores more of its prompt, of which these are resident, those `added` just now among them.
+        """A request stores more of its prompt; these chunks of it are resident, including those just `added`.
 
-        Their head must not leave before what was added. It is no sign that anybody came back: a prompt that is stored
-        in many pieces says this many times. Excluded chunks may be among them.
+        Its head must not leave before what was added. This is not a sign of reuse: a prompt that is stored in many
+        pieces causes many calls. Excluded chunks may be among them.
         """
 
     def removed(self, slot: int) -> None:
@@ -43,9 +45,11 @@ class EvictionPolicy(Protocol):
         """
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        """These chunks, excluded before, may be offered again. In the prompt's order; their use ended just now."""
+        """Previously excluded chunks may be offered again. They are in the prompt's order, and were in use until just
+        now.
+        """
 
 
 def policy_name(policy: EvictionPolicy) -> str:
-    """What it is called where people read it: its class's name in lower case, without `Policy`."""
+    """Its name for people: its class's name in lower case, without `Policy`."""
     return type(policy).__name__.removesuffix("Policy").lower()

@@ -41,10 +41,10 @@ POLICY_NAMES: tuple[str, ...] = tuple(_OURS)
 
 
 def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
-    """A policy that has seen nothing, for a tier of so many chunks.
+    """A new policy for a tier of this many chunks.
 
     Raises:
-        ConfigError: nothing installed offers the policy, or it does not take these parameters.
+        ConfigError: no installed package has this policy, or it does not take these parameters.
     """
     name, parameters = _split(spec)
     ours = _OURS.get(name)

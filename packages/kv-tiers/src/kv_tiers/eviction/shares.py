@@ -30,7 +30,7 @@ class Share:
 
 @dataclass(eq=False, slots=True)
 class _Account:
-    """Of a tenant that has a slot."""
+    """The account of a tenant that has a slot."""
 
     tenant: bytes
     share: Share
@@ -39,10 +39,11 @@ class _Account:
 
 @dataclass(slots=True)
 class _Move:
-    """Of a tenant's slots from the share that they were taken in to the one that it has now, a few at a time.
+    """The move of a tenant's slots from the share in which they were taken to its present one, a few at a time.
 
-    account: of those that have not moved. owed: slots that the new share's size still lacks. It grows as they come, so
-    that the old one never has less than what the others have in it.
+    account: of the slots that have not moved.
+    owed: slots that the new share still lacks. It grows as they arrive, so that the old one never has less than the
+        others use of it.
     """
 
     account: _Account
@@ -60,13 +61,15 @@ class SlotUse:
 
 
 class Shares:
-    """An `EvictionPolicy` of policies, and the accounts of all tenants. Constant time a chunk, however many there are.
+    """An `EvictionPolicy` made of one policy per share, and the accounts of all tenants. Constant time per chunk.
 
-    While nobody has a quota it hands every call on and does nothing else.
+    While there are no quotas it passes every call on and does nothing else.
     """
 
     def __init__(self, slots: int, policy: EvictionPolicy, make_policy: Callable[[int], EvictionPolicy]) -> None:
-        """policy: of the common share. make_policy: a new one for a share of so many slots."""
+        """policy: of the common share.
+        make_policy: creates one for a share of the given number of slots.
+        """
         self.common = Share(policy, slots, is_common=True)
         self.over: set[Share] = set()
         """Shares that have more than they may, since a quota was set."""
@@ -77,11 +80,11 @@ class Shares:
         self._moving: _Move | None = None
 
     def of(self, tenant: bytes) -> Share:
-        """Where this tenant's chunks belong."""
+        """The share to which this tenant's chunks belong."""
         return self._own.get(tenant, self.common)
 
     def at(self, slot: int) -> Share:
-        """Whose this taken slot is."""
+        """The share to which this taken slot belongs."""
         account = self._account_at[slot]
         assert account is not None
         return account.share
@@ -102,7 +105,7 @@ class Shares:
             self._accounts[tenant] = account
 
     def left(self, slot: int) -> None:
-        """The slot is nobody's."""
+        """The slot has become free."""
         account = self._account_at[slot]
         assert account is not None
         self._account_at[slot] = None
@@ -112,7 +115,7 @@ class Shares:
             del self._accounts[account.tenant]
 
     def uses(self) -> list[SlotUse]:
-        """Of every tenant that has a slot or a quota, by tag."""
+        """The use of every tenant that has a slot or a quota, by tag."""
         used = Counter({tenant: account.slots_used for tenant, account in self._accounts.items()})
         quotas = {tenant: own.slots for tenant, own in self._own.items()}
         if (move := self._moving) is not None:
@@ -126,11 +129,11 @@ class Shares:
         ]
 
     def set_quota(self, tenant: bytes, slots: int | None) -> None:
-        """Give the tenant a share of so many slots, or change its size; None: it is one of the others again.
+        """Give the tenant a share of this many slots, or change its size; None: it uses the common share.
 
-        A tenant that had no share before, or has none from now, is on the move: have all of `to_move` moved and then
-        `end_move`, before another quota is set. What is beyond a share's size afterwards stays until somebody evicts
-        it (`over`).
+        If the tenant had no share before, or has none from now on, its slots must be moved: move all of `to_move` and
+        then call `end_move` before another quota is set. Slots beyond a share's size stay until they are evicted
+        (`over`).
 
         Raises:
             ConfigError: the other quotas leave less than that.
@@ -215,7 +218,7 @@ class Shares:
         self.at(slot).policy.removed(slot)
 
     def victim(self) -> int | None:
-        """Of any share. Whoever makes room for a chunk asks its share's policy instead."""
+        """A victim of any share. To make room for a chunk, ask its share's policy instead."""
         offers = (share.policy.victim() for share in (self.common, *self._own.values()))
         return next((slot for slot in offers if slot is not None), None)
 
@@ -235,7 +238,9 @@ class Shares:
     def _of_prompt(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """As `_parted`. Policies do not see a prompt that has moved in part: none knows it from its first chunk."""
+        """Like `_parted`. Policies do not see a prompt that has moved in part, because none knows it from its first
+        chunk.
+        """
         parts = self._parted(keys, slots)
         return parts if len(parts) == 1 or self._moving is None else []
 

@@ -103,11 +103,11 @@ class HealthTracker:
 
 
 def release_frames(error: BaseException) -> None:
-    """Clear the local variables of the calls that the error came through, and of the errors behind it.
+    """Clear the local variables of the frames that the exception passed through, and of the exceptions that caused it.
 
-    They hold the memory that the tier was lent. An error that is part of a cycle (a frame in its own traceback holds
-    it, which a helper that raises its argument is enough for) would keep that memory lent until the garbage collector
-    comes by, and a pool cannot be unmapped while it is.
+    They refer to the memory that was lent to the tier. An exception that is part of a reference cycle (a frame in its
+    own traceback refers to it, as in a helper that raises its argument) would keep that memory lent until the garbage
+    collector runs, and a pool cannot be unmapped until then.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()

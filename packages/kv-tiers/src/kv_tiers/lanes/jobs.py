@@ -35,8 +35,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What became of one chunk that was to be loaded. checksum: of its bytes (or payload: `Read.as_stored`), if it
-    was."""
+    """The outcome of loading one chunk. checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload)."""
 
     key: ChunkKey
     outcome: LoadOutcome
@@ -45,7 +44,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Load:
-    """share: one of so many equal shares of each chunk's size is read, where chunks have parts; 1: all of it."""
+    """share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it."""
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
@@ -89,10 +88,10 @@ Job = Submitted | Discard | Clear | ClearTenant
 
 
 class OnlyHidden:
-    """What is not read any more of a tier that others fill, which stays as it is. Until this process ends.
+    """What is no longer read from a tier that others fill and that we do not change, until this process ends.
 
-    Which chunks a tier had when it was cleared is not known, so from then on nothing there is read. More than
-    `MAX_DISCARDS` keys count as all, too.
+    The chunks that a tier had when it was cleared are not known, so after a clear nothing there is read. More than
+    `MAX_DISCARDS` keys count as everything, too.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class OnlyHidden:
 
 
 class Jobs:
-    """Of one lane."""
+    """The jobs of one lane."""
 
     def __init__(
         self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: bool = False
@@ -219,13 +218,13 @@ class Jobs:
             job.dropped.update(chunk.key for chunk in job.chunks if chunk.key.tenant == tenant)
 
     def is_hidden(self, key: ChunkKey) -> bool:
-        """Nobody may find it."""
+        """Whether the chunk must not be found."""
         if self._hidden is not None:
             return self._hidden.has(key)
         return key in self._discards or key in self._discarding or self._is_being_cleared(key)
 
     def next(self) -> Job | None:
-        """What may begin now. None: nothing. It stays here until it has begun (`begin`), if it was not submitted."""
+        """The job that may begin now, or None. It stays here until it has begun (`begin`), if it was not submitted."""
         if self._loads:
             return self._loads.popleft()
         if self._clear_next and not self._storing and not self._clearing:

@@ -69,12 +69,13 @@ class Lane:
         stuck_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
-        """codec, find_codec: as of `Payloads`.
-        approximate: first parts alone may be read where chunks have them. Only for a tier that `ReadsPrefixes`.
-        only_hides: others fill this tier, so what is discarded or cleared stays there, and is not found by us any more.
-        threads: 0 starts none; `step` then does one job at a time, for tests and tools that want an order.
-        clock: times the back-off and detects calls that hang. Drains and closes wait for threads, and so use
-            the system's clock."""
+        """codec, find_codec: as for `Payloads`.
+        approximate: first parts alone may be read of chunks that have parts. Only for a tier that `ReadsPrefixes`.
+        only_hides: others fill this tier: what is discarded or cleared stays there, but is no longer found by us.
+        threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
+        clock: times the back-off and detects calls that hang. Drains and closes wait for threads, and so use the
+            system's clock.
+        """
         self.tier = tier
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
@@ -118,24 +119,27 @@ class Lane:
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
 
     def ask(self, keys: Sequence[ChunkKey], done: Callable[[list[bool]], None]) -> bool:
-        """As `holds`, of any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
+        """Like `holds`, for any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
         return self._submit(Ask(list(keys), done))
 
     def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None], *, share: int | None = None) -> bool:
-        """Bring chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
+        """Load chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: as little of each as may be."""
+        share: of `shares`; None: the smallest part of each.
+        """
         return self._submit(Load(list(reads), done, self._share(share)))
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
-        """Keep chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
+        """Store chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
     def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
-        """What chunks of so many bytes are expected to take, were they asked for now, with decoding; None: nothing is
-        known yet.
+        """The expected time to load chunks of these sizes if they were requested now, including decoding; None while
+        unknown.
 
-        share: of `shares`; None: as little of each as may be. last_bytes: as of `LoadSpeed.seconds`."""
+        share: of `shares`; None: the smallest part of each.
+        last_bytes: as for `LoadSpeed.seconds`.
+        """
         with self._changed:
             return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
 
@@ -161,7 +165,7 @@ class Lane:
             self._changed.notify()
 
     def clear(self) -> None:
-        """Nobody finds anything here from now that is here now, or on its way here."""
+        """Hide everything that is here now or on its way here."""
         if self._only_hides:
             _log.warning(
                 "tier %s is of others (write: never), so clearing leaves it as it is; this process does not read it "
@@ -173,7 +177,7 @@ class Lane:
             self._changed.notify()
 
     def clear_tenant(self, tenant: bytes) -> None:
-        """As `clear`, for what has this tag. A tier that cannot tell tenants apart is cleared whole."""
+        """Like `clear`, for keys with this tag. A tier that cannot tell tenants apart is cleared whole."""
         with self._changed:
             if self._only_hides or isinstance(self.tier, ClearsTenants):
                 self._jobs.clear_tenant(tenant)
@@ -212,8 +216,9 @@ class Lane:
         return True
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse what is queued, wait for what is running, close the tier. False: a call to it never came back, so it
-        stays open and the memory it was lent stays lent."""
+        """Refuse what is queued, wait for what is running, close the tier. False: a call to it never returned, so it
+        stays open and its memory stays lent.
+        """
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
@@ -361,7 +366,9 @@ class Lane:
         return _nothing
 
     def _load(self, job: Load) -> tuple[list[Arrival], list[str]]:
-        """What became of each; and why some could not be read, which is a fault of the device and none of theirs."""
+        """The outcome of each read; and why some could not be read, which is a fault of the device and not of the
+        chunks.
+        """
         reads = job.reads
         arrivals = []
         wrong = []

@@ -36,7 +36,7 @@ def no_codec(name: str) -> Codec:
 
 
 class Payloads:
-    """Of one lane. Safe to call from any thread."""
+    """Encodes and decodes for one lane. Thread-safe."""
 
     def __init__(self, format_id: bytes, codec: Codec | None = None, find_codec: FindCodec = no_codec) -> None:
         """codec: what encodes; None: chunks are stored as they are. find_codec: what decodes, asked once a name."""
@@ -47,11 +47,11 @@ class Payloads:
         self._mine = threading.local()
 
     def writes(self, chunks: Sequence[Outgoing]) -> list[Write]:
-        """What the tier is to keep. Encoded payloads are in this thread's memory, until it asks again."""
+        """What the tier is to store. Encoded payloads are in this thread's memory until its next call."""
         return [self._write(chunk, at) for at, chunk in enumerate(chunks)]
 
     def arrival(self, read: Read, loaded: Loaded, name: str) -> Arrival:
-        """What became of a chunk that the tier says it brought: checked, and decoded into the read's own pages.
+        """The outcome for a chunk that the tier reports as loaded: verified, and decoded into the read's own pages.
 
         name: the tier's, for the log.
         """
@@ -70,8 +70,9 @@ class Payloads:
         return self._decode(codec, header, payload, read)
 
     def approximations(self, reads: Sequence[Read], outcomes: Sequence[LoadOutcome]) -> dict[int, Arrival]:
-        """What became of chunks whose `first_parts` were read. By the id of the read; those that are not here have no
-        first part to be read alone: read them whole."""
+        """The outcomes for chunks whose `first_parts` were read, by the id of the read. A read that is missing has no
+        first part that can be used alone: read it whole.
+        """
         arrivals = {
             id(read): self.approximation(read, outcome) if isinstance(outcome, Loaded) else Arrival(read.key, outcome)
             for read, outcome in zip(reads, outcomes, strict=True)
@@ -79,9 +80,10 @@ class Payloads:
         return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
 
     def approximation(self, read: Read, loaded: Loaded) -> Arrival | None:
-        """As `arrival`, of a chunk whose `first_parts` came, decoded from that. None: it has none, or not there.
+        """Like `arrival`, for a chunk whose `first_parts` were read, decoded from those. None: it has none, or is
+        absent.
 
-        The checksum is of the approximation's bytes, which are what is in the pool from now.
+        The checksum is that of the approximation's bytes, which are what the pool holds from now on.
         """
         prefix = read.pages[: loaded.nbytes]
         size = chunk_bytes(read)
@@ -152,7 +154,7 @@ class Payloads:
         return self._known[name]
 
     def _buffer(self, at: int, nbytes: int) -> memoryview:
-        """This thread's memory number `at`, of so many bytes in whole pages."""
+        """This thread's buffer number `at`, of this many bytes in whole pages."""
         try:
             buffers: list[memoryview] = self._mine.buffers
         except AttributeError:
@@ -163,11 +165,11 @@ class Payloads:
 
 
 def first_parts(read: Read, share: int) -> Read:
-    """The same chunk, of which one of so many equal shares is read."""
+    """The same read, for one of this many equal parts of the chunk."""
     size = chunk_bytes(read)
     return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // share, size))
 
 
 def chunk_bytes(read: Read) -> int:
-    """The chunk's size, whatever a codec made of it."""
+    """The chunk's decoded size."""
     return read.chunk_bytes or read.wanted_bytes

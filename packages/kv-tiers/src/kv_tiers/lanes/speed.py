@@ -48,7 +48,7 @@ class _UnderWay:
 
 
 class LoadSpeed:
-    """Of one lane's loads."""
+    """The loads of one lane."""
 
     def __init__(self) -> None:
         self._reading = Estimator(2, memory=32, min_samples=3)
@@ -58,10 +58,10 @@ class LoadSpeed:
         self._bytes = 0  # of those, what is still to be read
 
     def seconds(self, nbytes: int, now_s: float, share: int = 1, last_bytes: int | None = None) -> float | None:
-        """Until chunks of so many bytes, submitted now, would be here; None: nothing is known yet.
+        """Seconds until chunks of these sizes, submitted now, would have arrived; None while unknown.
 
-        share: one of so many equal shares of each chunk is read; 1: all of it.
-        last_bytes: of the chunks in the last of their loads; None: they are one load.
+        share: read one of this many equal parts of each chunk; 1: all of it.
+        last_bytes: size of the chunks in the last of their loads; None: they are one load.
         """
         link_bytes = self._bytes + self._link_bytes(nbytes, share)
         estimate = self._reading.seconds((1.0, link_bytes))

@@ -107,7 +107,7 @@ class Directory:
         self._mapping[: len(self._header)] = self._header
 
     def records(self) -> list[Record]:
-        """Every record that reads well, by slot. What does not is nobody's chunk."""
+        """All valid records, by slot. An invalid one belongs to no chunk."""
         read = [record for slot in range(self._slots) if (record := self._read(slot)) is not None]
         self._next_number = max((record.number + 1 for record in read), default=0)
         return read

@@ -121,14 +121,14 @@ class HostPool:
     def named(
         cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), fingerprint: str = ""
     ) -> "HostPool":
-        """A file of mode 0600 in a directory of the user's own. Opened by one process at a time.
+        """A pool in a private file (mode 0600) in a directory of the user's own. One process at a time can open it.
 
-        chunk_bytes, group_bytes: as of `anonymous`.
-        fingerprint: what the chunks' bytes mean. If it, the chunks' sizes or the number of slots differ from what the
-        file says, it starts empty.
+        chunk_bytes, group_bytes: as for `anonymous`.
+        fingerprint: identifies the format of the chunks. If it, the chunks' sizes or the number of slots differ from
+            the file's, the pool starts empty.
 
         Raises:
-            ConfigError: no such memory or space; the name is taken by another process, or by a file that is not ours.
+            ConfigError: not enough memory or space; another process uses the name; or the file is not ours.
         """
         slots_bytes = _check_size(name, chunk_bytes, slots)
         nbytes = nbytes_for(slots) + slots_bytes
@@ -155,15 +155,15 @@ class HostPool:
 
     @classmethod
     def shared(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
-        """Memory without a name in any file system; a process that receives `descriptor` can map it too.
+        """A pool without a name in any file system; a process that receives `descriptor` can map it too.
 
-        chunk_bytes, group_bytes: as of `anonymous`.
+        Memory is allocated when it is first written, and freed when the last process that maps it ends. The file is
+        sealed against truncation and growth, so that no process can take pages from under another.
 
-        Nothing is taken from the machine before it is written, and nothing is left when the last process that maps it
-        is gone. It can be neither cut short nor made longer, so that no process can take pages from under another.
+        chunk_bytes, group_bytes: as for `anonymous`.
 
         Raises:
-            ConfigError: there is not so much memory.
+            ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, slots)
         file, is_sealed = _open_unnamed(name)
@@ -238,10 +238,10 @@ class HostPool:
         self._ahead.reached(self._untouched_from * self.slot_bytes)
 
     def back(self, slots: Iterable[int]) -> set[int]:
-        """Have the file system set memory aside for these slots; those for which it has none left.
+        """Have the file system allocate space for these slots; returns those for which it has none left.
 
-        Without it a write to a slot never used before kills the process (SIGBUS) when somebody else has filled the file
-        system. It costs what the first write would have cost. Memory outside file systems needs none of it.
+        Without this, writing to a slot for the first time kills the process (SIGBUS) if the file system has become
+        full. It costs what the first write would have cost. Memory outside file systems does not need it.
         """
         if not self._can_run_dry:
             return set()
@@ -258,11 +258,11 @@ class HostPool:
         return short
 
     def extent(self, slot: int) -> HostExtent:
-        """Where a chunk of the largest size in this slot is."""
+        """The extent of a chunk of the largest size in this slot."""
         return self._places.extent(slot, self.chunk_bytes)
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
-        """Where these chunks are, in these slots, each of its own size."""
+        """The extents of these chunks in these slots, each of its own size."""
         return self._places.extents(keys, slots)
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
@@ -279,7 +279,7 @@ class HostPool:
         """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
 
         Raises:
-            BufferError: something made of `view` is still alive; the pool stays open, so let go of it and close again.
+            BufferError: something derived from `view` is still alive; the pool stays open: release it and close again.
         """
         if self._closed:
             return
@@ -316,10 +316,10 @@ class HostPool:
 
 
 def pool_path(name: str) -> Path:
-    """Where the named pool's file is.
+    """The path of the named pool's file.
 
     Raises:
-        ConfigError: not a name for a file.
+        ConfigError: not a valid file name.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the pool's name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with a dot")
@@ -332,10 +332,10 @@ def _parent() -> Path:
 
 
 def check_capacity(nbytes: int, name: str = "") -> None:
-    """What is wrong with a pool's size whatever its chunks are. name: of the pool, for the error.
+    """Check a pool's size as far as that is possible without knowing the chunks. name: of the pool, for the error.
 
     Raises:
-        ConfigError: it holds no chunk, or more than the machine's memory.
+        ConfigError: it has no room for a chunk, or exceeds the machine's memory.
     """
     if nbytes < PAGE_BYTES:
         raise ConfigError(

@@ -16,7 +16,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Of every group from ours up, in either version of control groups."""
+    """The limits of every control group from ours up, in either version of control groups."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

@@ -34,7 +34,7 @@ class Places:
         return extent
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
-        """Where these chunks are, each of its own size."""
+        """The extents of these chunks, each of its own size."""
         sizes = self._sizes
         each: Iterable[int] = repeat(sizes.largest) if sizes.are_equal else map(sizes.of, keys)
         return tuple(map(self.extent, slots, each))

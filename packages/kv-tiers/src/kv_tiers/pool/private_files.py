@@ -22,12 +22,14 @@ _KUBERNETES: Final = "for a secret that Kubernetes mounts write defaultMode: 040
 
 
 def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret into it") -> bytes:
-    """What the file holds; one newline at its end does not count.
+    """The content of the file, without a newline at its end.
 
-    what: the setting that names the file, for errors. empty_hint: what to do about a file with nothing in it.
+    what: the setting that names the file, for errors.
+    empty_hint: what to do about an empty file.
 
     Raises:
-        ConfigError: no such file, or one that others have a right to, or no secret in it. It repeats nothing of it.
+        ConfigError: there is no such file, others have access to it, or it is empty. The text does not contain the
+            secret.
     """
     said = f"{what} {path}"
     try:
@@ -85,10 +87,10 @@ def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
 
 
 def open_own_directory(path: Path, remedy: str) -> int:
-    """The directory, which must be there, open.
+    """Open the directory, which must exist.
 
     Raises:
-        ConfigError, OSError: as of `own_directory`.
+        ConfigError, OSError: as for `own_directory`.
     """
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

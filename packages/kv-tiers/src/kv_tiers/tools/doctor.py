@@ -38,7 +38,7 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def servers(directory: Path) -> Iterator[Finding]:
-    """Of each server that listens there, the engines that use it and what their groups of layers need of a prefix."""
+    """For each server that listens there, its engines and what their groups of layers need of a prefix."""
     for socket in sorted(directory.glob("*.sock")):
         what = f"server {socket.stem}"
         try:

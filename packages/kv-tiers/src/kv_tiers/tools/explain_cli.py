@@ -139,7 +139,7 @@ def _ask(
 
 
 def _own(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
-    """Where the prompt was expected: in the key space that was named, or else where most of it is."""
+    """Where the prompt is expected: in the key space that was named, or else where most of it is."""
     expected = [one for one in answer.explained if one.was_asked or not is_named]
     return max(expected, key=lambda one: one.held, default=None)
 

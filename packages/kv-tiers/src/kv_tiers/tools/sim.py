@@ -34,9 +34,10 @@ class TierPlan:
 
 @dataclass(slots=True)
 class TierCounts:
-    """What one tier did.
+    """Counts of one tier.
 
-    chunks_hit: served from here. chunks_stored: written here, whether computed, promoted or spilled.
+    chunks_hit: served from here.
+    chunks_stored: written here, whether computed, promoted or spilled.
     """
 
     name: str
@@ -47,7 +48,7 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Served:
-    """What all tiers served, of the requests after the warm-up."""
+    """What all tiers served, for the requests after the warm-up."""
 
     tiers: list[TierCounts]
     requests: int = 0

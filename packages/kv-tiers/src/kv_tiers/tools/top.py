@@ -27,9 +27,10 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """One format's. hit_ratio: of the chunks asked for since the picture before; hit_ratio_ever: since the start.
+    """One format's cache.
 
-    None: none were asked for, or there was no picture before.
+    hit_ratio: of the chunks requested since the previous report; None: there were none, or no previous report.
+    hit_ratio_ever: since the start; None: nothing was requested.
     """
 
     fingerprint: str

@@ -21,14 +21,14 @@ from kv_tiers.watch.history import Fate, Memory
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known of a prompt.
+    """What is known about a prompt.
 
-    runs: all its chunks in order, neighbours that are alike as one. Where some groups do not need the whole prefix: of
-        the others.
-    held: how many leading chunks would be a hit, if all tiers were asked.
-    prefix: how many those groups have that need the whole prefix.
-    lacking: the groups that have not what they need for a hit of so many.
-    choice: what a lookup would advise now, by the engine that asked last; None: none has said what it takes.
+    runs: all its chunks in order, equal neighbours combined. If some groups do not need the whole prefix: of the other
+        groups.
+    held: number of leading chunks that would hit if all tiers were asked.
+    prefix: number of leading chunks of the groups that need the whole prefix.
+    lacking: the groups that lack something for a hit of that many.
+    choice: what a lookup would advise now, with the costs of the latest engine; None: no engine has stated costs.
     """
 
     runs: list[ChunkState]
@@ -45,9 +45,9 @@ _Looked = tuple[str, Fate | None, bool]
 def explain(
     cache: LocalCache, memory: Memory | None, columns: Sequence[Sequence[ChunkKey]], now_s: float
 ) -> Explanation:
-    """What is known of a prompt. Where chunks have several groups or shards, the worst of them counts.
+    """Explain a prompt. If chunks have several groups or shards, the worst of them counts.
 
-    columns: for each group and shard the keys of all chunks, from the first.
+    columns: for each group and shard, the keys of all chunks from the first.
     memory: of this cache (`History.of`), if there is one.
     now_s: the time on the bus's clock.
     """
@@ -80,7 +80,7 @@ def explain(
 
 
 def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int) -> Choice | None:
-    """Of a hit of so many chunks, by the engine that looked chunks up last; None: there was none."""
+    """The choice for a hit of this many chunks, with the costs of the latest lookup's engine; None: there was none."""
     known = cache.costs_of(columns[0][0].space_id)
     return None if known is None else weigh(cache, columns, held, replace(known[0], computed_tokens=0), known[1])
 
@@ -88,9 +88,9 @@ def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int)
 def weigh(
     cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int, costs: Costs, shape: ChunkShape
 ) -> Choice:
-    """What a lookup would advise an engine with these costs, of a hit of so many chunks.
+    """What a lookup would advise an engine with these costs for a hit of this many chunks.
 
-    columns: for each group and shard the keys of all chunks, from the first.
+    columns: for each group and shard, the keys of all chunks from the first.
     """
     nbytes: dict[tuple[int, str], int] = {}  # by chunk and tier
     for keys in columns:

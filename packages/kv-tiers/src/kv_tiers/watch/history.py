@@ -64,7 +64,7 @@ class KnownKeySpace:
 
 
 class Memory:
-    """What one cache's keys went through. Written by the bus's thread, read by any."""
+    """What happened to one cache's keys. Written by the bus's thread, read by any."""
 
     def __init__(self, max_keys: int) -> None:
         self._half = max(1, max_keys // 2)
@@ -81,7 +81,7 @@ class Memory:
         return len(self._young) + len(self._old)
 
     def fate(self, key: ChunkKey) -> Fate | None:
-        """None: the key is unknown, or known for so long that it was forgotten here."""
+        """None: the key is unknown, or was dropped from the history."""
         number = _number(key)
         found = self._young.get(number)
         return self._old.get(number) if found is None else found
@@ -102,7 +102,7 @@ class Memory:
         return [KnownKeySpace(space, tenant, known) for (space, tenant), known in list(self._key_prefixes.items())]
 
     def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
-        """Give all of these a new fate, made from the one before. Keys that shared a fate share the new one."""
+        """Give all of these a new fate, derived from the previous one. Keys that shared a fate share the new one."""
         changed: dict[int, tuple[Fate | None, Fate]] = {}  # with the old fates, so that their ids stay taken
         young, old = self._young, self._old
         for number in _numbers(keys):
@@ -116,7 +116,7 @@ class Memory:
         self._make_room()
 
     def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
-        """These keys of one prompt, in its order, can be found in the pool from now."""
+        """These keys of one prompt, in its order, became visible in the pool."""
         numbers = _numbers(keys)
         fate = Fate("stored", at_s, stored_s=at_s, run=array("q", numbers))
         self._young.update(dict.fromkeys(numbers, fate))
@@ -196,7 +196,7 @@ class History(Subscriber):
 
 
 def _next(before: Fate | None, after: Fate) -> Fate:
-    """What happened, with what was known of the chunk before."""
+    """What happened, given what was known about the chunk before."""
     return after if before is None else replace(after, stored_s=before.stored_s, below=before.below, run=before.run)
 
 
@@ -215,7 +215,9 @@ def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
 
 
 def _number(key: ChunkKey) -> int:
-    """What stands for a key in this process: 60 bits of its hash. A Python integer of 64 takes half as much again."""
+    """Represents a key in this process: 60 bits of its hash. A Python integer of 64 bits takes half as much memory
+    again.
+    """
     return hash(key) >> 4
 
 

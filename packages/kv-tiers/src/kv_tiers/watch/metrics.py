@@ -219,7 +219,7 @@ class Metrics(Subscriber):
 
 
 class _Collector:
-    """What the registry calls at a scrape."""
+    """Called by the registry at a scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self._families = families
@@ -327,7 +327,7 @@ def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Met
 
 
 def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
-    """Of each cache; labels: what else sets its values apart."""
+    """A counter of each cache; labels: the additional ones."""
     family = CounterMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
     for own, value in values.items():
         family.add_metric(own, value)

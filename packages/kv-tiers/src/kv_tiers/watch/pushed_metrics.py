@@ -54,14 +54,14 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class PushedMetrics(Subscriber):
-    """Owns the exporter and a thread that sends now and then; neither the bus nor a cache waits for either."""
+    """Owns the exporter and a thread that sends periodically; neither the bus nor a cache waits for either."""
 
     wants_requests = False
 
     def __init__(
         self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]], exporter: MetricExporter, interval_s: float
     ) -> None:
-        """bus, caches: as of `Metrics`."""
+        """bus, caches: as for `Metrics`."""
         self._metrics = Metrics(bus, caches)
         self._exporter = exporter
         self._interval_s = interval_s
@@ -133,11 +133,11 @@ def _histograms(family: Family, began_ns: int, now_ns: int) -> Iterator[Histogra
 
 
 def make_pushed_metrics(bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> PushedMetrics | None:
-    """With the exporter that OTEL_METRICS_EXPORTER names: otlp (the default, over HTTP), console, or another package's;
-    None if it says none.
+    """Uses the exporter that OTEL_METRICS_EXPORTER names: otlp (the default, over HTTP), console, or another package's.
+    Returns None if it names none.
 
     Raises:
-        ConfigError: there is no such exporter, or an interval that is none.
+        ConfigError: there is no such exporter, or the interval is invalid.
     """
     said = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
     try:

@@ -183,7 +183,7 @@ class Spans(Subscriber):
 
 
 def resource() -> Resource:
-    """What sends: the service's name is ours only where the environment gives none."""
+    """The OpenTelemetry resource. The service's name is ours only if the environment gives none."""
     named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return Resource.create({} if named else {SERVICE_NAME: "kv-tiers"})
 

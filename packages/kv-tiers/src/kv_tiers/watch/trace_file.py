@@ -26,10 +26,11 @@ TRACE_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """prompts: the chunk keys of each request, first to last. span_s: from the first to the last, if it is known.
-
-    chunk_tokens, chunk_bytes: as the trace says; 0 where it does not.
-    is_recorded_without_sizes: it is what `observe.record` wrote before it said so, and its chunks may be of any size.
+    """prompts: the chunk keys of each request, first to last.
+    span_s: from the first to the last, if known.
+    chunk_tokens, chunk_bytes: as stated by the trace; 0 if not.
+    is_recorded_without_sizes: it was written by `observe.record` of a release that did not state sizes; its chunks may
+        have any size.
     """
 
     name: str

@@ -22,9 +22,10 @@ from kv_tiers.eviction.prefix.tree import PrefixTree
 
 @dataclass(slots=True)
 class _Session:
-    """What a request that stores more of its prompt tells about its session.
+    """What a request that stores more of its prompt reveals about its session.
 
-    turns: how often it has come back. known: how many of the chunks added just now had been stored before.
+    turns: how often it has returned.
+    known: how many of the chunks just added had been stored before.
     """
 
     turns: int
@@ -75,9 +76,10 @@ class PrefixPolicy:
                 self._watch(segment)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Find the place of the chunks added last: below which segment they belong, or that they are its next piece.
+        """Find the place of the chunks added last: the segment below which they belong, or of which they are the
+        continuation.
 
-        The last of them becomes a segment of its own: where it is a partial chunk, nobody asks for it again.
+        The last of them becomes a segment of its own: if it is a partial chunk, it is never requested again.
         """
         newest, self._newest = self._newest, None
         if newest is None or not newest.slots:
@@ -171,14 +173,15 @@ class PrefixPolicy:
     # Where new chunks belong.
 
     def _continues(self, parent: Segment, place: int, last_slot: int) -> bool:
-        """Whether chunks from `place` on are the next of this segment, and no new turn of its session: its evicted tail
-        has come back, or one request stores its prompt piece by piece."""
+        """Whether chunks from `place` on continue this segment rather than begin a new turn of its session: its evicted
+        tail has returned, or a request stores its prompt in pieces.
+        """
         if parent.children or not parent.ends_with(last_slot):
             return False
         return parent.end > place or (parent.is_last and not parent.uses)
 
     def _append(self, newest: Segment, body: Sequence[int], parent: Segment, session: _Session) -> Segment:
-        """Give the new chunks to the segment that they continue; that segment."""
+        """Add the new chunks to the segment that they continue; returns that segment."""
         session.turns = max(session.turns, parent.turns + (not parent.is_last))
         if parent.is_last:
             session.known -= parent.grown_by  # what earlier pieces of this request added is new as well

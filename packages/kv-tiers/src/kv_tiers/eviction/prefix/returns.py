@@ -44,14 +44,14 @@ _ALL: Final = -1
 
 
 class Kind(NamedTuple):
-    """What is worth the same at the same age. step: the chance against the role's, in half octaves."""
+    """Segments with the same value at the same age. step: the probability relative to the role's, in half octaves."""
 
     role: int
     step: int
 
 
 class Factor:
-    """Of one trait. value: returned / expected, kept because it is read far oftener than it changes."""
+    """The factor of one trait. value: returned / expected, cached because it is read far more often than it changes."""
 
     __slots__ = ("expected", "returned", "value")
 
@@ -115,7 +115,7 @@ class Returns:
             sample.ended_in = self._interval(now - sample.born)
 
     def lose(self, sample: Sample) -> None:
-        """Nobody would notice any more if it came back."""
+        """The sample is no longer observed: a return would go unnoticed."""
         sample.ended_in = _LOST
 
     def advance(self, now: int) -> None:
@@ -139,7 +139,7 @@ class Returns:
             self._worth.clear()
 
     def worth(self, kind: Kind, age: int) -> float:
-        """Expected returns per time of keeping one that was last used so long ago."""
+        """Expected returns per time of keeping a segment that was last used this long ago."""
         by_interval = self._worth.get(kind)
         if by_interval is None:
             times = 2.0 ** (kind.step / _STEPS_PER_OCTAVE)
@@ -166,7 +166,7 @@ class Returns:
             self._exposed.setdefault(role, [0.0] * _INTERVALS)[interval] += exposed
 
     def _role_chances(self, role: int) -> list[float]:
-        """Of coming back within each interval, having reached it, where all factors are 1."""
+        """The probability of returning within each interval, given that it was reached, with all factors 1."""
         chances = self._chances.get(role)
         if chances is None:
             chances = []

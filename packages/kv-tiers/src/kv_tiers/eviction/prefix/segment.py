@@ -12,7 +12,7 @@ from kv_tiers.eviction.prefix.returns import Kind, Sample, Trait
 
 
 class Role(IntEnum):
-    """What a segment is to its prompts. Each role comes back at ages of its own."""
+    """How prompts use a segment. Each role has its own distribution of return ages."""
 
     STALE = 0  # the rest of a prompt whose beginning has gone on differently since
     LAST = 1  # the last chunk of a prompt; where that is partial, nobody asks for it again
@@ -29,14 +29,16 @@ _MAX_TURNS: Final = 8
 
 
 class Segment:
-    """Chunks of one prompt that were always used together. Eviction takes its tail first, and growth brings it back.
+    """Chunks of one prompt that have always been used together. Eviction removes its tail first, and growth restores
+    it.
 
     Its place in the tree:
 
     parent: the segment before it in the prompt; None at the root.
-    start, end: its places in the prompt, in chunks, evicted ones included.
-    slots: of its resident chunks without the excluded ones, head first. A dict, for its order and fast removal.
-    first_key: the key of its first chunk, where it began as a segment; by this it is known again after its eviction.
+    start, end: its positions in the prompt, in chunks, including evicted ones.
+    slots: slots of its resident chunks except excluded ones, head first. A dict, for order and fast removal.
+    first_key: the key of the first chunk with which it began as a segment, by which it is recognised after its
+        eviction.
     branches: how many segments have ever begun where it ends.
     children: how many of those have chunks now.
     is_last: it is the last chunk of a prompt.
@@ -44,12 +46,13 @@ class Segment:
 
     Its history:
 
-    uses: how often it was used again. last_use: when it was last used, in chunks ever added.
+    uses: how often it was used again.
+    last_use: when it was last used, in chunks ever added.
     gap: the mean time between its uses (each step the geometric mean with the latest), None before the second.
     turns, length, grown_by: of the last request through it that belonged to one session: how often the session had
-        come back, the chunks of the prompt, and how many of these nobody had stored before.
+        returned, the chunks of the prompt, and how many of these had not been stored before.
 
-    What learning and choosing keep here: kind, sample, queue.
+    Fields used by learning and choosing: kind, sample, queue.
     """
 
     __slots__ = (
@@ -85,7 +88,7 @@ class Segment:
             segment = segment.parent
 
     def used(self, now: int) -> None:
-        """It has come back."""
+        """It was used again."""
         self.uses += 1
         gap = now - self.last_use
         self.gap = gap if self.gap is None else math.sqrt(self.gap * gap + 1)
@@ -100,10 +103,10 @@ class Segment:
         return Role.RETURNED if self.turns else Role.FIRST_TURN
 
     def traits(self, role: Role) -> list[Trait]:
-        """What is known of it besides its role, in steps coarse enough that each value has many samples.
+        """Its traits besides its role, in steps coarse enough that each value has many samples.
 
-        Length and growth are learnt once over all roles and once for this role: everything in a first turn is new, so
-        there the two say the same, and later they do not.
+        Length and growth are learnt both over all roles and for this role: everything in a first turn is new, so there
+        the two are equal, and later they are not.
         """
         length, grown_by = _half_octave(self.length), _half_octave(self.grown_by)
         return [
