@@ -154,6 +154,29 @@ def test_a_request_waits_for_what_is_being_stored_and_no_longer_than_it_may(serv
     assert decoder.match(PROMPT, given, "late") == 64  # preempted: it has waited once
 
 
+def test_what_was_kept_for_a_request_is_given_back_once_when_it_waits_no_more(service: DictService) -> None:
+    producer, decoder = Engine(service, "p", shape_of()), Engine(service, "d", shape_of())
+    assert decoder.match(PROMPT, 84) is None
+    assert service.taken_keys == []
+    producer.compute(PROMPT, [84], hands_over_tokens=84)
+    decoder.clock.advance(0.01)
+    assert decoder.match(PROMPT, 84) == decoder.match(PROMPT, 84) == 83
+    (keys,) = service.taken_keys
+    assert set(keys) == set(service.held) and len(keys) == 3
+    assert producer.match(PROMPT, 0, "not handed over") == 64
+    assert len(service.taken_keys) == 1
+
+
+def test_what_an_engine_has_in_its_own_blocks_is_given_back_too(service: DictService) -> None:
+    """It is not even looked up."""
+    Engine(service, "p", shape_of()).compute(PROMPT, [84], hands_over_tokens=84)
+    decoder = Engine(service, "d", shape_of())
+    request = RequestTokens("d", PROMPT, len(PROMPT), controls=Controls(awaits_tokens=84))
+    assert decoder.scheduler.match(request, 83) == 0
+    assert decoder.scheduler.counts.lookups == 0
+    assert set(service.taken_keys[0]) == set(service.held)
+
+
 def test_nobody_waits_longer_than_computing_takes(service: DictService) -> None:
     costs = EngineCosts(HandClock(), prefill_tokens_per_second=1000.0)
     decoder = Engine(service, "d", shape_of(), costs)

@@ -1,13 +1,18 @@
 """The outcome of an operation on one chunk. Expected outcomes are values to match, not exceptions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The chunk is in the caller's buffer, complete."""
+    """The chunk is in the caller's buffer, complete.
+
+    nbytes: the size of what came.
+    checksum: `kv_core.checksum` of it, where it was taken while it came; empty: it is still to be taken.
+    """
 
     nbytes: int
+    checksum: bytes = field(default=b"", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,11 @@ class CacheService(Protocol):
     def measured(self, samples: Sequence[Measured]) -> None:
         """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """The request that these were handed over for has what it needs of them: what `begin_store` keeps for it is
+        kept no longer, here and on other hosts. A hint: where it is lost, the chunks are kept until their time is over.
+        """
+
     def clear(self) -> None:
         """Forget every chunk, as `forget` does."""
 

@@ -218,18 +218,24 @@ def stored_bytes_in(header: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 
 def verify(
-    header: bytes | bytearray | memoryview, payload: memoryview, *, key: ChunkKey, format_id: bytes, decoded_bytes: int
+    header: bytes | bytearray | memoryview,
+    payload: memoryview,
+    *,
+    key: ChunkKey,
+    format_id: bytes,
+    decoded_bytes: int,
+    checksum: bytes = b"",
 ) -> Header | Damaged:
     """The header if `payload` is, byte for byte, what was stored under `key` in this format: encoded still, if it was.
 
-    As slow as `pack_header`. decoded_bytes: size of a chunk.
+    As slow as `pack_header`. decoded_bytes: size of a chunk. checksum: of the payload, where it has been taken.
     """
     read = _read_for(header, key, format_id, decoded_bytes)
     if isinstance(read, Damaged):
         return read
     if read.stored_bytes != payload.nbytes:
         return Damaged(f"a payload of {payload.nbytes} bytes instead of {read.stored_bytes}")
-    if checksum_of(payload) != read.checksum:
+    if (checksum or checksum_of(payload)) != read.checksum:
         return Damaged("the checksum of the bytes is wrong")
     return read
 

@@ -206,6 +206,22 @@ class ReadsPrefixes(Protocol):
         """
 
 
+OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
+"""Called with a chain of keys, the place in it from which on chunks are handed over, and for how many seconds they are
+kept there. It returns at once."""
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """What a `Tier` may do besides: tell of chunks that engines elsewhere hand over (docs/disaggregated.md)."""
+
+    def follow(self, on_handed_over: OnHandedOver) -> None:
+        """Call this, on a thread of the tier's, for what is handed over from now on, until `close`. Once."""
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """What is kept elsewhere of these is needed no longer. It returns at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLease:
     """Where chunks are in a tier's files. Until the lease ends, none of their bytes are replaced by another chunk's.

@@ -1,5 +1,6 @@
 """Chunks that are kept for another engine: until it has read them or the time is over, and never more than may be."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -7,10 +8,12 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_tiers.cache.handed_over import HandedOver
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.testing.contract import assert_adds_up
 from kv_tiers.testing.tenants import ANN, cache_of, held, store
 from kv_tiers.testing.tower import FINGERPRINT
+from kv_tiers.testing.wait import joined
 
 KEYS = key_chain(3)
 
@@ -70,6 +73,54 @@ def test_a_peer_that_did_not_take_all_of_it_leaves_it_held() -> None:
     with pytest.raises(ConnectionError), cache.reads_for_peers(FINGERPRINT).read(KEYS[0], 1.0):
         raise ConnectionError
     assert cache.holds.chunks == 3
+    cache.close()
+
+
+def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_same_prompt() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    hand_over(cache, KEYS[:2])
+    cache.taken([*KEYS, *key_chain(1, branch="nobody's")])
+    assert cache.holds.chunks == 0
+    hand_over(cache, KEYS)
+    assert cache.holds.chunks == 1
+    clock.advance(31)
+    hand_over(cache, KEYS)
+    assert cache.holds.chunks == 3
+    cache.taken(KEYS)
+    crowd(cache)
+    assert held(cache, KEYS) == 0
+    hand_over(cache, KEYS)  # in other slots or the same, they are stored anew
+    assert cache.holds.chunks == 3
+    cache.close()
+
+
+def test_each_chunk_is_announced_once_when_it_can_be_read_and_while_it_is_kept() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    store(cache, KEYS[:1])
+    hand_over(cache, KEYS[:2])
+    hand_over(cache, KEYS)
+    feed = cache.handed_over
+    upto, announced = feed.after(0, 0.0, 100)
+    assert [(list(one.chain), one.first) for one in announced] == [(KEYS[:1], 0), (KEYS[:2], 1), (KEYS, 2)]
+    assert feed.after(upto, 0.0, 100) == (upto, [])
+    assert [one.first for one in feed.after(0, 0.0, 4)[1]] == [0, 1]
+    assert feed.after(0, 0.0, 4)[0] == announced[1].number
+    assert feed.after(0, 0.0, 2)[1] == [announced[0]]
+    clock.advance(31)
+    assert feed.after(0, 0.0, 100) == (upto, [])
+    cache.close()
+
+
+def test_an_announcement_wakes_who_waits_for_it() -> None:
+    cache = cache_of(8)
+    found: list[HandedOver] = []
+    thread = threading.Thread(target=lambda: found.extend(cache.handed_over.after(0, 60.0, 100)[1]))
+    thread.start()
+    hand_over(cache, KEYS)
+    joined(thread)
+    assert [list(one.chain) for one in found] == [KEYS]
     cache.close()
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
@@ -40,7 +41,8 @@ def is_right(reads: PeerReads, key: ChunkKey, timeout_s: float = 10.0) -> bool |
     with reads.read(key, timeout_s) as stored:
         if stored is None:
             return None
-        damage = chunk_header.check(stored.header, stored.payload, key=key, format_id=FORM)
+        header = stored.header(checksum_of(stored.payload))
+        damage = chunk_header.check(header, stored.payload, key=key, format_id=FORM)
         return damage is None and stored.payload == content(key, CHUNK_BYTES)
 
 

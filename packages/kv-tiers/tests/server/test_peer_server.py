@@ -32,10 +32,12 @@ from kv_tiers.tiers.peers_wire import (
     VERSION,
     Challenge,
     Fetch,
+    Follow,
     Held,
     Hello,
     Holds,
     PeerStream,
+    Taken,
     Welcome,
     frame,
 )
@@ -243,6 +245,9 @@ MESSAGES = [
     Holds(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch("another namespace", pack_keys(KEYS)),
+    Follow(CONTEXT.namespace, b"", 0, 0.01),
+    Follow("another namespace", bytes(16), 7, 0.01),
+    Taken(CONTEXT.namespace, pack_keys(KEYS)),
 ]
 
 
@@ -288,6 +293,8 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         HEADER.pack(10, VERSION + 1) + bytes(10),
         frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
         frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(Taken(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
         frame(Hello("again", bytes(16), b"")),
     ],
 )

@@ -38,6 +38,7 @@ REQUESTS: list[wire.Request] = [
     wire.Commit(7),
     wire.Release(7, True),
     wire.Forget(KEYS),
+    wire.Taken(KEYS),
     wire.End("holder"),
     wire.Clear(),
     wire.Counts(),

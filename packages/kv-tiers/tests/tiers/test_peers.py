@@ -28,7 +28,7 @@ from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
-from kv_tiers.tiers.peers_wire import Fetch, Holds, PeerStream, Request, unpack_keys
+from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, PeerStream, Request, unpack_keys
 
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 
@@ -289,7 +289,7 @@ def test_what_is_discarded_while_a_peer_is_asked_is_not_found(ending: ExitStack)
 
 def flipped(data: bytes) -> bytes:
     """A bit of the payload in a piece that is long enough to have one."""
-    at = len(data) - CHUNK_BYTES // 2
+    at = SIZE.size + CHUNK_BYTES // 2
     return data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :] if len(data) > chunk_header.HEADER_BYTES else data
 
 
@@ -312,10 +312,10 @@ def test_a_peer_that_dies_in_the_middle_of_a_chunk_costs_what_had_not_come(endin
     def half(stream: PeerStream, request: Request) -> None:
         assert isinstance(request, Fetch)
         first, second = unpack_keys(request)[:2]
-        for key, nbytes in ((first, CHUNK_BYTES), (second, CHUNK_BYTES // 2)):
-            chunk = memoryview(bytearray(content(key, CHUNK_BYTES)))
-            header = chunk_header.pack_header(key, None, chunk, chunk_header.format_id("f"))
-            stream.send([header, chunk[:nbytes]], time.monotonic() + 10)
+        chunk = memoryview(bytearray(content(first, CHUNK_BYTES)))
+        header = chunk_header.pack_header(first, None, chunk, chunk_header.format_id("f"))
+        stream.send([SIZE.pack(CHUNK_BYTES), chunk, header], time.monotonic() + 10)
+        stream.send([SIZE.pack(CHUNK_BYTES), content(second, CHUNK_BYTES // 2)], time.monotonic() + 10)
         raise ConnectionError("it dies")
 
     fake = FakePeer(half)
@@ -414,11 +414,7 @@ def test_a_peer_that_never_answers_holds_up_no_other(ending: ExitStack, peer: Th
 def lies_about_the_size(stream: PeerStream, request: Request) -> None:
     assert isinstance(request, Fetch)
     for key in unpack_keys(request):
-        size = 1 << 50
-        header = bytearray(chunk_header.HEADER_BYTES)
-        header[:8] = chunk_header.MAGIC
-        header[chunk_header.STORED_BYTES_AT : chunk_header.STORED_BYTES_AT + 8] = size.to_bytes(8, "little")
-        stream.send([header, content(key, 2 * CHUNK_BYTES)], time.monotonic() + 10)
+        stream.send([SIZE.pack(1 << 50), content(key, 2 * CHUNK_BYTES)], time.monotonic() + 10)
 
 
 def another_chunk(stream: PeerStream, request: Request) -> None:
@@ -426,12 +422,12 @@ def another_chunk(stream: PeerStream, request: Request) -> None:
         (other,) = key_chain(1, branch="other")
         chunk = memoryview(bytearray(content(other, CHUNK_BYTES)))
         header = chunk_header.pack_header(other, None, chunk, chunk_header.format_id("f"))
-        stream.send([header, chunk], time.monotonic() + 10)
+        stream.send([SIZE.pack(len(chunk)), chunk, header], time.monotonic() + 10)
 
 
 def nothing_after_all(stream: PeerStream, request: Request) -> None:
     for _ in unpack_keys(request):  # type: ignore[arg-type]
-        stream.send([bytes(chunk_header.HEADER_BYTES)], time.monotonic() + 10)
+        stream.send([SIZE.pack(NOT_HERE)], time.monotonic() + 10)
 
 
 @pytest.mark.parametrize(

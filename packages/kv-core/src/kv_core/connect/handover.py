@@ -19,7 +19,8 @@ from kv_core.hashing import Digest
 MIN_TAIL_TOKENS: Final = 16
 """A last chunk of fewer tokens is not stored: computing them takes no longer than a step does anyway."""
 _FIRST_RETRY_S: Final = 0.002
-_MAX_RETRY_S: Final = 0.05
+_MAX_RETRY_S: Final = 0.008
+"""An engine that has nothing else to do asks in each of its steps, so this is what the last chunk may be late by."""
 
 
 class HandOvers:
@@ -101,6 +102,12 @@ class HandOvers:
         awaited.retry_s = min(2 * awaited.retry_s, _MAX_RETRY_S)
         tracked.awaited = awaited
         return True
+
+    def is_taken(self, request: RequestTokens, tracked: Tracked) -> bool:
+        """Whether nothing need be kept for this request any more, once in its life: what it loads is promised to it."""
+        is_first = request.controls.awaits_tokens > 0 and not tracked.has_taken
+        tracked.has_taken = tracked.has_taken or is_first
+        return is_first
 
     @property
     def _cuts(self) -> bool:

@@ -111,6 +111,8 @@ class SchedulerHalf:
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
             offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens if tracked.pays else 0
+        if self._handovers.is_taken(request, tracked):
+            self._service.taken(self._prompt_keys(request, tracked))
         if offered < worthwhile:
             self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
@@ -168,8 +170,7 @@ class SchedulerHalf:
         # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
         block_tokens = max(self._shape.tables)
         last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens)
-        first_chunk = first // chunk_tokens
-        last_chunk = -(-last // chunk_tokens)
+        first_chunk, last_chunk = first // chunk_tokens, -(-last // chunk_tokens)
         if self._has_states:
             self._admission.hit(tracked.keys.digests[last_chunk - 1])
         self._loads.append(
@@ -309,8 +310,7 @@ class SchedulerHalf:
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
-                # The next question finds no promise to renew and looks up anew.
-                self._service.end(self._holder(request_id))
+                self._service.end(self._holder(request_id))  # the next question finds no promise to renew
 
     def close(self) -> None:
         """Give every promise back and forget every request; for an engine that goes on without us."""
@@ -351,14 +351,18 @@ class SchedulerHalf:
 
     def _hash_up_to(self, request: RequestTokens, tracked: Tracked, tokens: int) -> None:
         """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
-        known = tracked.keys.tokens
-        if tokens > known:
+        if tokens > (known := tracked.keys.tokens):
             tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[known:tokens]))
 
     def _keys(self, tracked: Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
         assert self._space is not None
         shape = self._shape
         return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
+
+    def _prompt_keys(self, request: RequestTokens, tracked: Tracked) -> list[ChunkKey]:
+        self._hash_up_to(request, tracked, len(request.tokens))
+        tracked.tail = self._handovers.tail_to_load(request, tracked)
+        return self._named(tracked)
 
     def _named(self, tracked: Tracked) -> list[ChunkKey]:
         """The keys of its chunks, with the partial one that another engine hands over."""
@@ -368,9 +372,7 @@ class SchedulerHalf:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
-        self._hash_up_to(request, tracked, len(request.tokens))
-        tracked.tail = self._handovers.tail_to_load(request, tracked)
-        keys, shape = self._named(tracked), self._shape.chunk
+        keys, shape = self._prompt_keys(request, tracked), self._shape.chunk
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
@@ -431,9 +433,7 @@ class SchedulerHalf:
             self.counts.tokens_declined += 0 if tracked.pays else hit
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
-        if not self._shape.stores:
-            return 0
-        return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens
+        return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0
 
     def _store(self, entry: Scheduled) -> StoreStep | None:
         request = entry.request

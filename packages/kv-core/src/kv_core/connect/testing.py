@@ -39,6 +39,7 @@ class DictService:
     allocations: what `allocated` was called with, in order.
     samples: what `measured` was, one after another.
     hold_s: what `begin_store` was called with, in order.
+    taken_keys: what `taken` was called with, in order.
     """
 
     fail_loads: int = 0
@@ -52,6 +53,7 @@ class DictService:
     allocations: list[dict[Holder, int]] = field(default_factory=list)
     samples: list[Measured] = field(default_factory=list)
     hold_s: list[float] = field(default_factory=list)
+    taken_keys: list[list[ChunkKey]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
@@ -128,6 +130,9 @@ class DictService:
 
     def measured(self, samples: Sequence[Measured]) -> None:
         self.samples += samples
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        self.taken_keys.append(list(keys))
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

@@ -45,6 +45,7 @@ class Tracked:
     stored_tail_tokens: how many tokens the last, partial chunk has that was stored for another engine.
     awaited: what it waits for of another engine.
     has_awaited: it waits for none any more.
+    has_taken: other engines need keep nothing for it any more.
     may_wait: until slower tiers have had their chance.
     is_counted: its lookup is in the counts.
     mixed: its blocks may hold KV of other weights than the key space's: never stored.
@@ -67,6 +68,7 @@ class Tracked:
     stored_tail_tokens: int = 0
     awaited: Awaited | None = None
     has_awaited: bool = False
+    has_taken: bool = False
     may_wait: bool = True
     is_counted: bool = False
     mixed: bool = False

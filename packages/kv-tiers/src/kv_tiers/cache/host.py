@@ -88,6 +88,10 @@ class HostTier:
         if self._closed:
             raise MisuseError("the cache is closed")
 
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
     def stop(self) -> None:
         """From here `check_open` raises."""
         self._closed = True

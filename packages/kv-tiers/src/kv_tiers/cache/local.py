@@ -24,6 +24,7 @@ from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease,
 
 from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots
+from kv_tiers.cache.handed_over import HandOverFeed
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, HostTier
@@ -98,12 +99,15 @@ class LocalCache:
         self._lock = self._host.lock
         self._leases = Leases(lease_s)
         self.holds = Holds(self._host, self._index, shares)
+        self.handed_over = HandOverFeed(self._clock)
+        """What engines of this cache hand over, for servers of other hosts."""
         for lane, _ in lanes:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
+        self.lower.follow(self._bring)
 
     def lookup(
         self,
@@ -201,7 +205,7 @@ class LocalCache:
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             if hold_s > 0:
                 write.hold_s = hold_s
-                self.holds.hold(list(dict.fromkeys(own_slots)), now_s + hold_s)
+                self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s)
         why = ""
         if refused:
             why = (
@@ -233,7 +237,7 @@ class LocalCache:
             self._spills.committed(write.keys, write.slots, write.chain)
             if write.hold_s:
                 kept = [slot for key in found if (slot := self._index.find(key)) is not None]
-                self.holds.hold(kept, self._clock.now_s() + write.hold_s)
+                self._hold(kept, write.chain, self._clock.now_s(), write.hold_s)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, found, seconds))
@@ -298,6 +302,12 @@ class LocalCache:
     def measured(self, samples: Sequence[Measured]) -> None:
         if self.events.on_requests:
             self.events.publish(events.EngineMeasured(samples))
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            self._host.check_open()
+            self.holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
+        self.lower.taken(keys)
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. What is being written now will not be found either."""
@@ -365,6 +375,21 @@ class LocalCache:
                 self.events.publish(events.LeaseExpired(read.holder, read.number, len(read.slots), read.kind))
             self._host.unlease(read.slots)
             self._totals.leases_expired += 1
+
+    def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
+        """Keep these chunks of a chain for another engine, and tell other hosts of those that are new."""
+        if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
+            places = [at for at, key in enumerate(chain) if self._index.find(key) in new]
+            self.handed_over.announce(chain[: places[-1] + 1], places[0], now_s + hold_s)
+
+    def _bring(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
+        """Fetch what another host hands over, and keep it as long as it would be kept there. Takes the lock itself."""
+        until_s = self._clock.now_s() + hold_s
+
+        def hold(slots: Sequence[int]) -> None:
+            self.holds.hold(slots, until_s, self._clock.now_s())
+
+        self._promotions.bring(tier, chain, first, hold)
 
     def _count_lookup(self, chunks_asked: int, chunks_hit: int) -> None:
         self._totals.lookups += 1

@@ -1,7 +1,8 @@
 """The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs
@@ -18,7 +19,7 @@ from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import SupportsFileExtents, TierUsage
+from kv_tiers.tier import HandsOver, SupportsFileExtents, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -128,6 +129,18 @@ class LowerTiers:
             for lane in self._lanes
             if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0].serves
         }
+
+    def follow(self, on_handed_over: Callable[[int, Sequence[ChunkKey], int, float], None]) -> None:
+        """Have tiers say what engines elsewhere hand over: the tier's number, and as of `OnHandedOver`."""
+        for number, lane in enumerate(self._lanes):
+            if isinstance(lane.tier, HandsOver):
+                lane.tier.follow(partial(on_handed_over, number))
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """What is kept elsewhere of these is needed no longer. Without the lock."""
+        for lane in self._lanes:
+            if isinstance(lane.tier, HandsOver):
+                lane.tier.taken(keys)
 
     def states(self) -> list[TierState]:
         with self._host.lock:

@@ -8,12 +8,12 @@ cache's content, except that a hold on a chunk ends once the chunk has been read
 import mmap
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 
@@ -31,10 +31,11 @@ _STAGED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk's header, and the payload that it speaks of: in the pool the chunk's bytes, below as they are stored."""
+    """A chunk's payload, in the pool the chunk's bytes, below as they are stored; and its header, given the payload's
+    checksum (`kv_core.checksum`), which need not be known before."""
 
-    header: bytes | bytearray
     payload: memoryview
+    header: Callable[[bytes], bytes | bytearray]
 
 
 class PeerReads:
@@ -64,6 +65,12 @@ class PeerReads:
                 held[at] = is_held
         return held
 
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """What is kept of these for another engine is needed no longer."""
+        with self._host.lock:
+            self._host.check_open()
+            self._holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
+
     @contextmanager
     def read(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
         """The chunk, for as long as the context lasts. None: it is not here, or a lower tier did not bring it in time.
@@ -81,7 +88,7 @@ class PeerReads:
             return
         try:
             with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
-                yield StoredChunk(pack_header(key, None, chunk, self._format_id, checksum_of(chunk)), chunk)
+                yield StoredChunk(chunk, partial(pack_header, key, None, chunk, self._format_id))
             with self._host.lock:  # after the context: it has been sent
                 self._holds.read([slot])
         finally:
@@ -115,7 +122,8 @@ class PeerReads:
             if lane.load([read], done):
                 is_lent = not arrived.wait(timeout_s)
             outcome = arrivals[0].outcome if arrivals else None
-            yield StoredChunk(read.header, pages[: outcome.nbytes]) if isinstance(outcome, Loaded) else None
+            header = read.header
+            yield StoredChunk(pages[: outcome.nbytes], lambda _: header) if isinstance(outcome, Loaded) else None
         finally:
             # What a tier has not given back may be written at any time: others get other memory.
             self._staging.put(None if is_lent else pages)

@@ -18,7 +18,7 @@ behind a missing one are worthless and are given up.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.clock import Clock
@@ -40,7 +40,7 @@ from kv_tiers.cache.hits import (
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, Promotion
+from kv_tiers.cache.promotion import Job, Promotion, View
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
@@ -88,27 +88,6 @@ class _Wait:
     tiers: set[int] = field(default_factory=set)
     skipped: Skipped | None = None
     awaited: Skipped | None = None
-
-
-@dataclass(slots=True)
-class _View:
-    """Where the chunks of a prompt are.
-
-    keys: the prompt's, chunk-major.
-    in_pool: for each key, whether the pool has it or is loading it.
-    writing: keys that engines are storing now. They count as absent: they are there for the next request.
-    in_tiers: for the remaining keys, the index of the tier that has it.
-    all_answered: every tier that was queried has answered.
-    """
-
-    keys: Sequence[ChunkKey]
-    in_pool: list[bool]
-    writing: set[ChunkKey]
-    in_tiers: dict[ChunkKey, int] = field(default_factory=dict)
-    all_answered: bool = True
-
-    def has(self, place: int) -> bool:
-        return self.in_pool[place] or self.keys[place] in self.in_tiers
 
 
 class Promotions:
@@ -211,6 +190,23 @@ class Promotions:
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
         return self._start(Promotion(holder, requested, share), jobs)
 
+    def bring(
+        self, tier: int, chain: Sequence[ChunkKey], first: int, on_arrived: Callable[[Sequence[int]], object]
+    ) -> None:
+        """Load what the pool lacks of a chain from this place on, before a lookup asks for it. on_arrived: as of
+        `Promotion`."""
+        began_s, chain = self._clock.now_s(), list(chain)
+        jobs: list[Job] = []
+        with self._host.lock:
+            is_held = self._index.is_held
+            lacking = [at for at in range(first, len(chain)) if self._host.is_open and not is_held(chain[at])]
+        for at in lacking:
+            if not jobs or jobs[-1].end != at or len(jobs[-1].keys) == self._batch_chunks:
+                jobs.append(Job(tier, at, False, chain, at, [], [], began_s))
+            jobs[-1].keys.append(chain[at])
+        if jobs:
+            self._start(Promotion("handed over", len(chain), on_arrived=on_arrived), jobs)
+
     def skipped(self, holder: Holder) -> Skipped | None:
         """What slower tiers hold but the holder does not wait for. Called under the lock."""
         wait = self._waits.get(holder)
@@ -274,14 +270,14 @@ class Promotions:
 
     # What to load.
 
-    def _look(self, keys: Sequence[ChunkKey]) -> _View:
+    def _look(self, keys: Sequence[ChunkKey]) -> View:
         """Under the lock."""
         find, arriving, is_held = self._index.find, self._arriving, self._index.is_held
         in_pool = [find(key) is not None or key in arriving for key in keys]
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
-        return _View(keys, in_pool, writing)
+        return View(keys, in_pool, writing)
 
-    def _best_boundary(self, view: _View, shape: ChunkShape, wait: _Wait, now_s: float) -> int:
+    def _best_boundary(self, view: View, shape: ChunkShape, wait: _Wait, now_s: float) -> int:
         """The longest that the pool and the tiers can serve, as far as these have answered. Groups that need the whole
         prefix are queried first: what they have bounds what is worth querying of the others."""
         stride = shape.keys_per_chunk
@@ -311,14 +307,14 @@ class Promotions:
             best, _ = last_boundary(shape, best - 1, view.has)
         return best
 
-    def _query(self, view: _View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
+    def _query(self, view: View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
         lacking = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if lacking:
             found, all_answered = self._presence.find(lacking, wait.answers, now_s)
             view.in_tiers.update(found)
             view.all_answered = view.all_answered and all_answered
 
-    def _jobs(self, view: _View, shape: ChunkShape, chunks: int) -> list[Job]:
+    def _jobs(self, view: View, shape: ChunkShape, chunks: int) -> list[Job]:
         """The loads that a boundary of this many chunks needs: groups of the whole prefix first, in the prompt's order,
         so that whatever has arrived when the wait times out is usable.
         """
@@ -344,7 +340,7 @@ class Promotions:
         return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
 
     def _worth(
-        self, view: _View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int
+        self, view: View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int
     ) -> Worth:
         """jobs: for `best`."""
         with self._host.lock:
@@ -378,7 +374,7 @@ class Promotions:
         if wanted:
             self._start(Promotion(holder, chunks), wanted)
 
-    def _arriving_of(self, view: _View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
+    def _arriving_of(self, view: View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
         """What a boundary needs that is already being loaded."""
         if not self._arriving:
             return []
@@ -471,9 +467,11 @@ class Promotions:
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
+            here = [slot for key, slot in pairs if self._index.key_at(slot) == key]
+            if promotion.on_arrived is not None:
+                promotion.on_arrived(here)
             if wait is not None and not wait.over:
                 self._presence.was_in_time(job.tier)
-                here = [slot for key, slot in pairs if self._index.key_at(slot) == key]
                 self._index.lease(here)
                 wait.slots += here
             self._spills.committed(keys, slots, chain, above=job.tier)

@@ -1,6 +1,7 @@
-"""Records of promotions: the chunks that are being loaded from lower tiers into the pool."""
+"""Records of promotions: where a prompt's chunks are, and what is being loaded from lower tiers into the pool."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
@@ -13,11 +14,13 @@ class Promotion:
     holder: whose lookup started them.
     broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
     share: how much of each chunk is read (`Lane.shares`); None: as little as may be.
+    on_arrived: called under the lock with the slots of what has come.
     """
 
     holder: Holder
     broken_at: int
     share: int | None = None
+    on_arrived: Callable[[Sequence[int]], object] | None = None
 
 
 @dataclass(slots=True)
@@ -50,3 +53,24 @@ class Job:
     @property
     def end(self) -> int:
         return self.start + len(self.keys)
+
+
+@dataclass(slots=True)
+class View:
+    """Where the chunks of a prompt are.
+
+    keys: the prompt's, chunk-major.
+    in_pool: for each key, whether the pool has it or is loading it.
+    writing: keys that engines are storing now. They count as absent: they are there for the next request.
+    in_tiers: for the remaining keys, the index of the tier that has it.
+    all_answered: every tier that was queried has answered.
+    """
+
+    keys: Sequence[ChunkKey]
+    in_pool: list[bool]
+    writing: set[ChunkKey]
+    in_tiers: dict[ChunkKey, int] = field(default_factory=dict)
+    all_answered: bool = True
+
+    def has(self, place: int) -> bool:
+        return self.in_pool[place] or self.keys[place] in self.in_tiers

@@ -57,7 +57,12 @@ class Payloads:
         """
         payload = read.pages[: loaded.nbytes]
         header = chunk_header.verify(
-            read.header, payload, key=read.key, format_id=self._format_id, decoded_bytes=chunk_bytes(read)
+            read.header,
+            payload,
+            key=read.key,
+            format_id=self._format_id,
+            decoded_bytes=chunk_bytes(read),
+            checksum=loaded.checksum,
         )
         if isinstance(header, Damaged):
             return Arrival(read.key, header)

@@ -22,17 +22,24 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import (
-    NO_HEADER,
+    MAX_ASKED,
+    NOT_HERE,
+    SIZE,
     Fetch,
+    Follow,
+    Followed,
+    Given,
     Held,
     Hello,
     Holds,
     PeerStream,
     Refused,
+    Taken,
     deadline_for,
     unpack_keys,
 )
@@ -45,6 +52,8 @@ _GREETING_S: Final = 5.0
 _IDLE_S: Final = 120.0
 """How long a connection may ask for nothing. A host that is gone says nothing either."""
 _END_S: Final = 5.0
+_NO_CACHE_S: Final = 0.2
+"""How soon a follower of a cache that no engine has asked for yet may ask again."""
 
 FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
 """The cache of a namespace, on any thread."""
@@ -170,6 +179,12 @@ class PeerServer:
                     self._answer_holds(stream, request, deadline)
                 case Fetch():
                     self._answer_fetch(stream, request)
+                case Follow():
+                    self._answer_follow(stream, request, deadline)
+                case Taken():
+                    if (found := self._find(request.namespace)) is not None:
+                        found[1].taken(unpack_keys(request))
+                    stream.send_message(Held(b"", None), deadline)
                 case Hello():
                     raise InputError("a peer says hello once")
 
@@ -192,17 +207,31 @@ class PeerServer:
         timeout_s = self._config.timeout_s
         for key in keys:
             if found is None:
-                stream.send([NO_HEADER], deadline_for(0, timeout_s))
+                stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
                 continue
             with found[1].read(key, timeout_s) as stored:
                 if stored is None:
-                    stream.send([NO_HEADER], deadline_for(0, timeout_s))
+                    stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
-                stream.send([stored.header, stored.payload], deadline_for(nbytes, timeout_s))
+                stream.send_chunk(stored.payload, stored.header, deadline_for(nbytes, timeout_s))
             with self._lock:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
+
+    def _answer_follow(self, stream: PeerStream, request: Follow, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None:
+            self._ending.wait(min(request.wait_s, _NO_CACHE_S))
+            stream.send_message(Followed(b"", 0, [], None), deadline)
+            return
+        cache, _ = found
+        feed = cache.handed_over
+        after = request.after if request.feed == feed.name else 0
+        cleared_s = cache.cleared_for_s()  # before it waits, as in `_answer_holds`
+        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
+        given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
+        stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
 
 
 def _shut(sock: socket.socket) -> None:

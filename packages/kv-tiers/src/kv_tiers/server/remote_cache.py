@@ -238,6 +238,12 @@ class RemoteCache:
             if self._is_watched and not self._closed:
                 self._link.tell(wire.EngineMeasured(list(samples[: wire.MAX_ALLOCATED])))
 
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """No round trip: it is not answered."""
+        with self._lock:
+            if keys and not self._closed:
+                self._link.tell(wire.Taken(wire.pack_keys(keys[: wire.MAX_KEYS])))
+
     def clear(self) -> None:
         with self._lock:
             if self._ask(wire.Clear(), wire.Done) is None:

@@ -120,6 +120,9 @@ class Session:
             case wire.EngineMeasured(samples):
                 self.cache.measured(samples)
                 return None
+            case wire.Taken(keys):
+                self.cache.taken(keys.unpack())
+                return None
             case wire.Clear():
                 self.cache.clear()
             case wire.Counts():

@@ -25,7 +25,7 @@ from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -193,6 +193,12 @@ class EngineMeasured(Message, tag="measured"):
     samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
+class Taken(Message, tag="taken"):
+    """What was kept for another engine and is not needed any more. Not answered."""
+
+    keys: Keys
+
+
 class Clear(Message, tag="clear"):
     pass
 
@@ -208,7 +214,8 @@ class ChangesSince(Message, tag="changes_since"):
 
 
 Watched = Allocated | EngineMeasured
-Verb = Lookup | Renew | Load | BeginStore | Commit | Release | Forget | End | Watched | Clear | Counts | ChangesSince
+Stored = BeginStore | Commit | Release | Forget | Taken
+Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
 Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
 
 # Answers.

@@ -18,15 +18,27 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
 
-from kv_tiers.chunk_header import stored_bytes_in
 from kv_tiers.config import PeerSecurity
 from kv_tiers.host_port import read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import ANY_CHUNKS, OnHandedOver, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
-from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FETCHED, NO_HEADER, Fetch, Held, Holds, PeerStream, deadline_for
+from kv_tiers.tiers.peers_wire import (
+    MAX_ASKED,
+    MAX_FETCHED,
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Followed,
+    Held,
+    Holds,
+    PeerStream,
+    deadline_for,
+    unpack_keys,
+)
 
 _REMEMBERED: Final = 1 << 16
 """Keys of which is known who holds them, and keys that are hidden."""
@@ -49,6 +61,9 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     """For what a peer holds."""
     timeout_s: Seconds = 5.0
     """For a chunk, and a second more for each megabyte of it."""
+    follow: bool = False
+    """Fetch what engines there hand over (docs/disaggregated.md) as soon as it can be read, before a request asks for
+    it. For hosts that decode what these peers compute."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -87,6 +102,11 @@ class PeersTier:
             resolve_s=config.resolve_s,
             connect_s=config.connect_timeout_s,
         )
+        self._follows = config.follow
+        self._following = Following(
+            self._hosts, context.namespace, answer_s=config.answer_timeout_s, on_answer=self._handed_over
+        )
+        self._on_handed_over: OnHandedOver | None = None
         self._lock = threading.Lock()
         self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()
         self._hidden: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -145,7 +165,30 @@ class PeersTier:
         return TierUsage()
 
     def close(self) -> None:
+        self._following.close()
         self._hosts.close()
+
+    def follow(self, on_handed_over: OnHandedOver) -> None:
+        if self._follows:
+            self._on_handed_over = on_handed_over
+            self._following.start()
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        self._following.taken(keys)
+
+    def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
+        """On a thread of the following. What cannot be believed, or is hidden here, is not fetched."""
+        assert self._on_handed_over is not None
+        if not self._is_believed(asked_s, answer.cleared_s):
+            return
+        for given in answer.given:
+            chain = unpack_keys(given)
+            with self._lock:
+                if any(map(self._is_hidden, chain)):
+                    continue
+                for key in chain[given.first :]:
+                    _remember(self._holders, key, tuple(dict.fromkeys((*self._holders.get(key, ()), peer))))
+            self._on_handed_over(chain, given.first, given.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
         """Who holds these, as far as anybody does: all peers that are up are asked at once.
@@ -183,6 +226,12 @@ class PeersTier:
                 _remember(self._holders, key, holders)
         return found
 
+    def _is_believed(self, asked_s: float, cleared_for_s: float | None) -> bool:
+        """Whether a peer that was asked then was cleared later than we were, if we were. cleared_for_s: its answer."""
+        with self._lock:
+            cleared_s = self._cleared_s
+        return cleared_s is None or (cleared_for_s is not None and asked_s - cleared_for_s > cleared_s)
+
     def _is_hidden(self, key: ChunkKey) -> bool:
         """Under the lock."""
         return key in self._hidden or key.tenant in self._hidden_tenants
@@ -193,10 +242,7 @@ class PeersTier:
         answer = stream.answer(Held, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
-        with self._lock:
-            cleared_s = self._cleared_s
-        is_newer = answer.cleared_s is not None and cleared_s is not None and sent_s - answer.cleared_s > cleared_s
-        if cleared_s is not None and not is_newer:
+        if not self._is_believed(sent_s, answer.cleared_s):
             return set()
         return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
 
@@ -211,16 +257,17 @@ class PeersTier:
         """Bring the reads of these numbers, in their order; what does not come stays `Absent`."""
         stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
-            read = reads[number]
-            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
-            if read.header == NO_HEADER:
+            read, size = reads[number], bytearray(SIZE.size)
+            stream.fill(memoryview(size), deadline_for(0, self._chunk_s))
+            (nbytes,) = SIZE.unpack(size)  # nothing vouches for it yet
+            if nbytes == NOT_HERE:
                 continue
-            nbytes = stored_bytes_in(read.header)  # nothing vouches for it yet
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
                 raise ConnectionError("a peer that says a wrong size")  # and where the next chunk begins nobody knows
-            stream.fill(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
-            outcomes[number] = Loaded(nbytes)
+            checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
+            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
+            outcomes[number] = Loaded(nbytes, checksum)
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:

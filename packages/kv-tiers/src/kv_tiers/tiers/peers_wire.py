@@ -1,4 +1,5 @@
-"""What servers of several hosts say to each other: two questions, which of these chunks are there, and give me these.
+"""What servers of several hosts say to each other: which of these chunks are there, give me these, and what is handed
+over by engines there.
 
 Frames and keys are those of `kv_tiers.messages`. The listening side begins:
 
@@ -6,8 +7,11 @@ Frames and keys are those of `kv_tiers.messages`. The listening side begins:
     Hello                           another, and a proof of the token, if there is one
     Welcome                         the same of the listening side
     Holds   ->  Held
-    Fetch   ->  for each key, in order, a chunk's header (docs/formats/chunk.md) and the payload that it speaks of;
-                `NO_HEADER` where the chunk is not there
+    Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
+                and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
+                that are in the processor's cache, while they are sent
+    Follow  ->  Followed, as soon as there is something to say
+    Taken   ->  Held, of no keys
 
 `Refused` may come instead of `Welcome` and `Held`, and ends the conversation, as everything malformed does. A peer is
 believed as little as any medium: sizes are checked before use, and a chunk's header and bytes by the lane that reads.
@@ -15,20 +19,22 @@ believed as little as any medium: sizes are checked before use, and a chunk's he
 
 import secrets
 import socket
+import struct
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Final, TypeVar
 
 import msgspec
+import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 
-from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
 from kv_tiers.tiers.peers_security import is_proof, prove
 from kv_tiers.tiers.timed_socket import TimedSocket
 
-VERSION: Final = 1
+VERSION: Final = 2
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `Holds`."""
@@ -37,7 +43,13 @@ MAX_FETCHED: Final = 1 << 8
 _SLOWEST_BYTES_PER_S: Final = 1e6
 MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
 MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
-NO_HEADER: Final = bytes(HEADER_BYTES)
+MAX_FOLLOWED_BYTES: Final = MAX_ASKED * (max(KEY_BYTES) + 32) + (1 << 10)
+MAX_FOLLOW_S: Final = 5.0
+"""How long a `Follow` may wait. Its answer may be empty."""
+SIZE: Final = struct.Struct("<Q")
+NOT_HERE: Final = (1 << 64) - 1
+_PIECE_BYTES: Final = 1 << 18
+"""Fits a core's cache: each piece is sent, or was received, and is summed while it is there."""
 PROCESS: Final = secrets.token_bytes(16)
 """Names this process, which must not take itself for a peer."""
 _MAX_HELLO_BYTES: Final = 1 << 10
@@ -91,18 +103,64 @@ class Fetch(Message, tag="fetch"):
     keys: Keys
 
 
+Feed = Annotated[bytes, msgspec.Meta(max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Follow(Message, tag="follow"):
+    """What engines there hand over after what was told. It waits until there is something, or the time is over.
+
+    feed: whose numbers `after` counts, as the last answer said; empty at first.
+    after: the number of that answer.
+    """
+
+    namespace: Namespace
+    feed: Feed
+    after: Count
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_FOLLOW_S)]
+
+
+class Given(Message):
+    """Chunks that a fetch would find.
+
+    keys: of a prompt, from its first chunk up to the last of these.
+    first: the place of the first of these. Not all from there on need be there.
+    hold_s: how long they are kept there.
+    """
+
+    keys: Keys
+    first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+    hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class Followed(Message, tag="followed"):
+    """feed: empty where the server has no such cache. upto: what to ask from next. cleared_s: as of `Held`."""
+
+    feed: Feed
+    upto: Count
+    given: Annotated[list[Given], msgspec.Meta(max_length=MAX_ASKED)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+class Taken(Message, tag="taken"):
+    """These need not be kept any more for the engine that they were handed over to."""
+
+    namespace: Namespace
+    keys: Keys
+
+
 class Refused(Message, tag="refused"):
     text: Text
 
 
-Request = Hello | Holds | Fetch
-Answer = Challenge | Welcome | Held | Refused
+Request = Hello | Holds | Fetch | Follow | Taken
+Answer = Challenge | Welcome | Held | Followed | Refused
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", Challenge, Welcome, Held)
+A = TypeVar("A", Challenge, Welcome, Held, Followed)
 M = TypeVar("M")
 
 
@@ -117,13 +175,13 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
-def unpack_keys(request: Holds | Fetch) -> list[ChunkKey]:
+def unpack_keys(request: Holds | Fetch | Taken | Given) -> list[ChunkKey]:
     """
     Raises:
         InputError: too many, or no keys of this release.
     """
     keys = request.keys.unpack()
-    most = MAX_ASKED if isinstance(request, Holds) else MAX_FETCHED
+    most = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
     if len(keys) > most:
         raise InputError(f"{len(keys)} keys in one request; at most {most} are allowed")
     return keys
@@ -184,7 +242,29 @@ class PeerStream(TimedSocket):
         body = self._body(first, max_bytes, deadline)
         return _decode(_REQUESTS, body), deadline
 
-    def answer(self, wanted: type[A], deadline: float) -> A:
+    def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], deadline: float) -> None:
+        """header: what to send behind the payload, given its checksum (`kv_core.checksum`)."""
+        running = xxhash.xxh3_128()
+        unsent: list[bytes | bytearray | memoryview] = [SIZE.pack(payload.nbytes)]
+        for at in range(0, payload.nbytes, _PIECE_BYTES):
+            if at:
+                self.send(unsent, deadline)
+                unsent.clear()
+            piece = payload[at : at + _PIECE_BYTES]
+            running.update(piece)
+            unsent.append(piece)
+        self.send([*unsent, header(running.digest())], deadline)
+
+    def receive_chunk(self, into: memoryview, deadline: float) -> bytes:
+        """Wait until all of `into` is there; its checksum."""
+        running = xxhash.xxh3_128()
+        for at in range(0, into.nbytes, _PIECE_BYTES):
+            piece = into[at : at + _PIECE_BYTES]
+            self.fill(piece, deadline)
+            running.update(piece)
+        return running.digest()
+
+    def answer(self, wanted: type[A], deadline: float, *, max_bytes: int = MAX_ANSWER_BYTES) -> A:
         """The next message, of this kind.
 
         Raises:
@@ -192,7 +272,7 @@ class PeerStream(TimedSocket):
         """
         header = memoryview(bytearray(HEADER.size))
         self.fill(header, deadline)
-        got = _decode(_ANSWERS, self._body(header, MAX_ANSWER_BYTES, deadline))
+        got = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
         if isinstance(got, Refused):
             raise PermissionError(got.text)
         if not isinstance(got, wanted):

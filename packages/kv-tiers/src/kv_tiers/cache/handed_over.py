@@ -1,0 +1,81 @@
+"""What a cache keeps for other engines, announced to the servers of other hosts while the prompt is still computed.
+
+Each announcement has a number. A follower says which one it has seen last and waits for those after it, so it misses
+none, whatever becomes of a connection. What it has not fetched when the time is over, it does not need to hear of: the
+list is short, and a follower that is told too little finds the chunks by its next lookup.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.keys import ChunkKey
+
+_MAX_KEYS: Final = 1 << 16
+"""Keys in all announcements together: some megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Chunks that can be read from now on.
+
+    number: of the announcement, from 1.
+    chain: the prompt's keys of one group and shard, up to the last of these chunks.
+    first: the place of the first one in the chain. Not all from there on need be held.
+    until_s: how long they are kept, by the cache's clock.
+    """
+
+    number: int
+    chain: Sequence[ChunkKey]
+    first: int
+    until_s: float
+
+
+class HandOverFeed:
+    """Of one cache, for any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.name = secrets.token_bytes(16)
+        """Of this feed and no other, ever: numbers of another one mean nothing here."""
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._announced: deque[HandedOver] = deque()
+        self._keys = 0
+        self._number = 0
+
+    def announce(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
+        with self._changed:
+            self._number += 1
+            self._announced.append(HandedOver(self._number, chain, first, until_s))
+            self._keys += len(chain)
+            now_s = self._clock.now_s()
+            while self._announced and (self._keys > _MAX_KEYS or self._announced[0].until_s <= now_s):
+                self._keys -= len(self._announced.popleft().chain)
+            self._changed.notify_all()
+
+    def seconds_left(self, announced: HandedOver) -> float:
+        """How much longer these chunks are kept."""
+        return max(0.0, announced.until_s - self._clock.now_s())
+
+    def after(self, number: int, timeout_s: float, max_keys: int) -> tuple[int, list[HandedOver]]:
+        """The announcements after this one that still count, oldest first, as many as have so many keys together; and
+        the number up to which that is all. It waits until there is one, or the time is over."""
+        until_s = time.monotonic() + timeout_s
+        with self._changed:
+            while self._number <= number and (left_s := until_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            found: list[HandedOver] = []
+            keys, now_s = 0, self._clock.now_s()
+            for one in self._announced:
+                if one.number <= number or one.until_s <= now_s or len(one.chain) > max_keys:
+                    continue
+                keys += len(one.chain)
+                if keys > max_keys:
+                    return found[-1].number, found
+                found.append(one)
+            return self._number, found
