@@ -436,8 +436,7 @@ class SchedulerHalf:
         return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0
 
     def _store(self, entry: Scheduled) -> StoreStep | None:
-        request = entry.request
-        tracked = self._track(request)
+        tracked = self._track(request := entry.request)
         if self._space is None or tracked.mixed:
             return None
         chunk_tokens = self._shape.chunk_tokens

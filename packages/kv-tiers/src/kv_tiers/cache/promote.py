@@ -195,13 +195,13 @@ class Promotions:
     ) -> None:
         """Load what the pool lacks of a chain from this place on, before a lookup asks for it. on_arrived: as of
         `Promotion`."""
-        began_s, chain = self._clock.now_s(), list(chain)
+        began_s, batch, chain = self._clock.now_s(), self._batch_chunks(self._lanes[tier]), list(chain)
         jobs: list[Job] = []
         with self._host.lock:
             is_held = self._index.is_held
             lacking = [at for at in range(first, len(chain)) if self._host.is_open and not is_held(chain[at])]
         for at in lacking:
-            if not jobs or jobs[-1].end != at or len(jobs[-1].keys) == self._batch_chunks:
+            if not jobs or jobs[-1].end != at or len(jobs[-1].keys) == batch:
                 jobs.append(Job(tier, at, False, chain, at, [], [], began_s))
             jobs[-1].keys.append(chain[at])
         if jobs:
@@ -320,7 +320,7 @@ class Promotions:
         """
         began_s = self._clock.now_s()
         jobs: list[Job] = []
-        batches = [max(1, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes) for lane in self._lanes]
+        batches = [self._batch_chunks(lane) for lane in self._lanes]
         for group, needed in enumerate(shape.needed(chunks)):
             for column in columns_of(group, shape):
                 keys = list(view.keys[column : chunks * shape.keys_per_chunk : shape.keys_per_chunk])
@@ -338,6 +338,9 @@ class Promotions:
                         jobs.append(job)
                     job.keys.append(keys[chunk])
         return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
+
+    def _batch_chunks(self, lane: Lane) -> int:
+        return max(1, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes)
 
     def _worth(
         self, view: View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int

@@ -35,7 +35,7 @@ _WAIT_S: Final = 1.0
 """How long one question may wait, and so how long closing may take."""
 _LOOK_S: Final = 0.5
 """How often it is looked whether there are other peers now."""
-_REST_S: Final = 0.1
+_RETRY_S: Final = 0.1
 _MAX_UNSAID: Final = 256
 
 OnAnswer = Callable[[Peer, float, Followed], None]
@@ -118,12 +118,14 @@ class Following:
             asked_s = time.monotonic()
             try:
                 answer = peer.talk(ask, _WAIT_S + self._answer_s)
+                feed, after = answer.feed, answer.upto
                 self._on_answer(peer, asked_s, answer)
             except (OSError, InputError) as error:
-                _log.debug("peer %s is followed no more for now: %s", peer, error)
-                self._closed.wait(_REST_S)
-                continue
-            feed, after = answer.feed, answer.upto
+                _log.debug("peer %s is not followed for a moment: %s", peer, error)
+                self._closed.wait(_RETRY_S)
+            except Exception:  # noqa: BLE001  # a bug costs what was handed over, and a lookup may still find that
+                _log.exception("following peer %s met a bug", peer)
+                self._closed.wait(_RETRY_S)
 
     def _say_all(self) -> None:
         while not self._closed.is_set():
