@@ -27,7 +27,7 @@ _SHORTAGES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def allow_descriptors(wanted: int) -> int:
-    """Have this process be allowed so many descriptors, as far as its hard limit goes; how many it may open then."""
+    """Raise this process's limit of open descriptors to this many, or to its hard limit; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -38,10 +38,10 @@ def allow_descriptors(wanted: int) -> int:
 
 
 def listen_at(address: HostPort, where: str) -> socket.socket:
-    """A listening socket. where: what the user calls this, for the error.
+    """A listening socket. where: the name of this address in errors.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: it is not possible to listen there.
     """
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -35,7 +35,7 @@ class Address:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            ConfigError: another server listens here, or nobody could without being open to other users.
+            ConfigError: another server listens here, or the path cannot be used without exposing it to other users.
         """
         self.path = path
         _make_private(path.parent)
@@ -77,7 +77,7 @@ def remove_stale(path: Path) -> None:
 def _own(path: Path) -> int:
     """
     Raises:
-        ConfigError: somebody else does, or nobody can.
+        ConfigError: another server owns it, or it cannot be owned.
     """
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -92,7 +92,7 @@ def _own(path: Path) -> int:
 
 
 def _try_lock(path: Path, flags: int) -> int | None:
-    """The lock's descriptor; None: somebody else has it."""
+    """The lock's descriptor; None: another process has the lock."""
     while True:
         lock = os.open(_lock_path(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

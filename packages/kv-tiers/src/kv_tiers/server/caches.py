@@ -30,7 +30,7 @@ Format = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What became of a new format's cache. failure: meant only where there is no cache."""
+    """The outcome of opening a new format's cache. failure: meaningful only if there is no cache."""
 
     format: Format
     cache: LocalCache | None
@@ -44,7 +44,7 @@ def cache_name(wanted: Format) -> str:
 
 
 class Caches:
-    """Owns them and closes them. Used by the server's thread only, but where it says otherwise."""
+    """Owns the caches and closes them. Used on the server's thread only, unless stated otherwise."""
 
     def __init__(self, config: ServerConfig, clock: Clock, bus: EventBus, wake: Callable[[], None]) -> None:
         """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new."""
@@ -72,7 +72,7 @@ class Caches:
         return len(self._opening)
 
     def open(self, wanted: Format) -> bool:
-        """Begin to, if nobody has. False: there are as many formats as may be."""
+        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached."""
         if wanted in self._opening:
             return True
         if len(self._caches) + len(self._opening) >= self._config.max_formats:
@@ -82,7 +82,7 @@ class Caches:
         return True
 
     def opened(self) -> list[Opened]:
-        """What has been opened, or could not be, since the last call."""
+        """What has been opened, or failed to open, since the last call."""
         news = []
         while self._opened:
             opened = self._opened.popleft()
@@ -96,7 +96,7 @@ class Caches:
         return news
 
     def close(self) -> None:
-        """Have stored below what is to be stored there. It takes some seconds a cache at most."""
+        """Spill what waits, then close. Takes at most some seconds per cache."""
         for thread in self._opening.values():
             thread.join()
         self.opened()

@@ -169,7 +169,7 @@ def _detach() -> None:
 
 
 def _end_with(owner: int, server: CacheServer) -> None:
-    """Have the server stop when this process ends. Its children may outlive it, and they inherit the lifeline."""
+    """Stop the server when this process ends. Its children may outlive it, and inherit the pipe."""
     try:
         server.watch(os.pidfd_open(owner))
     except ProcessLookupError:
@@ -179,7 +179,7 @@ def _end_with(owner: int, server: CacheServer) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel send SIGTERM when the thread that started us ends."""
+    """Ask the kernel for SIGTERM when the thread that started us ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we asked
         signal.raise_signal(signal.SIGTERM)

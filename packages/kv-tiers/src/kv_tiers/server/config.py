@@ -21,13 +21,14 @@ _OTHER_DESCRIPTORS: Final = 128
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One server: a host pool and the tiers below it for each format of chunks that clients register.
+    """One server: a host pool and lower tiers for each format of chunks that clients register.
 
-    host: of each format's pool. tiers, cold, tenants: below and within each of them.
-    observe: what watches the caches. A trace's file and the log are the server's own.
-    http: where the page is and what can be asked there.
-    peers: where other hosts' servers are served.
-    socket, name, max_formats, max_sessions, answer_s: as of `ServerSettings`.
+    host: the pool of each format.
+    tiers, cold, tenants: as in the settings, for each format.
+    observe: subscribers. The trace file and the log belong to the server.
+    http: the address and options of HTTP.
+    peers: the address and options for other hosts' servers.
+    socket, name, max_formats, max_sessions, answer_s: as in `ServerSettings`.
     """
 
     host: HostConfig
@@ -54,7 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def default_socket(name: str = "default") -> Path:
-    """Where a server of this name is looked for if nothing else is said."""
+    """The default path of a server's socket, by the server's name."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     parent = Path(runtime) if Path(runtime).is_dir() else Path(tempfile.gettempdir())
     return user_directory(parent) / f"{name}.sock"
@@ -66,10 +67,10 @@ def read_config(tree: Mapping[str, object]) -> ServerConfig:
 
 
 def server_config(settings: Settings) -> ServerConfig:
-    """What of the settings is a server's.
+    """The server's part of the settings.
 
     Raises:
-        ConfigError: one that no server can have.
+        ConfigError: a setting is invalid for a server.
     """
     config = ServerConfig(
         host=settings.host,

@@ -136,7 +136,7 @@ class Opening:
     def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
         """
         Raises:
-            TierDown, ConfigError: as of `Connection`.
+            TierDown, ConfigError: as for `Connection`.
         """
         self.connection = Connection(path, timeout_s)
         self.register = register
@@ -169,11 +169,11 @@ class Opening:
 
 
 def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> wire.Answer:
-    """One question about a server (`Ping`, `Status`, `Registered`) from somebody who has no cache there.
+    """One request about a server (`Ping`, `Status`, `Registered`) from a process that has no cache there.
 
     Raises:
         TierDown: it cannot be reached, or does not answer in time.
-        ConfigError: it refuses, or is of another user.
+        ConfigError: it refuses, or belongs to another user.
     """
     connection = Connection(path, timeout_s)
     try:

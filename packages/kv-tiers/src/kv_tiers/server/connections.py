@@ -104,7 +104,7 @@ class Connections:
         return list(self._connections.values())
 
     def are_eager(self) -> bool:
-        """Somebody's next turn has come already."""
+        """Whether a client already has another request waiting."""
         return bool(self._eager)
 
     def patience_s(self) -> float | None:
@@ -145,7 +145,7 @@ class Connections:
             self._watch(client)
 
     def attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
-        """What comes of wrong requests, and of bugs of ours: one client's trouble and nobody else's."""
+        """Handle a request. Malformed requests, and bugs of ours, affect only the client that sent it."""
         try:
             return act()
         except InputError as error:
@@ -166,7 +166,7 @@ class Connections:
         self._flush(client)
 
     def refuse(self, client: ClientConnection, text: str, *, kind: wire.FailedKind = "refused") -> None:
-        """Say why, and end the session."""
+        """Send the reason, and end the session."""
         _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
         client.is_ending = True
         client.heard_s = time.monotonic()
@@ -202,7 +202,7 @@ class Connections:
             self._watch(client)
 
     def _watch(self, client: ClientConnection) -> None:
-        """Have the selector tell us what this client's state has use for."""
+        """Register this client with the selector for what its state needs: reading, writing, or both."""
         events = selectors.EVENT_WRITE if client.unsent else 0
         if not (client.is_ending or client.waiting or client.number in self._eager):
             events |= selectors.EVENT_READ
@@ -272,7 +272,7 @@ class Connections:
 
 
 def turn_away(accepted: socket.socket) -> None:
-    """Tell a newcomer that this process has no descriptors for it. It is closed by the caller."""
+    """Tell a new client that this process has no descriptors for it. The caller closes the connection."""
     text = "this server may open no more descriptors; raise its limit (ulimit -n), or let it serve fewer (max_sessions)"
     with suppress(OSError):
         accepted.send(wire.frame(wire.Failed("refused", text)))

@@ -52,10 +52,11 @@ class EngineEstimate:
 
     engine: its name, as registered.
     held_chunks: leading chunks that the server holds for it, in the pool or in a tier that answers from memory.
-    loaded_chunks: of those, how many the engine would load, as that is estimated to be quicker than computing.
-    queue_s: until it has computed what it looked up before.
-    load_s, compute_s: what it loads, and what it computes of the prompt; None: not measured yet.
-    ttft_s: the sum, the time to the first token, without what is not measured of loads; None: nothing is measured yet.
+    loaded_chunks: how many of those the engine would load, because that is estimated to be quicker than computing.
+    queue_s: time until it has computed what it looked up before.
+    load_s, compute_s: time to load its hit, and to compute the rest of the prompt; None: not measured yet.
+    ttft_s: their sum, the time to the first token, leaving out loads that are not measured; None: nothing is measured
+        yet.
     """
 
     engine: str
@@ -68,7 +69,7 @@ class EngineEstimate:
 
 
 class EngineLoads:
-    """Of one server. For its thread only."""
+    """The engines of one server. Used on its thread only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -76,7 +77,7 @@ class EngineLoads:
         self._busy_until_s: dict[str, float] = {}
 
     def recorder(self, engine: str, format: Format) -> OnLookup:
-        """What to call after each lookup of a client of this engine."""
+        """The function to call after each lookup of a client of this engine."""
         return partial(self._looked_up, engine, format)
 
     def _looked_up(  # noqa: PLR0917  # two are the recorder's
@@ -124,12 +125,13 @@ def estimate(
     queue_s: float,
     tenant: bytes = NO_TENANT,
 ) -> EngineEstimate:
-    """What the engine would do with a prompt. Reads the cache and changes nothing; on any thread.
+    """What the engine would do with a prompt. Reads the cache and changes nothing; may be called on any thread.
 
-    digests: of the prompt's whole chunks. tokens: of the whole prompt.
+    digests: of the prompt's whole chunks.
+    tokens: number of tokens of the prompt.
 
     Raises:
-        InputError: no digests or no tag.
+        InputError: not digests, or not a tag.
     """
     shape = served.shape
     columns = [

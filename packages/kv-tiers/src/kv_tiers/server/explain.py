@@ -71,7 +71,7 @@ def explain_prompt(
 
 
 def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tuple[KnownKeySpace, bool]]:
-    """Those of the request first, each with the groups and shards that are known besides; then all others."""
+    """First those of the request, each with its groups and shards as far as known; then all others."""
     known = {} if memory is None else {(one.space, one.tenant): one for one in memory.known_key_spaces()}
     requested: dict[tuple[bytes, bytes], set[bytes]] = {}
     for prefix in key_prefixes:

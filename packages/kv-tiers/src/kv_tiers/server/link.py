@@ -136,7 +136,7 @@ class Link:
         return None
 
     def tell(self, request: wire.Request) -> None:
-        """Say what is not answered. Nothing is tried if the server is away."""
+        """Send a message that has no answer. Does nothing while the server is away."""
         if self.connection is None:
             return
         try:

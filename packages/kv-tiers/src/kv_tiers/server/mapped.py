@@ -17,8 +17,8 @@ class MappedPool:
     """The part of `HostPool` that copiers need. Slots are given away by the server alone."""
 
     def __init__(self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int) -> None:
-        """group_bytes: as of `PayloadSizes`.
-        descriptor: closed here, whatever comes of it.
+        """group_bytes: as for `PayloadSizes`.
+        descriptor: closed here in any case.
 
         Raises:
             TierDown: it cannot be mapped, or is shorter than it should be.
@@ -45,15 +45,15 @@ class MappedPool:
 
     @property
     def view(self) -> memoryview:
-        """The slots' bytes, writable. The mapping lasts as long as this pool or anything made of the view."""
+        """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
         return self._view
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
-        """Where these chunks are, in these slots, each of its own size."""
+        """The extents of these chunks in these slots, each of its own size."""
         return self._places.extents(keys, slots)
 
     def will_write(self, slots: Sequence[int]) -> None:
-        """These have been handed out to be written. Servers give what was never used in ascending order."""
+        """These slots are about to be written. Servers hand out unused ones in ascending order."""
         if slots:
             self._ahead.reached((max(slots) + 1) * self.slot_bytes)
 

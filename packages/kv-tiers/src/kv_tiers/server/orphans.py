@@ -36,9 +36,9 @@ _MAX_LOOK_S: Final = 60.0
 class Orphan:
     """What one session was writing.
 
-    cache: where.
-    writes: by the numbers of their leases.
-    pid: of the process; 0 if the kernel says nothing of it.
+    cache: the cache of the leases.
+    writes: the numbers of its write leases.
+    pid: of the process; 0 if the kernel does not provide it.
     deadline_s: when they end in that case.
     """
 
@@ -207,7 +207,7 @@ class Orphans:
 
 
 def give_up(cache: LocalCache, writes: Mapping[int, OpenWrite]) -> None:
-    """Abort what is reserved under these leases: nobody writes there."""
+    """Abort what is reserved under these leases, because nobody writes there any more."""
     for lease in writes:
         cache.release(WriteLease(LeaseId(lease), (), (), ""))
 

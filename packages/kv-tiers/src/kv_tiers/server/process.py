@@ -37,7 +37,7 @@ class ServerProcess:
     def __init__(
         self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None, stop_s: float
     ) -> None:
-        """process: it says on its output that it serves, and the server, which may be another, holds that open."""
+        """process: announces readiness on its standard output, which the server (maybe another process) keeps open."""
         self.stop_s = stop_s
         self.socket = socket
         self.url = self.peers = ""
@@ -50,7 +50,7 @@ class ServerProcess:
         return self._lifeline >= 0 and not self._has_ended(0)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Have it store below what is to be stored there, and end. It is killed if that takes longer than allowed.
+        """Ask it to spill what waits, and to end. It is killed if that takes too long.
 
         timeout_s: None: `stop_s`.
         """
@@ -74,7 +74,9 @@ class ServerProcess:
                 self._home.rmdir()
 
     def _has_ended(self, timeout_s: float) -> bool:
-        """Once it serves it says nothing more, so its output is readable when nobody holds it open any more."""
+        """Once it serves it writes nothing more to its output, which therefore becomes readable only when it has been
+        closed.
+        """
         assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], timeout_s)[0])
 
@@ -87,16 +89,17 @@ def launch(
     log_level: str = "warning",
     detached: bool = False,
 ) -> ServerProcess:
-    """Start a server of these settings (as in its file) and wait until it serves.
+    """Start a server with these settings (as in its file) and wait until it serves.
 
-    It stops when this process ends: it watches that, and a pipe that closes then; and, if this is called on the main
-    thread, a child by the kernel's signal too (which is tied to the thread, so other threads must do without it).
+    It stops when this process ends: it watches this process and a pipe that closes with it. A child started on the main
+    thread also gets a signal from the kernel (which is tied to the thread, so it is not used on other threads).
 
-    socket: where it listens; None: in a directory made for it alone, which `stop` removes.
-    log_level: of what it says on our error output. detached: not as a child.
+    socket: where it listens; None: in a directory made for it, which `stop` removes.
+    log_level: of its lines on our standard error.
+    detached: start it outside our session and not as a child.
 
     Raises:
-        ConfigError: it did not come to serve; the text is what it said.
+        ConfigError: it did not become ready; the text is its own message.
     """
     home = None
     if socket is None:

@@ -227,13 +227,13 @@ class RemoteCache:
             self._ask(wire.End(holder), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
-        """No round trip: it is said only where somebody listens, and not answered."""
+        """No round trip: sent only if the server has a subscriber, and not answered."""
         with self._lock:
             if self._is_watched and not self._closed:
                 self._link.tell(wire.Allocated(dict(islice(blocks.items(), wire.MAX_ALLOCATED))))
 
     def measured(self, samples: Sequence[Measured]) -> None:
-        """As `allocated`."""
+        """Like `allocated`."""
         with self._lock:
             if self._is_watched and not self._closed:
                 self._link.tell(wire.EngineMeasured(list(samples[: wire.MAX_ALLOCATED])))
@@ -251,8 +251,7 @@ class RemoteCache:
                 self._is_cleared = True
 
     def changes_since(self, upto: int) -> Changes:
-        """As of `LocalCache`. Of a server that was started anew, and while none answers, nothing that was known counts
-        any more."""
+        """As for `LocalCache`. After a restart of the server, and while it is away, everything known before is void."""
         with self._lock:
             generation, known = divmod(upto, _GENERATION)
             said = self._ask(wire.ChangesSince(known if generation == self.generation else 0), wire.Changed)
@@ -271,7 +270,7 @@ class RemoteCache:
             return self._counts
 
     def close(self) -> None:
-        """Give everything back, and let go of the pool: it is unmapped when nobody uses its memory any more."""
+        """Release everything. The pool is unmapped when its memory is no longer in use."""
         with self._lock:
             if self._closed:
                 return
@@ -306,8 +305,8 @@ class RemoteCache:
             return self._closed or self._come_back()
 
     def _come_back(self, until_s: float = 0.0) -> bool:
-        """To the server that may still have write leases of ours. Another one is not connected to here: its pool would
-        take the old one's place while the engine copies. True: we are back, or the old server is no more.
+        """Reconnect to the server that may still have write leases of ours. A new server is not accepted here, because
+        its pool would replace the old one while the engine copies. True: reconnected, or the old server is gone.
 
         until_s: try until then, by the monotonic clock.
         """
@@ -370,7 +369,7 @@ class RemoteCache:
         self._has_stored = bool(ours)
 
     def _catch_up(self) -> None:
-        """Tell the server what was given up and forgotten after it was written to."""
+        """Tell the server which leases were given up and which keys forgotten after it became unreachable."""
         assert self._registered is not None
         for number in self._surplus:
             self._ask(wire.Release(number, True), wire.Truth)

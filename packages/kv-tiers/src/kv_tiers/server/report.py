@@ -64,13 +64,13 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class TenantReport:
-    """What a tenant has of the pool.
+    """A tenant's use of the pool.
 
-    name: from the settings, "" if it is not there.
-    tag: hex, as in keys' paths.
-    chunks: as slots are.
+    name: from the settings; "" if it is not listed there.
+    tag: hex, as in paths of keys.
+    chunks: in slots.
     used_bytes: of those.
-    quota_bytes: None for one that shares what the quotas leave.
+    quota_bytes: None for a tenant that uses the common share.
     """
 
     name: str
@@ -111,10 +111,10 @@ class CacheReport:
 class PeersServed:
     """What other hosts' servers read from this one. All but `connections` only grow.
 
-    connections: at this moment.
-    turned_away: newcomers without room, or who are none of us.
-    asked, held: chunks that were asked about, and those of them that were here.
-    sent, sent_bytes: chunks, and the bytes of their payloads.
+    connections: currently open.
+    turned_away: connections refused for lack of room or authentication.
+    asked, held: chunks looked up, and those of them that were here.
+    sent, sent_bytes: chunks sent, and the bytes of their payloads.
     """
 
     connections: int = 0

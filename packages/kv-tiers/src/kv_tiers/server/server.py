@@ -96,7 +96,7 @@ class CacheServer:
 
     @property
     def peers_address(self) -> HostPort | None:
-        """Where other hosts' servers are served; None: nowhere."""
+        """The address for other hosts' servers; None: not served."""
         return None if self._peers is None else self._peers.address
 
     @property
@@ -129,7 +129,7 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Answer until `stop`; then accept nobody, have stored below what is to be stored there, and close."""
+        """Serve until `stop`; then accept no more connections, spill what waits, and close."""
         if self._peers is not None:
             self._peers.start()
         try:
@@ -385,7 +385,7 @@ def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:
-    """Those that a report lists, and how many there are in all."""
+    """The tenants that a report lists, and their total number."""
     uses = {use.tenant: use for use in cache.admin.tenants()}
     for tag in names:
         uses.setdefault(tag, TenantUse(tag, 0, 0, None))

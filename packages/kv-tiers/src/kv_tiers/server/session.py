@@ -132,7 +132,7 @@ class Session:
         return wire.Done()
 
     def end_reads(self) -> None:
-        """Give back everything but the write leases, which are the caller's to end."""
+        """Release everything but the write leases, which the caller must end."""
         for holder in self._holders:
             self.cache.end(self._prefix + holder)
         self._holders.clear()

@@ -60,16 +60,16 @@ class Hello(Message, tag="hello"):
 
 
 class Register(Message, tag="register"):
-    """What this session's chunks are. Answered by `Pool`, with the pool's descriptor beside it.
+    """Declares the format of this session's chunks. Answered by `Pool`, together with the pool's descriptor.
 
-    engine: whose process this is. What follows may be asked for by its other processes (`Registered`).
-    group_bytes, fingerprint: the format of the chunks, with the size of each group's.
-    shards: in how many each chunk is stored.
-    facts: opaque here.
-    resume: the token of this client's session before, if there was one.
-    writes: the write leases of it that the client still has. The server gives back all others of that session.
-    forgotten: keys that were forgotten while the server was away. Done before this session's first lookup.
-    is_cleared: the whole cache was, meanwhile.
+    engine: the engine of this process. What follows may be requested by its other processes (`Registered`).
+    group_bytes, fingerprint: the format of the chunks, with each group's size.
+    shards: number of shards of each chunk.
+    facts: opaque to the server.
+    resume: the token of this client's previous session, if any.
+    writes: the write leases of that session that the client still has. The server releases all its others.
+    forgotten: keys that were forgotten while the server was unreachable. Applied before this session's first lookup.
+    is_cleared: the whole cache was cleared meanwhile.
     """
 
     engine: Name
@@ -102,11 +102,11 @@ class Status(Message, tag="status"):
 
 
 class Explain(Message, tag="explain"):
-    """What became of a prompt's chunks. Every key space and tenant that the caches remember is looked at.
+    """Asks what happened to a prompt's chunks, in every key space and tenant that the caches remember.
 
-    digest_bytes: of one digest.
-    digests: of its chunks from the first, one after another.
-    key_prefixes: what comes before the digest in their keys, one of each share, where the client knows.
+    digest_bytes: size of one digest.
+    digests: of its chunks from the first, concatenated.
+    key_prefixes: what precedes the digest in their keys, one for each group and shard, if the client knows them.
     """
 
     digest_bytes: Literal[16, 32]
@@ -159,7 +159,7 @@ class Load(Message, tag="load"):
 
 
 class BeginStore(Message, tag="begin_store"):
-    """hold_s: for so long the chunks are kept for another engine."""
+    """hold_s: how long to hold the chunks for another engine."""
 
     keys: Keys
     holder: Name
@@ -237,13 +237,13 @@ class Welcome(Message, tag="welcome"):
 
 
 class Pool(Message, tag="pool"):
-    """What a registration gives.
+    """The answer to a registration.
 
-    name: of this pool and of no other, ever.
-    group_bytes, slots: its size.
+    name: unique to this pool for ever.
+    group_bytes, slots: its dimensions.
     token: to resume this session.
     writes: write leases that were resumed.
-    is_watched: somebody wants to hear of allocated blocks.
+    is_watched: a subscriber wants to know about allocated blocks.
     """
 
     name: str
@@ -309,19 +309,20 @@ class Counted(Message, tag="counted"):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A prompt as chunks of one cache, key space and tenant. Only what is held or remembered there is listed at all.
+    """A prompt as chunks of one cache, key space and tenant. Listed only if something of it is held or remembered
+    there.
 
     group_bytes, fingerprint: the cache's format.
-    space, tenant: what is in the chunks' keys, hex.
+    space, tenant: as in the chunks' keys, hex.
     engines: those that have registered this format.
     was_asked: the request's key prefixes have this space and tenant.
-    shares: in how many each chunk is known to be stored.
-    held: leading chunks that would be a hit, wherever they are.
-    prefix: how many of them those groups have that need the whole prefix.
-    lacking: the groups that have not what they need for a hit of so many.
-    remote_tiers_skipped: names of tiers that would have to be asked over a network, and were not.
+    shares: known number of groups and shards of each chunk.
+    held: leading chunks that would hit, in whatever tier they are.
+    prefix: leading chunks that the groups have that need the whole prefix.
+    lacking: the groups that lack something for a hit of that many.
+    remote_tiers_skipped: names of tiers that were not queried because they are remote.
     states: runs of chunks, of the groups that need the whole prefix; is_cut: the last ones are left out.
-    choice: whether loading pays now, by what the engine that asked last has measured.
+    choice: whether loading pays now, with the costs of the engine that looked up last.
     """
 
     group_bytes: tuple[int, ...]
@@ -341,13 +342,13 @@ class Explained:
 
 
 class Explanations(Message, tag="explanations"):
-    """What is known of a prompt.
+    """What is known about a prompt.
 
-    caches: how many there are.
+    caches: number of caches.
     history_keys: how many keys the history may remember; 0: there is none.
-    remembered_s: how long ago the memory began.
-    is_whole: nothing was forgotten in it since.
-    explained: the caches, key spaces and tenants that know anything of the prompt.
+    remembered_s: age of the history.
+    is_whole: nothing has been dropped from it since.
+    explained: the caches, key spaces and tenants that know anything about the prompt.
     """
 
     caches: int
@@ -365,7 +366,7 @@ class Change(Message):
 
 
 class Changed(Message, tag="changed"):
-    """upto, is_whole, changes: as of `kv_tiers.events.changes.Changes`."""
+    """upto, is_whole, changes: as for `kv_tiers.events.changes.Changes`."""
 
     upto: int
     is_whole: bool

@@ -57,7 +57,7 @@ class ThreadedServer:
 
 
 def settings_for(home: Path, slots: int = 8, *, disk: bool = False, write: str = "through") -> dict[str, object]:
-    """Of a server with so many slots, and a disk tier in `home` if wanted."""
+    """Settings of a server with this many slots, and with a disk tier in `home` if wanted."""
     config: dict[str, object] = {"host": {"capacity_bytes": slots * SLOT_BYTES}}
     if disk:
         context = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
@@ -94,7 +94,7 @@ def kill_server(server: ServerProcess) -> None:
 
 
 def report_of(path: Path) -> Report:
-    """What the server at this socket says of itself."""
+    """The report of the server at this socket."""
     stated = ask_server(path, wire.Status())
     assert isinstance(stated, wire.Stated)
     return stated.report

@@ -57,7 +57,7 @@ def sealed_again(parts: list[bytes], chunk_bytes: int) -> bytes:
 
 
 def parts_of(payload: bytes) -> list[bytes]:
-    """Of a payload of `progressive`."""
+    """The parts of a payload of `progressive`."""
     sizes = HEAD.unpack(payload[: HEAD.size])[2 : 2 + PARTS]
     ends = HEAD_BYTES + np.cumsum(sizes)
     return [payload[int(end) - size : int(end)] for end, size in zip(ends, sizes, strict=True)]
@@ -82,7 +82,7 @@ def spoilt(data: bytes, chance: np.random.Generator) -> bytes:
 
 
 def outcomes(kernels: Kernels, seed: int, rounds: int) -> str:
-    """A digest of all that these kernels made of so many chunks and of what was made of their payloads."""
+    """A digest of everything that these kernels computed for this many chunks and their mutated payloads."""
     chance, digest = np.random.default_rng(seed), xxhash.xxh3_128()
     floats, progressive = FloatsCodec(kernels), ProgressiveCodec(kernels)
     for _ in range(rounds):

@@ -23,9 +23,10 @@ GROUP_BYTES = (CHUNK_BYTES, 40)
 
 
 class ServiceContract:
-    """Define `make`: a service with so many slots for chunks of `CHUNK_BYTES`, leases of 300 s by the given clock.
+    """Define `make`: a service with the given number of slots for chunks of `CHUNK_BYTES`, leases of 300 s by the given
+    clock.
 
-    It also returns the view that extents count from. Override `teardown_method` to close what you made.
+    It also returns the view in which extents are offsets. Override `teardown_method` to close what you made.
     """
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
@@ -477,7 +478,7 @@ def content(key: ChunkKey, nbytes: int) -> bytes:
 
 
 def assert_adds_up(counts: CacheCounts) -> None:
-    """What must be so at any time, at rest or not."""
+    """Invariants that hold at any time, idle or not."""
     assert counts.chunks_committed + counts.chunks_adopted == (
         counts.chunks_resident + counts.chunks_evicted + counts.chunks_forgotten + counts.chunks_damaged
     )

@@ -59,7 +59,7 @@ def store(tier: DiskTier, keys: list[ChunkKey], parent: ChunkKey | None = None) 
 
 
 def load(tier: DiskTier, key: ChunkKey) -> LoadOutcome:
-    """As the lane does: loaded is what the checksum says is whole."""
+    """Load as the lane does: a chunk is loaded if its checksum is right."""
     read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), CONTEXT.chunk_bytes)
     (outcome,) = tier.load([read])
     if isinstance(outcome, Loaded):

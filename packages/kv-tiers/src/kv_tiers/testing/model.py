@@ -69,7 +69,7 @@ class ModelWrite:
 
 @dataclass(slots=True)
 class Model:
-    """What the cache must hold and owe."""
+    """What the cache must hold, and which leases it has granted."""
 
     slots: int
     held: dict[ChunkKey, ModelChunk] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class ServiceMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def resident(self) -> list[ChunkKey]:
-        """What can be found now."""
+        """The keys that can be found now."""
         raise NotImplementedError
 
     def close(self) -> None:

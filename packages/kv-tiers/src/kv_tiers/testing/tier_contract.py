@@ -26,16 +26,16 @@ FINGERPRINT = "contract"
 
 
 class ReadOnlyTierContract:
-    """Of a tier in which others store (`ReadOnly`).
+    """The contract of a tier that others fill (`ReadOnly`).
 
-    Define `make`: an empty tier whose medium has room for `chunks` chunks of `context` at least; and `put`.
+    Define `make`: an empty tier whose medium has room for at least `chunks` chunks of `context`; and `put`.
     """
 
     def make(self, context: TierContext, chunks: int) -> Tier:
         raise NotImplementedError
 
     def put(self, keys: Sequence[ChunkKey]) -> None:
-        """Have the chunks of one prompt be there, each known by its key as `content` makes it."""
+        """Make the chunks of one prompt available in the tier, each with the bytes that `content` makes for its key."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
@@ -284,7 +284,7 @@ class TierContract(ReadOnlyTierContract):
         self.use(TierContext(300_000, slot_bytes_for(300_000), FINGERPRINT), 4)
 
     def prefixes(self, keys: Sequence[ChunkKey], wanted_bytes: int) -> list[LoadOutcome]:
-        """As the tier answers, but `Damaged` where what it brought is not the beginning of what was stored."""
+        """The tier's answers, but `Damaged` where it returned something else than the beginning of what was stored."""
         assert isinstance(self.tier, ReadsPrefixes)
         reads = [self.read(key, wanted_bytes) for key in keys]
         outcomes = self.tier.load_prefixes(reads)
@@ -385,7 +385,7 @@ class BoundedTierContract(TierContract):
         assert self.tier.holds(keys) == stored
 
     def test_smaller_payloads_leave_room_for_more(self) -> None:
-        """What is lost is less than a twelfth of a chunk's room for each, and a page for its header."""
+        """Less than a twelfth of a chunk's room is wasted for each, plus a page for its header."""
         nbytes, stored_bytes = 1 << 20, 400_000
         self.use(TierContext(nbytes, nbytes, FINGERPRINT), 8)
         keys = key_chain(40)

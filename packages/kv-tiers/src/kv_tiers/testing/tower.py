@@ -88,7 +88,7 @@ class Tower:
         )
 
     def run(self) -> None:
-        """Have the lanes do all there is to do."""
+        """Run the lanes until they have nothing left to do."""
         while any(lane.step() for lane in self.lanes):
             pass
 
@@ -130,13 +130,13 @@ class Tower:
         self.run()
 
     def store_below(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
-        """As `store`, until only the tiers have them."""
+        """Like `store`, until only the tiers have the chunks."""
         self.store(keys, data)
         self.run()
         self.crowd_out()
 
     def close(self) -> None:
-        """Whatever happened: at the end nobody holds anything, and the counts add up."""
+        """Check that in the end no lease is left and the counts add up, whatever happened."""
         for tier in self.tiers:
             tier.let_go()
         self.clock.advance(1.0)  # those that rest are probed

@@ -57,14 +57,14 @@ class TwoHosts:
             return launch({**config, "peers": peers}, socket=socket)
 
     def cut(self) -> None:
-        """From now nothing arrives, and nobody hears why."""
+        """From now on nothing arrives, and no error is reported."""
         self._ip(0, "link set line down")
 
     def mend(self) -> None:
         self._ip(0, "link set line up")
 
     def throttle(self, rate: str) -> None:
-        """What host 0 sends comes no faster. rate: as `tc` has it, such as 100mbit."""
+        """Limit what host 0 sends. rate: in the syntax of `tc`, such as 100mbit."""
         self._run(*self._at(0), *f"tc qdisc replace dev line root tbf rate {rate} burst 256kb latency 50ms".split())
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class TwoHosts:
             holder.communicate(timeout=_TOOLS_S)
 
     def _hold(self, *enter: str) -> None:
-        """Have a process be in namespaces of its own, so that they stay."""
+        """Keep a process in its own namespaces, so that they continue to exist."""
         command = [*enter, "sh", "-c", "echo; exec sleep infinity"]
         holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
         self._holders.append(holder)

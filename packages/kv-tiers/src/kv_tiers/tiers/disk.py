@@ -351,7 +351,7 @@ class DiskTier:
         return outcomes | failed
 
     def _read_one_by_one(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
-        """As only one of them may be to blame."""
+        """Read chunks singly, because one of them may be to blame for the failure of all."""
         outcomes: dict[int, LoadOutcome] = {}
         for one in carried:
             failed = [outcome for outcome in outcomes.values() if isinstance(outcome, ReadFailed)]

@@ -37,12 +37,12 @@ _UNREADABLE_REST_S: Final = 60.0
 
 
 def geometry_of(context: TierContext) -> Geometry:
-    """Of the slots of a disk tier: each has room for a header's page and a chunk's pages."""
+    """The slots of a disk tier: each has room for a header's page and a chunk's pages."""
     return Geometry.of(PAGE_BYTES + context.slot_bytes)
 
 
 def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
-    """The smallest capacity that has room for so many whole chunks."""
+    """The smallest capacity that has room for this many whole chunks."""
     return chunks * (geometry_of(context).slot_bytes + CHUNKS_A_SLOT * RECORD_BYTES) + directories * PAGE_BYTES
 
 
@@ -74,7 +74,8 @@ class DiskChunks:
         syncs: bool,
         clock: Clock,
     ) -> None:
-        """Raises:
+        """
+        Raises:
         ConfigError: a directory cannot be used.
         """
         self.name = name
@@ -109,7 +110,7 @@ class DiskChunks:
     # Who is there.
 
     def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
-        """As `begin_load` of the index, without the chunks that are passed over."""
+        """Like `begin_load` of the index, without the chunks that are being skipped."""
         if not self._unreadable:
             return self.index.begin_load(keys)
         wanted = [key for key in keys if not self.is_passed_over(key)]
@@ -139,7 +140,7 @@ class DiskChunks:
         return self.directories[entry % len(self.directories)]
 
     def segments(self, entry: int, extent: Extent, stored_bytes: int) -> list[Segment]:
-        """Where the header's page and the payload's first so many bytes are."""
+        """Where the header's page and this many first bytes of the payload are."""
         return self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes))
 
     @contextmanager
@@ -224,7 +225,7 @@ class DiskChunks:
             raise OSError(errno.ENOENT, "the directory was removed or replaced")
 
     def withhold(self, places: list[Place], short: Sequence[Place], why: str) -> None:
-        """Give these up, for want of room on the medium; they are taken out of the list."""
+        """Give these up because the medium has no space; they are removed from the list."""
         if not short:
             return
         places[:] = [place for place in places if place not in short]
@@ -265,7 +266,7 @@ class DiskChunks:
             self._wipe_if_possible([place.entry for place in gone])
 
     def has_room_again(self) -> None:
-        """What was withheld is given again, and was taken."""
+        """Space that was withheld has been allocated again."""
         with self.lock:
             if self._full_until_s is None:
                 self.full = ""

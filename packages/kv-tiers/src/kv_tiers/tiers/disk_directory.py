@@ -122,7 +122,7 @@ class DiskDirectory:
             raise
 
     def has_vanished(self) -> bool:
-        """What is at our path is not what we opened: removed, replaced, or no longer mounted."""
+        """Whether what is at our path is no longer what we opened: removed, replaced, or unmounted."""
         if self._fd < 0:
             return True
         try:
@@ -204,7 +204,7 @@ class DiskDirectory:
             done += count
 
     def make_room(self, entry: int, units: Sequence[int]) -> None:
-        """Have room on the medium for a record and for what lies in these units."""
+        """Allocate space on the medium for a record and for these units."""
         record_end = PAGE_BYTES + (entry + 1) * RECORD_BYTES
         if self._index_bytes < record_end:
             with self._growing:
@@ -215,7 +215,7 @@ class DiskDirectory:
                     self._grow(number, end)
 
     def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
-        """File, offset and size of each stretch that the first so many bytes in these units lie in, in their order."""
+        """File, offset and size of each contiguous piece of the first bytes in these units, in order."""
         stretches = self._stretches(units)
         if len(stretches) == 1:
             number, offset, _ = stretches[0]
@@ -252,7 +252,7 @@ class DiskDirectory:
         self.index.write([self._header()], 0)
 
     def files(self) -> list[File]:
-        """Those that chunks depend on."""
+        """The files on which chunks depend."""
         return [self.index, *self._slabs.values()]
 
     def close(self) -> None:
@@ -357,7 +357,7 @@ class DiskDirectory:
         self._index_bytes = self.index.nbytes
 
     def _look_around(self) -> None:
-        """Say what else takes room here: nobody else would."""
+        """Log what else takes space here, because nothing else would report it."""
         other_bytes: Counter[bool] = Counter()
         old = []
         for directory in self.path.parent.glob("[0-9a-f]" * 32):
@@ -397,7 +397,7 @@ class DiskDirectory:
             self._index_bytes = _allocate(self.index, self._index_bytes, least, end, RECORD_BYTES)
 
     def _grow(self, number: int, least: int) -> None:
-        """Give the slab all of its room, or as much as there is, but `least` bytes."""
+        """Allocate all of the slab's space, or as much as there is, but at least `least` bytes."""
         have = self._backed.get(number, 0)
         if have >= least:
             return
@@ -420,8 +420,9 @@ class DiskDirectory:
 
 
 def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
-    """Give a file that has room for `have` bytes as much of what it may have at most as there is: `least` and some
-    steps. How much it has then."""
+    """Extend a file that has `have` bytes allocated towards its maximum, by as much as there is: `least` and some
+    steps. Returns its new size.
+    """
     while True:
         try:
             file.allocate(have, most)
@@ -442,7 +443,7 @@ def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) ->
 
 
 def _version_of(index: Path) -> int | None:
-    """Of what has its index there; None: it is none."""
+    """The version of the directory whose index this is; None: it is not an index."""
     try:
         with index.open("rb") as file:
             magic, version, *_ = _HEADER.unpack(file.read(_HEADER.size))
@@ -469,10 +470,10 @@ def _make(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """What can be seen, without making anything, of whether the directory is there or can be made.
+    """Check, without creating anything, whether the directory exists or can be created.
 
     Raises:
-        ConfigError: it is not and cannot.
+        ConfigError: it does not and cannot.
     """
     # Each format has a directory of its own in there, 0700; who may read this one is the user's to say.
     parent = path.absolute().parent

@@ -106,10 +106,10 @@ class LentExtents:
         return [Stored() if place is not None and place.entry in kept else Refused(why) for place, _ in given]
 
     def _keep(self, written: Sequence[_Written]) -> None:
-        """What is left of the order of writes when the bytes are there.
+        """The remaining steps of the order of writes, once the bytes are there.
 
         Raises:
-            TierDown: none was kept.
+            TierDown: no chunk was stored.
         """
         places = [one.place for one in written]
         files: set[File] = set()

@@ -18,10 +18,10 @@ class File:
     """Safe to call from any thread."""
 
     def __init__(self, directory: int, path: Path, *, direct: bool = False) -> None:
-        """directory: open, the one that `path` is in. The file is made if it is not there.
+        """directory: open descriptor of the directory of `path`. The file is created if it does not exist.
 
         Raises:
-            ConfigError: it is a link, somebody else's, or open to others.
+            ConfigError: it is a link, belongs to another user, or is open to others.
         """
         self.path = path
         self.direct = direct
@@ -43,7 +43,7 @@ class File:
             buffers, offset, left = _after(buffers, done), offset + done, left - done
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read: fewer than asked for where the file ends."""
+        """Number of bytes read: fewer than requested if the file ends."""
         left, start = sum(map(len, buffers)), offset
         while left and (done := os.preadv(self.fd, buffers, offset)):
             offset, left = offset + done, left - done
@@ -68,11 +68,11 @@ class File:
                 raise
 
     def trust_again(self) -> None:
-        """What was in doubt has been written anew, or nobody relies on it."""
+        """What was in doubt has been rewritten, or nothing depends on it."""
         self.in_doubt = False
 
     def allocate(self, start: int, end: int) -> None:
-        """Have room on the medium from `start` to `end`; of a failed attempt nothing remains."""
+        """Allocate space on the medium from `start` to `end`; a failed attempt leaves nothing behind."""
         nbytes = self.nbytes
         try:
             os.posix_fallocate(self.fd, start, end - start)
@@ -95,7 +95,7 @@ class File:
 
 
 def _after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the buffers after their first `nbytes`."""
+    """The buffers without their first `nbytes`."""
     left = []
     for buffer in buffers:
         if nbytes < len(buffer):

@@ -155,7 +155,7 @@ class ChunkRecords:
         self._durable[at] = max(self._durable[at], wipes)
 
     def _slots(self, entry: int, units: PackedUnits) -> Collection[int]:
-        """Of the tier, that units of this entry's directory are of."""
+        """The tier's slots to which units of this entry's directory belong."""
         count = len(self._directories)
         if isinstance(units, int):
             return (units // self._slot_units * count + entry % count,)

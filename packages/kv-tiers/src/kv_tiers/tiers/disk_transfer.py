@@ -67,7 +67,7 @@ class Run:
 
 
 def bytes_in_files(stored_bytes: int) -> int:
-    """What a payload takes with its header: whole pages."""
+    """Space of a payload with its header: whole pages."""
     return PAGE_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -103,7 +103,7 @@ def new_filler(slack_bytes: int) -> memoryview:
 
 
 def _split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first so many bytes of the buffers, and the rest."""
+    """The first bytes of the buffers, and the rest."""
     first, rest = [], []
     for buffer in buffers:
         if nbytes:

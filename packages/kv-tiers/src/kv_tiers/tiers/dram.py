@@ -65,8 +65,9 @@ class DramTier:
     def __init__(
         self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram", bounded: BoundedGroups | None = None
     ) -> None:
-        """pool: anonymous, its slots of the size that the host pool's have. The tier closes it. bounded: as of
-        `TierContext`."""
+        """pool: anonymous, with slots of the size of the host pool's. The tier closes it.
+        bounded: as for `TierContext`.
+        """
         self.name = name
         self._pool = pool
         self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
@@ -136,7 +137,7 @@ class DramTier:
         return Loaded(wanted_bytes)
 
     def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool) -> None:
-        """The first so many bytes of a payload, without the interpreter's lock, which assigning a memoryview holds."""
+        """Copy the first bytes of a payload without the interpreter's lock, which a memoryview's assignment holds."""
         at = 0
         for first, count in runs(extent.units):
             step = min(count * self._unit_bytes, nbytes - at)

@@ -49,8 +49,10 @@ class ExtentIndex:
         overhead_bytes: int = 0,
         bounded: BoundedGroups | None = None,
     ) -> None:
-        """slots: of each medium. overhead_bytes: what the medium keeps with each payload.
-        bounded: as of `TierContext`."""
+        """slots: of each medium.
+        overhead_bytes: what the medium stores with each payload.
+        bounded: as for `TierContext`.
+        """
         self.slots = sum(slots)
         self._media = len(slots)
         self._geometry, self._overhead_bytes = geometry, overhead_bytes
@@ -79,7 +81,7 @@ class ExtentIndex:
 
     @property
     def used_units(self) -> int:
-        """Those that hold chunks, or are reserved or withheld."""
+        """Units that hold chunks, or are reserved or withheld."""
         with self._lock:
             return sum(space.used_units for space in self._spaces)
 
@@ -120,7 +122,7 @@ class ExtentIndex:
             return entries
 
     def extent(self, entry: int) -> Extent:
-        """Of a chunk that the caller has leased."""
+        """The extent of a chunk that the caller has leased."""
         return Extent(unpack(self._units[entry], self._geometry.slot_units), self._stored_bytes[entry])
 
     def end_load(self, entries: Sequence[int | None]) -> None:
@@ -165,7 +167,9 @@ class ExtentIndex:
             return self._residency.is_held(key)
 
     def commit(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> list[Place]:
-        """The bytes are there. Those of them that were discarded meanwhile: nobody finds them, their room is free."""
+        """The bytes are there: make the chunks visible. Returns those that were discarded meanwhile: they stay hidden,
+        and their units are free.
+        """
         if not places:
             return []
         with self._lock:
@@ -191,9 +195,10 @@ class ExtentIndex:
             self._notify()
 
     def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> list[int]:
-        """Have so many slots' room free before it is asked for, unless some was never used. The entries emptied for it.
+        """Keep this many slots free ahead of demand, unless some were never used. Returns the entries that were evicted
+        for it.
 
-        parent: of the chunk that is stored just now; its prompt makes no room.
+        parent: of the chunk that is being stored; nothing of its prompt is evicted.
         """
         with self._lock:
             if any(space.has_untouched() for space in self._spaces):
@@ -237,8 +242,9 @@ class ExtentIndex:
         return self._releases
 
     def wait_for_room(self, releases: int, timeout_s: float) -> bool:
-        """Wait until something was released since `releases` was read. False: nothing was in time, or nobody holds
-        anything that could be."""
+        """Wait until something was released since `releases` was read. False: nothing was in time, or nothing is held
+        that could be.
+        """
         with self._lock:
             if self._releases != releases:
                 return True
@@ -263,7 +269,7 @@ class ExtentIndex:
             return not (self._residency.chunks_resident or self._residency.chunks_reserved or self._reading)
 
     def all_keys(self) -> list[ChunkKey]:
-        """Of every chunk that is here or arriving."""
+        """The keys of all chunks that are here or arriving."""
         with self._lock:
             return self._residency.held()
 

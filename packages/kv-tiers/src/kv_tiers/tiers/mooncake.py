@@ -258,7 +258,7 @@ class MooncakeTier:
     # Nodes that do not answer.
 
     def _lost(self, names: Sequence[str]) -> set[str]:
-        """Those of which every copy is on a node that is left out. No round trip unless one is."""
+        """Those whose copies are all on nodes that are left out. No round trip unless a node is."""
         now = time.monotonic()
         dead = {node for node, until in list(self._left_out.items()) if now < until}
         if not dead or not names:
@@ -331,7 +331,7 @@ class MooncakeTier:
 
     @contextmanager
     def _lent(self, most: int) -> Iterator[list[_Buffer]]:
-        """Up to so many buffers, and at least one."""
+        """At least one and at most this many buffers."""
         client = self._connected()
         with self._buffers_changed:
             if not self._buffers_changed.wait_for(lambda: self._free, _BUFFERS_S):
@@ -357,7 +357,7 @@ def _checked(code: int) -> int:
 
 
 def _nodes(copies: Sequence[Any]) -> set[str]:
-    """Of one object's copies, those that are in memory."""
+    """The nodes that have copies of an object in memory."""
     return {
         copy.get_memory_descriptor().buffer_descriptor.transport_endpoint for copy in copies if copy.is_memory_replica()
     }

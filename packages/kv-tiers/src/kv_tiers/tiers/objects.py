@@ -235,7 +235,7 @@ class ObjectsTier:
                         self._delete([path])
 
     def _call(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns. That there is no such object passes through; all other errors are the store's."""
+        """The result of `ask`. A missing object's error passes through; all other errors are faults of the store."""
         errors = self._obstore.exceptions
         try:
             return ask()
@@ -247,8 +247,9 @@ class ObjectsTier:
             raise TierDown(_shortened(error)) from error
 
     def _each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
-        """All have ended when this returns or raises, for their memory is lent. One that finds the store down spares
-        the others from finding out."""
+        """All calls have ended when this returns or raises, because their memory is lent. When one finds the store
+        down, the others are skipped.
+        """
         down: list[TierDown] = []
 
         def unless_down(item: Item) -> T:
@@ -279,7 +280,7 @@ class _WrongLengthError(Exception):
 
 
 class _ForbiddenError(TierDown):
-    """Who we are may not do this."""
+    """Our identity is not permitted to do this."""
 
 
 def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:

@@ -319,7 +319,7 @@ class RedisTier:
         return [command(b"GETRANGE", name, b"0", b"%d" % (n - 1)) for name, n in zip(names, lengths, strict=True)]
 
     def _lengths(self, nbytes: int) -> list[int]:
-        """Of the values that so many bytes are in, without a head's zeros."""
+        """The lengths of the values of a payload of this size, without a head's zeros."""
         lengths = [min(self._piece_bytes, nbytes - at) for at in range(0, nbytes, self._piece_bytes)]
         lengths[0] += HEADER_BYTES
         return lengths
@@ -424,7 +424,7 @@ def _numbers(connection: Connection, commands: Sequence[bytes], asking: bool) ->
 
 
 def _pattern_of(tenant: bytes) -> bytes:
-    """What the base64 of this tenant's keys looks like, whatever their key space (a glob).
+    """A glob that matches the base64 of this tenant's keys in any key space.
 
     Version and space are 17 bytes: 22 characters, and 4 bits of the next one, whose other 2 are the tenant's first.
     """
@@ -440,7 +440,7 @@ def _ping(connection: Connection) -> ErrorReply | None:
 
 
 def _address_in(reply: ErrorReply, sender: Address) -> Address:
-    """Of ASK 3999 127.0.0.1:6381; an empty host is the sender's."""
+    """The address in a reply such as ASK 3999 127.0.0.1:6381; an empty host is the sender's."""
     host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
     if not port.isascii() or not port.isdigit():
         raise TierDown(f"{sender}: {reply.text}")

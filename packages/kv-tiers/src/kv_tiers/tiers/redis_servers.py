@@ -38,8 +38,9 @@ _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the servers are, and how values are kept there. Caches that share chunks need one `prefix` and one
-    `piece_bytes`."""
+    """Where the servers are, and how values are stored there. Caches that share chunks need the same `prefix` and
+    `piece_bytes`.
+    """
 
     url: str
     """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
@@ -91,7 +92,7 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. port 0: `host` is the path of a unix socket."""
+    """The address of a server. port 0: `host` is the path of a unix socket."""
 
     host: str
     port: int
@@ -102,7 +103,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """What `RedisConfig.url` says. kind: tcp, tls or unix."""
+    """The parsed `RedisConfig.url`. kind: tcp, tls or unix."""
 
     kind: str
     addresses: tuple[Address, ...]
@@ -113,7 +114,8 @@ class Servers:
     """The servers of one tier. Safe to call from any thread."""
 
     def __init__(self, config: RedisConfig, where: str) -> None:
-        """Raises:
+        """
+        Raises:
         ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
         """
         try:

@@ -52,7 +52,7 @@ def set_command(name: bytes, value: Sequence[Buffer], options: Sequence[bytes]) 
 
 
 class Connection:
-    """Of one thread at a time. Every call may raise `OSError` (`TimeoutError` among them) and `ProtocolError`."""
+    """For one thread at a time. Every call may raise `OSError` (including `TimeoutError`) and `ProtocolError`."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         """It owns `sock` from now. timeout_s: for one `send`, or one reply; up to twice that if it dribbles in."""
@@ -63,7 +63,7 @@ class Connection:
 
     @property
     def settled(self) -> bool:
-        """Nothing was received that nobody asked for."""
+        """Whether nothing unexpected has been received."""
         return self._from == self._until
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Connection:
         self._socket.send(buffers, time.monotonic() + self._timeout_s)
 
     def read_numbers(self, count: int) -> list[int | ErrorReply]:
-        """So many replies to EXISTS, UNLINK and the like."""
+        """Read this many replies to EXISTS, UNLINK and the like."""
         deadline = time.monotonic() + self._timeout_s
         answers: list[int | ErrorReply] = []
         while len(answers) < count:

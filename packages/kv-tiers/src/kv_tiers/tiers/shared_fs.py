@@ -69,7 +69,7 @@ _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the files are, and how long they stay."""
+    """Where the files are, and how long they are kept."""
 
     directory: str
     """It must exist already, so that nothing is written where the file system is not mounted."""
@@ -230,7 +230,7 @@ class SharedFsTier:
         return 0 < found.st_size - _PAGE_BYTES <= self._chunk_bytes and stat.S_ISREG(found.st_mode)
 
     def _is_trusted(self, found: os.stat_result) -> bool:
-        """Whether nobody wrote the file, or may write it, whose chunks we do not serve."""
+        """Whether the file was not written by, and is not writable for, anybody whose chunks we do not serve."""
         if self._key or self._config.trust_writers:
             return True
         if found.st_mode & stat.S_IWOTH:
@@ -299,7 +299,9 @@ class SharedFsTier:
         return Loaded(min(read.wanted_bytes, stored_bytes))
 
     def _renew(self, path: str, used_at_s: float) -> None:
-        """What is used stays. Not at every use: each is a message to the file system's host."""
+        """Refresh the age of a file that is used. Not at every use, because each is a message to the file system's
+        host.
+        """
         # This host's clock will do: where it is wrong, a message is sent too early or too late.
         if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
             try:
@@ -369,7 +371,7 @@ class SharedFsTier:
                 os.chmod(at, self._directory_mode)
 
     def _sweep_some(self, now_s: float) -> None:
-        """Look at a few files more and remove what is too old. One thread at a time; the others have no need to."""
+        """Check a few more files and remove those that are too old. One thread at a time is enough."""
         if not self._sweeping.acquire(blocking=False):
             return
         try:
@@ -411,12 +413,12 @@ class SharedFsTier:
                 raise self._down(error) from error
 
     def _is_there(self, path: str) -> bool:
-        """As far as we are concerned: what is another's, and not ours to remove, is not."""
+        """Whether the file exists for us: another user's file, which we could not remove, does not."""
         found = self._found(path)
         return found is not None and self._is_trusted(found) and (not self._key or found.st_uid == os.geteuid())
 
     def _forget(self, path: str) -> None:
-        """Remove it if that works; it is nobody's chunk."""
+        """Remove the file if possible; it is no chunk."""
         try:
             os.unlink(path)
         except OSError:
@@ -457,7 +459,7 @@ def _read_key(config: SharedFsConfig, where: str) -> bytes:
 
 
 def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:
-    """What is left of these from this byte on."""
+    """What remains of these from this byte on."""
     rest = []
     for buffer in buffers:
         if at < len(buffer):

@@ -34,7 +34,7 @@ class Geometry:
 
     @classmethod
     def of(cls, chunk_bytes: int) -> "Geometry":
-        """For chunks that take so many bytes when they are stored whole, what goes with them included."""
+        """The geometry for chunks that take this many bytes when stored whole, with their headers."""
         pages = -(-chunk_bytes // PAGE_BYTES)
         if pages <= MAX_UNITS:
             return cls(PAGE_BYTES, pages)
@@ -93,7 +93,7 @@ class Space:
 
     @property
     def free_units(self) -> int:
-        """Those of slots that were used before."""
+        """Free units of slots that were used before."""
         return self._part_units + len(self._whole) * self._slot_units
 
     @property
@@ -104,11 +104,11 @@ class Space:
         return self.grows and self._untouched_from < self._slots
 
     def has_room(self, count: int) -> bool:
-        """`take` will find so many."""
+        """Whether `take` would find this many."""
         return bool(self._whole) or self._part_units >= count or self.has_untouched()
 
     def adopt(self, taken: Iterable[PackedUnits]) -> None:
-        """These are taken, as they were before. Of a space of which nothing is."""
+        """Mark these as taken, as they were before a restart. Only valid while nothing is taken."""
         whole: set[int] = set()
         parts: dict[int, set[int]] = {}
         for packed in taken:
@@ -125,7 +125,7 @@ class Space:
         self._part_units = sum(map(len, self._parts.values()))
 
     def take(self, count: int) -> Sequence[int] | None:
-        """So many units; a whole slot's as a `range`. None: there are not so many."""
+        """Take this many units; a whole slot's as a `range`. None: there are not enough."""
         if count < self._slot_units:
             for slot, free in islice(self._parts.items(), _SLOTS_LOOKED_AT):
                 if len(free) >= count:

@@ -16,9 +16,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 class TimedSocket:
-    """Of one thread at a time. Every call may raise `OSError`, `TimeoutError` among them.
+    """For one thread at a time. Every call may raise `OSError`, including `TimeoutError`.
 
-    Deadlines are of `time.monotonic`.
+    Deadlines are in the time of `time.monotonic`.
     """
 
     def __init__(self, sock: socket.socket, wait_s: float) -> None:

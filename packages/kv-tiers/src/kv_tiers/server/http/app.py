@@ -25,9 +25,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
-    """token: empty if nothing can be changed. hosts: the names that may be asked for; empty: any.
-
-    names: of tenants. archive_directory: where exported prefixes are; empty: nowhere.
+    """token: empty if nothing may be changed.
+    hosts: host names that requests may have; empty: any.
+    names: of tenants.
+    archive_directory: for exported prefixes; empty: none.
     """
     operations = [
         *state.operations(relay),

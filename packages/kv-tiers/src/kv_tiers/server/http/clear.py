@@ -14,7 +14,7 @@ from kv_tiers.server.http.tenants import Names
 
 
 class Clear(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What to forget; everything where no field is given.
+    """What to remove; everything if no field is given.
 
     tenant: its name in the settings, or its tag.
     """

@@ -13,7 +13,7 @@ class Listen(HostPort, frozen=True):
         return f"http://{HostPort(self.host, port)}/"
 
     def names(self) -> frozenset[str]:
-        """What the host is called in requests that nobody else's page has made; empty: it cannot be known."""
+        """The host names in requests that do not come from a page of another origin; empty: unknown."""
         own = {LOOPBACK_NAME, "127.0.0.1", "::1", self.host.lower()}
         return frozenset(own) if self.is_loopback else frozenset()
 

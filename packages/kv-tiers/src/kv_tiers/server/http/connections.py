@@ -41,7 +41,7 @@ IS_HEALTH_ONLY: Final = "kv_is_health_only"
 
 
 class Room:
-    """Who is connected. For HTTP's loop only."""
+    """The connections of HTTP. Used on HTTP's event loop only."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.now_s = now_s
@@ -164,7 +164,7 @@ class BoundedProtocol(H11Protocol):
         self.app_state[IS_LAST] = True
 
     def _look(self) -> None:
-        """What the connection waits for now, since when, and how long that may be."""
+        """What the connection is waiting for, since when, and for how long that may be."""
         cycle = self.cycle
         if self.transport.is_closing():
             waits_for, most_s = "end", UNREAD_S  # until what is unsent has been read

@@ -31,7 +31,7 @@ class Guard:
     """Around the application."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        """hosts: the names that may be asked for; empty: any."""
+        """hosts: host names that requests may have; empty: any."""
         self._app = app
         self._hosts = hosts
 

@@ -18,12 +18,12 @@ _REMEMBERED: Final = 256
 
 
 class Job(msgspec.Struct):
-    """What runs or ran.
+    """A job that is running or has ended.
 
     id: its number.
     what: the kind of work.
     name: of the pin, or of the file.
-    state: how far it is.
+    state: whether it is running, done or failed.
     chunks: of the prefix, when it is done: pinned, exported, or held after an import.
     reason: why it failed, or why it stopped early.
     """

@@ -13,7 +13,7 @@ from kv_tiers.watch.metrics import Metrics
 
 
 def operations(relay: Relay) -> list[Operation]:
-    """What only events tell is counted from here on."""
+    """Metrics that come from events are counted from this call on."""
     known: list[LocalCache] = []
     served: list[PeersServed] = []
     counted = Metrics(relay.bus, lambda: list(known), lambda: [one for peers in served for one in peer_families(peers)])
@@ -30,7 +30,7 @@ def operations(relay: Relay) -> list[Operation]:
 
 
 def peer_families(served: PeersServed) -> Iterator[Metric]:
-    """What a server with `peers.listen` has served to other hosts' servers."""
+    """Metrics of what a server with `peers.listen` has served to other hosts' servers."""
     yield GaugeMetricFamily("kv_peer_connections", "Connections of other hosts' servers.", value=served.connections)
     counters = {
         "turned_away": ("Connections that were refused.", served.turned_away),

@@ -109,7 +109,7 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 class Prefixes(msgspec.Struct, frozen=True):
-    """What is pinned, the files of the archive_directory, and the jobs that are remembered, oldest first."""
+    """Pins, the files of the archive_directory, and recent jobs, oldest first."""
 
     pins: list[Pin]
     files: list[str]

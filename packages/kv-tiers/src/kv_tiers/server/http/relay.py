@@ -44,7 +44,7 @@ class Relay:
 
     @property
     def bus(self) -> EventBus:
-        """Where the caches publish events."""
+        """The bus on which the caches publish events."""
         return self._server.bus
 
     async def report(self) -> Report:
@@ -61,22 +61,22 @@ class Relay:
     async def caches(self) -> dict[Format, LocalCache]:
         """
         Raises:
-            Problem: as of `report`.
+            Problem: as for `report`.
         """
         return await _answer(self._server.submit(lambda: self._server.caches))
 
     async def registrations(self) -> list[Registration]:
         """
         Raises:
-            Problem: as of `report`.
+            Problem: as for `report`.
         """
         return await _answer(self._server.submit(self._server.registrations))
 
     async def of_loads(self, work: Callable[[EngineLoads], T]) -> T:
-        """What `work` makes of the engines' loads, on the serving thread: it must be quick.
+        """The result of `work` on the engines' loads, on the serving thread: it must be quick.
 
         Raises:
-            Problem: as of `report`.
+            Problem: as for `report`.
         """
         return await _answer(self._server.submit(lambda: work(self._server.engine_loads)))
 

@@ -67,5 +67,5 @@ def operations(relay: Relay) -> list[Operation]:
 
 
 def _queues(loads: EngineLoads, connected: set[str]) -> dict[ServedSpace, float]:
-    """What is served by engines that are connected, and how long each engine's queue is."""
+    """The key spaces and formats of connected engines, and the length of each engine's queue."""
     return {served: loads.queue_s(served.engine) for served in loads.spaces() if served.engine in connected}

@@ -26,7 +26,7 @@ class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Use(msgspec.Struct, frozen=True):
-    """Of one format's pool. quota_bytes: null if the tenant shares what the quotas leave with all others."""
+    """A tenant's use of one format's pool. quota_bytes: null if the tenant uses the common share."""
 
     chunk_bytes: int
     fingerprint: str
@@ -45,7 +45,7 @@ class TenantState(msgspec.Struct, frozen=True):
 
 
 class Names:
-    """What tenants are called: by the settings, or by the tag that is in their keys."""
+    """The names of tenants: those in the settings, or the tags in their keys."""
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
         """names: by tag."""
@@ -58,7 +58,7 @@ class Names:
     def tag(self, tenant: str) -> bytes:
         """
         Raises:
-            Problem: nobody is called that.
+            Problem: there is no such tenant.
         """
         if tenant in self._tags:
             return self._tags[tenant]

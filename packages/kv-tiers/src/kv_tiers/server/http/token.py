@@ -13,10 +13,10 @@ _MIN_CHARS: Final = 16
 
 
 def read_token(path: Path) -> str:
-    """What the file holds, without spaces and newlines around it. A file that is not there is made, with a new token.
+    """The token in the file, without surrounding white space. A file that does not exist is created with a new token.
 
     Raises:
-        ConfigError: others could read it, or it holds no token.
+        ConfigError: others could read it, or it is empty.
     """
     if not os.path.lexists(path):
         return _make_token(path)
