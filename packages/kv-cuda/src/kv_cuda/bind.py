@@ -67,12 +67,12 @@ class BoundGroups:
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """Of each group's payload."""
+        """The payload size of each group."""
         return tuple(group.format.nbytes for group in self.groups)
 
     @property
     def fingerprint(self) -> str:
-        """What must be equal for chunks to be interchangeable: the formats and, where it is not all, the coverages."""
+        """What must be equal for chunks to be interchangeable: the formats and, unless all are `all`, the coverages."""
         formats = "-".join(group.format.fingerprint for group in self.groups)
         if all(group.coverage.kind == "all" for group in self.groups):
             return formats
@@ -81,7 +81,7 @@ class BoundGroups:
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
-        """As both halves of a connector want them."""
+        """The groups as both halves of a connector take them."""
         return tuple(GroupShape(group.block_tokens, group.coverage, group.table) for group in self.groups)
 
     @property
@@ -95,8 +95,7 @@ class BoundGroups:
 
     @property
     def kv_dtype(self) -> str:
-        """What the numbers of attention are, as the key space has it; of a model of states alone, what they are kept
-        in."""
+        """The dtype of attention's KV, for the key space; for a model that has states alone, theirs."""
         first = self._first
         return str(first.tensors[0].dtype) if first.format.kind == "blocks" else first.layout.dtype
 

@@ -191,7 +191,7 @@ def _rows(
 
 
 def _rows_of_model(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
-    """As the model would hand them to its cache."""
+    """Rows as the model passes them to its cache."""
     parts, device = [part.name for part in layout.parts], group.tensors[layer].device
     return probe_rows(parts, (tokens, *group.row_shape), seed=layer, dtype=group.row_dtype, device=device)
 

@@ -80,7 +80,7 @@ def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: C
 def measured(
     device: torch.device, where: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
 ) -> _Table:
-    """What `kv bench copy` has found on such a device, if it has and that can be read."""
+    """What `kv bench copy` measured on this kind of device, if there is a readable file."""
     if device.type != "cuda":
         return built_in
     try:

@@ -41,7 +41,7 @@ def _parts(layer_bytes: int, layers: int, slot_bytes: int) -> int:
 
 
 def _even(layers: int, parts: int) -> list[int]:
-    """As equal as whole layers can be, the larger ones first."""
+    """Sizes as equal as whole layers allow, the larger ones first."""
     return [layers // parts + (number < layers % parts) for number in range(parts)]
 
 

@@ -32,10 +32,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Where K, V or MLA's latent lies: element (block, token, head, dim) is at offset + Σ index × stride.
+    """Where K, V or MLA's latent is: element (block, token, head, dim) is at offset + Σ index × stride.
 
-    token_tile, dim_tile: None where one stride says all of that axis. Otherwise index i of it adds
-    (i // size) × tile stride + (i % size) × stride.
+    token_tile, dim_tile: None if one stride describes that axis. Otherwise index i of it adds (i // size) × tile stride
+        + (i % size) × stride.
     """
 
     name: str
@@ -151,11 +151,11 @@ class PagedLayout:
         )
 
     def quantised_format(self, kind: QuantisedKind, chunk_tokens: int) -> ChunkFormat:
-        """As `canonical_format` in one byte an element with scales.
+        """Like `canonical_format`, with one byte per element and scales.
 
         Raises:
-            InputError: the elements are no floating-point numbers of 2 or 4 bytes, or too few for the scales to lie
-                aligned.
+            InputError: the elements are not floating-point numbers of 2 or 4 bytes, or there are too few for aligned
+                scales.
         """
         if self.dtype not in _QUANTISABLE:
             raise InputError(
@@ -165,10 +165,10 @@ class PagedLayout:
         return replace(exact, kind=kind, dtype=QUANTISED[kind], itemsize=1)
 
     def format_of_rows(self, wanted: FormatSetting, chunk_tokens: int) -> ChunkFormat:
-        """The canonical format, or what is quantised from it where that is wanted.
+        """The canonical format, or the quantised one if that is wanted.
 
         Raises:
-            InputError: as of `quantised_format`.
+            InputError: as for `quantised_format`.
         """
         if is_quantised_kind(wanted):
             return self.quantised_format(wanted, chunk_tokens)

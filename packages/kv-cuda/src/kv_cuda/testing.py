@@ -11,7 +11,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
 
 
 def place_of(part: PartLayout, block: int, token: int, head: int, dim: int) -> int:
-    """Where one element lies, in elements from the start of its tensor: the definition, in whole numbers."""
+    """The offset of one element, in elements from the start of its tensor: the definition, in integers."""
 
     def along(index: int, stride: int, tile: Tile | None) -> int:
         return index * stride if tile is None else index // tile.size * tile.stride + index % tile.size * stride
@@ -87,7 +87,7 @@ def small_caches() -> dict[str, SmallCache]:
 
 
 def _in_bytes() -> dict[str, SmallCache]:
-    """What has scales beside its numbers, in one byte an element: no part of it means anything to us."""
+    """A layout whose elements have scales next to them, as one byte per element: opaque to us."""
     scaled = 128 + 4  # a head's numbers and their scale, as vLLM keeps int8 and fp8 a token and head
     latent_bytes = 656  # DeepSeek's packed fp8: 512 numbers, 4 scales, 64 numbers of bfloat16
     strides = {"block": 2 * TOKENS * HEADS * scaled, "dim": 1, "value_offset": scaled}

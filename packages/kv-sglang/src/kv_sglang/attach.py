@@ -78,7 +78,7 @@ class Attached:
     caches: by the format of their chunks.
     buses: of the caches in this process.
     server: the private one, in the process that started it.
-    watch: over the engine's weights.
+    watch: observes the engine's weights.
     """
 
     stores: dict[str, PageStore] = field(default_factory=dict)
@@ -180,12 +180,12 @@ def _quantised_cache(arguments: Any) -> dict[str, object]:
 def attach(
     settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages], *, engine_name: str = ""
 ) -> Attached:
-    """Open what keeps the pages of each pool.
+    """Open the store of each pool's pages.
 
-    engine_name: what the engine's ranks have in common, and nobody else.
+    engine_name: common to the engine's ranks, and unique to them.
 
     Raises:
-        ConfigError: the settings cannot be honoured on this machine, or by this engine.
+        ConfigError: the settings are not possible on this machine, or with this engine.
     """
     if rank.replicas > 1:
         check_replicas(settings)

@@ -94,7 +94,7 @@ def _flags(args: argparse.Namespace) -> int:
 
 
 def _page_size(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
-    """What was given, else what the settings say a chunk is."""
+    """The given page size, else the chunk size of the settings."""
     if args.page_size is None:
         _, in_force = load(settings, os.environ)
         (said,) = [entry for entry in in_force if entry.path == "chunk_tokens"]
@@ -105,7 +105,7 @@ def _page_size(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _host_memory(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """SGLang's own memory on the host, as large as ours where nothing else is said."""
+    """The size of SGLang's own host memory: ours, unless given."""
     if args.hicache_ratio is not None:
         if not 0 < args.hicache_ratio < math.inf:
             raise ConfigError(f"--hicache-ratio is {args.hicache_ratio}; write a number above 0, such as 1.5")
@@ -119,10 +119,10 @@ def _host_memory(args: argparse.Namespace, settings: Settings) -> dict[str, Any]
 
 
 def _check(settings: Settings) -> None:
-    """What the engine's start would refuse, as far as that can be seen without its model.
+    """Check what the engine's start would refuse, as far as possible without its model.
 
     Raises:
-        ConfigError: it would.
+        ConfigError: it would be refused.
     """
     settings.scheme()
     if settings.server.socket:
@@ -173,7 +173,7 @@ def read_tier(text: str) -> dict[str, Any]:
 
 
 def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> dict[str, Any]:
-    """The arguments of `sglang.Engine` for these settings of ours."""
+    """The arguments of `sglang.Engine` for our settings."""
     if linker:
         config = {
             "linker": "KVLinker",

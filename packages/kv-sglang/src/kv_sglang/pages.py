@@ -63,10 +63,10 @@ class PoolBinding(Generic[_C]):
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """What one question found.
+    """What one lookup found.
 
-    pages: leased to its holder; none of them where everything is still on its way up.
-    last: with the read of which the promise ends.
+    pages: leased to its holder; empty if everything is still being promoted.
+    last: the page with whose read the promise ends.
     """
 
     pages: frozenset[ChunkKey]
@@ -74,9 +74,9 @@ class _Promise:
 
 
 class PageStore:
-    """One pool's pages. Safe to call from any thread, and bounded in time; it raises only for bugs of ours.
+    """One pool's pages. Thread-safe, and bounded in time; it raises only for bugs of ours.
 
-    name: prefix of its holders' names, unlike any other's on the same cache.
+    name: prefix of its holders' names, unique on the same cache.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PageStore:
         return plan.chunks
 
     def forget_asker(self, asker: str) -> None:
-        """Give back what it was promised."""
+        """Release what it was promised."""
         with self._lock:
             self._promises.pop(asker, None)
         self.cache.end(asker)
@@ -166,7 +166,7 @@ class PageStore:
     def trailing(self, hashes: Sequence[str], window: int, most: int) -> list[int]:
         """Of the prefixes of `hashes`, the `most` longest whose last `window` pages (all, if there are fewer) are held.
 
-        As lengths in pages, ascending. Fewer, if the time is over.
+        As lengths in pages, ascending. Fewer, if the time is up.
         """
         until = time.monotonic() + self._wait_s
         found: list[int] = []
@@ -245,7 +245,7 @@ class PageStore:
             self.cache.end(holder)
 
     def close(self) -> None:
-        """Let go of the pool's memory, and of all that was promised. Nothing may be under way."""
+        """Release the pool's memory, and everything promised. No call may be in progress."""
         self._end_all()
         with self._lock:
             every, self._bindings = self._bindings, []
@@ -261,7 +261,9 @@ class PageStore:
             time.sleep(_ASK_AGAIN_S)
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
-        """Of exactly these pages, if all can be read at once. It ends when it is released, or with its holder."""
+        """Lease exactly these pages, if all can be read at once. The lease ends when it is released, or with its
+        holder.
+        """
         if not keys:
             return None
         answer = self.cache.load(keys, holder)

@@ -63,10 +63,10 @@ def describe(pool: Any, name: str, wanted: FormatSetting = "auto") -> PoolPages:
 
 
 def format_of_pages(layout: PagedLayout, wanted: FormatSetting, page_tokens: int) -> ChunkFormat:
-    """What is kept of pages that lie so.
+    """The format in which pages of this layout are stored.
 
     Raises:
-        ConfigError: the format that the settings want cannot be made of them.
+        ConfigError: the format that the settings want is not possible for them.
     """
     try:
         return layout.format_of_rows(wanted, page_tokens)

@@ -227,11 +227,11 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
     @guarded(always(None))
     def get_stats(self) -> Any:
-        """What was read and written since this was asked last, as SGLang's metrics want it."""
+        """What was read and written since the last call, for SGLang's metrics."""
         return self._stats.take() if self._config.enable_storage_metrics else None
 
     def close(self) -> None:
-        """Give everything back. SGLang's threads have stopped by then."""
+        """Release everything. SGLang's threads have stopped by then."""
         self.off = self.off or "it is closed"
         self._attached.close()
 
@@ -269,7 +269,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
 
 class _Stats:
-    """Pages and speeds between two looks of SGLang's metrics. Bounded, for where nobody looks."""
+    """Pages and bandwidths between two reads of SGLang's metrics. Bounded, in case nobody reads them."""
 
     _MAX_SPEEDS: Final = 1024
 

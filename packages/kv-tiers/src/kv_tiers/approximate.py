@@ -19,12 +19,12 @@ def is_approximate(tiers: Sequence[Mapping[str, object]]) -> bool:
 
 
 def fingerprint_above(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> str:
-    """Of the cache above these tiers. fingerprint: what exact chunks' bytes mean, or this function's answer."""
+    """The fingerprint of the cache above these tiers. fingerprint: of the exact format, or this function's result."""
     return exact_fingerprint(fingerprint) + _MARK if is_approximate(tiers) else fingerprint
 
 
 def exact_fingerprint(fingerprint: str) -> str:
-    """What the exact chunks' bytes mean: the fingerprint that tiers keep them under."""
+    """The fingerprint of the exact format, under which tiers store chunks."""
     return fingerprint.removesuffix(_MARK)
 
 

@@ -104,10 +104,11 @@ def build_local_cache(
 
 
 def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) -> None:
-    """What can be seen of `build_local_cache` before it is known what the chunks are, without writing to any medium.
+    """Check what `build_local_cache` would refuse, as far as possible without the format of the chunks and without
+    writing to any medium.
 
     Raises:
-        ConfigError: the settings cannot be honoured.
+        ConfigError: a setting is invalid.
     """
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
@@ -154,7 +155,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
 
 
 def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None:
-    """What encodes the tier's chunks, if anything does."""
+    """The codec that encodes the tier's chunks, if any."""
     options = {"type": config.codec} if isinstance(config.codec, str) else dict(config.codec)
     name = options.pop("type", None)
     if name == "":
@@ -165,7 +166,7 @@ def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None
 
 
 def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, LaneConfig, dict[str, object]]:
-    """What makes the tier, what every tier has (with the name that it will bear), and the options of its own."""
+    """The tier's factory, the options that every tier has (with its name filled in), and its own options."""
     type_name = options.get("type")
     if not isinstance(type_name, str):
         raise ConfigError(f"{where}: say which type of tier this is, such as type: disk")

@@ -42,18 +42,18 @@ _U64: Final = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a chunk says of itself.
+    """What a chunk's header says.
 
-    key: the chunk's name.
-    parent: the chunk before it in the prompt; None for a prompt's first.
+    key: the chunk's key.
+    parent: the key of the chunk before it in the prompt; None for a prompt's first.
     decoded_bytes: size of the chunk.
-    stored_bytes: size of the payload behind this header; never more than `decoded_bytes`.
-    format_id: what the chunk's bytes mean (`format_id`).
-    codec: the name of what encoded the payload; "" where the payload is the chunk's bytes.
+    stored_bytes: size of the payload after this header; never more than `decoded_bytes`.
+    format_id: identifies the format of the chunk's bytes (`format_id`).
+    codec: name of the payload's codec; "" if the payload is the chunk's bytes.
     checksum: `kv_core.checksum` of the payload.
-    decoded_checksum: the same of the chunk's bytes; None where the codec is lossy.
-    pieces: of the payload's first piece, its first two, …, all but the last: 8 bytes each (`piece_bytes`). Empty where
-        the payload is one piece, or where its writer took one checksum of the whole.
+    decoded_checksum: the same of the chunk's bytes; None if the codec is lossy.
+    pieces: 8-byte checksums (`piece_bytes`) of the payload's first piece, its first two, …, all but the last. Empty if
+        the payload is a single piece, or if its writer computed one checksum of the whole.
     """
 
     key: ChunkKey
@@ -154,7 +154,7 @@ def make_header(header: Header) -> bytes:
 
 
 def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
-    """What the header says, if it is one and whole. The payload is not looked at."""
+    """Parse and verify a header. The payload is not looked at."""
     if len(data) != HEADER_BYTES:
         return Damaged(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
     if bytes(data[: len(MAGIC)]) != MAGIC:
@@ -243,7 +243,7 @@ def verify(
 def verify_prefix(
     header: bytes | bytearray | memoryview, prefix: memoryview, *, key: ChunkKey, format_id: bytes, decoded_bytes: int
 ) -> Header | Damaged | WholeOnly:
-    """As `verify`, of the first bytes of a payload: `prefix_bytes` of it, or all of it where it is shorter."""
+    """Like `verify`, for the first bytes of a payload: `prefix_bytes` of it, or all of it if it is shorter."""
     read = _read_for(header, key, format_id, decoded_bytes)
     if isinstance(read, Damaged):
         return read

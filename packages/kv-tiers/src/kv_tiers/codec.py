@@ -15,7 +15,7 @@ from kv_tiers.tier import TierContext
 
 
 class CodecError(Exception):
-    """What is to be decoded is not what this codec makes. The chunk is `Damaged`."""
+    """The input is not an encoding of this codec. The chunk is `Damaged`."""
 
 
 class Codec(Protocol):
@@ -50,13 +50,14 @@ APPROXIMATE_SHARE: Final = PREFIX_SHARES[-1]
 
 @runtime_checkable
 class DecodesPrefixes(Protocol):
-    """What a `Codec` may do besides: make an approximation of a chunk from the first bytes of its payload."""
+    """Optional capability of a `Codec`: decoding the first bytes of a payload to an approximation of the chunk."""
 
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
-        """As `decode`, from those parts of the payload that `prefix` holds whole. How many of its parts that are.
+        """Like `decode`, from the parts of the payload that are complete in `prefix`. Returns the number of those
+        parts.
 
         Raises:
-            CodecError: it is no prefix of an encoded chunk of `len(out)` bytes, or shorter than the first part.
+            CodecError: it is not a prefix of an encoded chunk of `len(out)` bytes, or is shorter than the first part.
         """
 
 

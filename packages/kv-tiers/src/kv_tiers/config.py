@@ -62,7 +62,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every tier has, whatever its type; the rest of its options are its own."""
+    """The options that every tier has, whatever its type."""
 
     name: str = ""
     """What it is called in logs and metrics; its type where nothing is said."""
@@ -106,7 +106,7 @@ class HandoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `use: auto` goes by, beside what it measures."""
+    """Parameters of `use: auto`, besides what it measures."""
 
     prefill_tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """How many tokens of a prompt the engine computes in a second. 0: measured in vLLM; SGLang does not say, so there
@@ -114,7 +114,7 @@ class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a lossy format must have shown before it is used (docs/quality.md)."""
+    """The verdict that a lossy format needs before it is used (docs/quality.md)."""
 
     verdict: str = ""
     """The file that `kv judge MODEL --out FILE` wrote for this model."""
@@ -124,7 +124,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who subscribes to a cache's events. Metrics are not here: they start with their first reader."""
+    """Subscribers of a cache's events. Metrics are not listed: they start when they are first read."""
 
     log: Literal["none", "text", "json"] = "none"
     """A line for what an operator must know, at most one of a kind in a while: to the log, or as JSON on stderr. With
@@ -174,7 +174,7 @@ class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where `kv-server` serves other hosts' servers; nowhere unless `listen` says so."""
+    """The address at which `kv-server` serves other hosts' servers, if `listen` is set."""
 
     listen: str = ""
     """A host and a port, such as 10.0.0.1:9500 or 127.0.0.1:9500."""
@@ -186,7 +186,7 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `kv-server` serves over HTTP; nothing unless `listen` says where."""
+    """The address and options of `kv-server` over HTTP, if `listen` is set."""
 
     listen: str = ""
     """A host and a port, such as 127.0.0.1:9400 or [::1]:9400. What other machines can reach needs a token_file."""

@@ -22,7 +22,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Of a fixed number of elements, all of them given."""
+    """A message with a fixed number of elements, all of them required."""
 
 
 class Keys(Message):

@@ -10,16 +10,18 @@ MAX_GROUPS: Final = 1 << 10
 
 
 class PayloadSizes:
-    """Of one pool.
+    """The sizes of one pool's chunks.
 
-    group_bytes: by group. largest: of those. are_equal: all groups have one size.
+    group_bytes: by group.
+    largest: of those.
+    are_equal: all groups have the same size.
     """
 
     def __init__(self, group_bytes: Sequence[int]) -> None:
-        """group_bytes: by `ChunkKey.group`. A group beyond these is one that nobody has described: it has the largest.
+        """group_bytes: by `ChunkKey.group`. A group beyond these is unknown and has the largest size.
 
         Raises:
-            ConfigError: no groups, too many, or one without bytes.
+            ConfigError: no groups, too many, or one of size 0.
         """
         self.group_bytes = tuple(group_bytes)
         if not 0 < len(self.group_bytes) <= MAX_GROUPS or min(self.group_bytes) <= 0:

@@ -14,12 +14,13 @@ from kv_tiers.options import nearest
 
 
 def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = ()) -> Callable[..., Any]:
-    """What the entry point `name` of this group refers to.
+    """Load what the entry point `name` of this group refers to.
 
-    kind: what the user calls such a thing, for errors. built_in: further names that the user could have meant.
+    kind: the user's term for such a thing, for errors.
+    built_in: further names that the user could have meant.
 
     Raises:
-        ConfigError: nothing installed offers the name, two packages do, or what offers it cannot be imported.
+        ConfigError: no installed package has the name, two do, or importing it fails.
     """
     offered = entry_points(group=group)
     found = {entry.value: entry for entry in offered if entry.name == name}

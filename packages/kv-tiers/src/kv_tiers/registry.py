@@ -11,18 +11,18 @@ CODECS: Final = "kv_tiers.codecs"
 
 
 def tier_factory(type_name: str) -> TierFactory:
-    """What makes tiers of this type.
+    """The factory of tiers of this type.
 
     Raises:
-        ConfigError: nothing installed offers the type, two packages do, or what offers it cannot be imported.
+        ConfigError: no installed package has the type, two do, or importing it fails.
     """
     return load_plugin(TIERS, "tier of type", type_name)
 
 
 def codec_factory(name: str) -> CodecFactory:
-    """What makes the codec of this name.
+    """The factory of the codec with this name.
 
     Raises:
-        ConfigError: as of `tier_factory`.
+        ConfigError: as for `tier_factory`.
     """
     return load_plugin(CODECS, "codec", name)

@@ -11,7 +11,7 @@ _U64: Final = struct.Struct("<Q")
 
 
 def seal(fields: bytes, seed: int = 0) -> bytes:
-    """The fields, and XXH3 of 64 bits over them. seed: what else they are bound to, such as their place."""
+    """The fields, followed by XXH3 of 64 bits over them. seed: what else they are bound to, such as their position."""
     return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields, seed))
 
 
@@ -24,6 +24,6 @@ def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
 
 
 def intact(data: memoryview, starts: Iterable[int], nbytes: int) -> list[bool]:
-    """Whether `unseal` of the so many bytes at each of these places would find fields: half the time for many."""
+    """For each of these positions, whether `unseal` would find valid fields there; takes half the time for many."""
     digest, size = xxhash.xxh3_64_intdigest, nbytes - SEAL_BYTES
     return [digest(data[at : at + size]) == _U64.unpack_from(data, at + size)[0] for at in starts]

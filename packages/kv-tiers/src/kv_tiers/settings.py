@@ -165,10 +165,11 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
 
 
 def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
-    """The settings that the layers and then the environment give, the first that names one, and where each is from.
+    """The settings by layers and then the environment, of which the first that has a value wins, and the source of
+    each.
 
     Raises:
-        ConfigError: as of `load`.
+        ConfigError: as for `load`.
     """
     known = dict(_paths(Settings))
     chosen: dict[str, tuple[object, str]] = {}
@@ -261,7 +262,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
 
 
 def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Of each setting that is there its path, its variable and the text."""
+    """The path, variable and text of each setting in the environment."""
     variables = {f"KV_{path.replace('.', '_').upper()}": path for path in known}
     for variable, text in environ.items():
         if variable in variables:

@@ -26,11 +26,11 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
-    """What a list of `TenantConfig`, as it comes from a file, says. capacity_bytes: of the pool.
+    """Parse a list of `TenantConfig` from a file. capacity_bytes: of the pool.
 
     Raises:
-        ConfigError: an option that is unknown, missing or out of range; a salt's file that others can read; a name or a
-            salt that is there twice; quotas beyond the pool.
+        ConfigError: an option is unknown, missing or out of range; a salt's file is accessible to others; a name or a
+            salt is repeated; the quotas exceed the pool.
     """
     if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
         raise ConfigError("tenants: write a list, of each tenant its name, its salt_file and its quota_bytes")

@@ -53,7 +53,7 @@ class FileCopyPaths:
     measured: Mapping[str, Mapping[Direction, FileCopyPath]] = field(default_factory=dict)
 
     def takes_direct(self, direction: Direction, path: str) -> bool:
-        """As the nearest directory above was measured; direct where none was."""
+        """As measured for the nearest parent directory; direct if there is no measurement."""
         for above in Path(path).parents:
             if (copy_paths := self.measured.get(str(above))) is not None:
                 return copy_paths[direction] == "direct"
@@ -61,12 +61,12 @@ class FileCopyPaths:
 
 
 def copy_paths_file(device_name: str) -> Path:
-    """Where the measured table of such a device is kept."""
+    """The file with the measured table of this kind of device."""
     return _kept("copy-paths", device_name)
 
 
 def file_copy_paths_file(device_name: str) -> Path:
-    """Where it is kept which path is faster between files and such a device."""
+    """The file with the measured paths between files and this kind of device."""
     return _kept("file-copy-paths", device_name)
 
 
@@ -86,10 +86,10 @@ def read_copy_paths(path: Path) -> CopyPaths:
 
 
 def read_file_copy_paths(path: Path) -> FileCopyPaths:
-    """What was measured; nothing where nothing was.
+    """The measurements; empty if there are none.
 
     Raises:
-        ConfigError: the file is none that `write_file_copy_paths` writes.
+        ConfigError: the file was not written by `write_file_copy_paths`.
     """
     return _read(path, lambda saved: FileCopyPaths(_directories(saved["directories"])), FileCopyPaths())
 
@@ -100,7 +100,7 @@ def write_copy_paths(path: Path, copy_paths: CopyPaths) -> None:
 
 
 def write_file_copy_paths(path: Path, copy_paths: FileCopyPaths) -> None:
-    """As `write_copy_paths`."""
+    """Like `write_copy_paths`."""
     _write(path, {"directories": copy_paths.measured})
 
 

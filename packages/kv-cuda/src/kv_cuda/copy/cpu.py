@@ -112,7 +112,7 @@ class CpuCopier:
         self._pools[pool] = known[: known.numel() // self._aligned * self._aligned]
 
     def detach(self, pool: str) -> None:
-        """Let go of a pool, so that it can be closed."""
+        """Release a pool, so that it can be closed."""
         self._pools.pop(pool, None)
 
     @property
@@ -128,7 +128,7 @@ class CpuCopier:
         return _DONE
 
     def load_layers(self, plan: TransferPlan) -> list[DoneEvent]:
-        """As `load`; an event for each layer."""
+        """Like `load`, with an event for each layer."""
         return [self.load(plan)] * self._layout.layers
 
     def store(self, plan: TransferPlan) -> DoneEvent:

@@ -116,7 +116,7 @@ class GpuCopier:
         self._pools[name] = pool
 
     def detach(self, pool: str) -> None:
-        """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
+        """Release a pool, so that it can be closed. Waits for the copies that use it."""
         if pool in self._pools:
             for pipeline in self._pipelines.values():
                 pipeline.end().wait()
@@ -136,7 +136,7 @@ class GpuCopier:
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
-        """As `load`, layer by layer: the events of the first layer, the second and so on, in the order of arrival."""
+        """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
         layers = self._layout.layers
         steps = [
             [(first + layer, 1) for first in range(0, self._kernel.plane_count, layers)] for layer in range(layers)
@@ -203,7 +203,7 @@ class GpuCopier:
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
     def _upload(self, groups: list[_Group], pipeline: "_CopyPipeline") -> torch.Tensor | None:
-        """The lists of tokens on the device; None: nobody needs them."""
+        """The lists of tokens on the device; None: not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
         return pipeline.upload(*self._lists(groups))
@@ -279,11 +279,11 @@ class _CopyPipeline:
             self._add_list()
 
     def prepare(self) -> None:
-        """Have the ring's memory, which is else taken when it is first used."""
+        """Allocate the ring's memory, which otherwise happens on first use."""
         self._make_ring()
 
     def begin(self) -> None:
-        """What is launched from now comes after all that the engine has launched."""
+        """Order everything launched from now on after what the engine has launched."""
         self.kernels.follow_current()
 
     def end(self) -> Event:

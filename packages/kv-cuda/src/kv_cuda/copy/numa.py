@@ -23,7 +23,7 @@ _BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
-    """The NUMA node that this GPU's bus hangs on; None where there is but one, or nobody knows. sys: what /sys is."""
+    """The NUMA node of this GPU's bus; None if there is only one, or it is unknown. sys: the path of /sys."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):  # not in every version of torch
         return None
@@ -43,7 +43,7 @@ def node_at(place: str, sys: Path) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of this memory on `node`, if it has room. False: the system refuses."""
+    """Place the pages of this memory on `node`, if it has room. False: the system refuses."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MAX_NODES:
         return False

@@ -77,11 +77,11 @@ class PinnedMapping:
         return os.getpid() != self._process
 
     def pin(self, offset: int, nbytes: int) -> None:
-        """Have these bytes registered. Costs nothing where they are.
+        """Register these bytes. Costs nothing if they are registered already.
 
         Raises:
-            ConfigError: the system does not let this process lock so much memory.
-            MisuseError: a forked child calls; registrations do not survive a fork.
+            ConfigError: the system does not let this process lock that much memory.
+            MisuseError: called in a forked child; registrations do not survive a fork.
         """
         if self.is_inherited():
             raise MisuseError("this pool was pinned by the parent process; attach it anew after a fork")

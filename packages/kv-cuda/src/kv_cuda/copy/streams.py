@@ -32,7 +32,7 @@ class Queue(Protocol):
         """The point after everything that is in the queue now."""
 
     def follow(self, event: Event) -> None:
-        """What is put in from now waits on the device for that point."""
+        """Make what is enqueued from now on wait on the device for that event."""
 
     def follow_current(self) -> None:
         """The same for everything that the caller's own queue, the engine's, holds now."""
@@ -69,7 +69,7 @@ class HostQueue:
 
 
 class CudaEvent:
-    """Of a stream. An error of the device, also of another's work, is `CopyFailed`."""
+    """An event of a stream. An error of the device, even of other work, is `CopyFailed`."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event

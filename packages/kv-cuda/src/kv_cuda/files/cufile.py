@@ -51,7 +51,7 @@ def kvikio_version() -> str | None:
 
 
 def what_is_missing(kvikio: str | None, *, proc: Path, dev: Path) -> NoCuFile | None:
-    """Of what can be seen without touching anything. kvikio: its version, if it is installed."""
+    """What is missing, as far as that can be seen without touching cuFile. kvikio: its version, if it is installed."""
     has_module = (proc / "driver/nvidia-fs/version").exists()
     if not has_module:
         found = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"

@@ -59,10 +59,10 @@ def make_direct_copier(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What became of a load. The files may be given back at once.
+    """The result of a load. The files may be released at once.
 
     outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept.
-    event: done when the blocks of the loaded ones hold their bytes.
+    event: complete when the blocks of the loaded chunks hold their bytes.
     """
 
     outcomes: list[LoadOutcome]
@@ -126,13 +126,14 @@ class DirectCopier:
         first_token: int,
         last_token: int,
     ) -> Carried:
-        """Bring the prompt's tokens `first_token … last_token` (the last one excluded) into their slots.
+        """Load the prompt's tokens `first_token … last_token` (excluding the last) into their slots.
 
-        files: one for each chunk that these tokens lie in; None for one that is not there. All bytes of a chunk are
-            read also where some of its tokens are not asked for. block_ids, block_tokens: as of `plan_transfer`.
+        files: one for each chunk that these tokens belong to; None if the chunk is absent. A chunk is read as a whole
+            even if only some of its tokens are wanted.
+        block_ids, block_tokens: as for `plan_transfer`.
 
         Raises:
-            InputError: files, blocks and tokens do not go together. Some of them may have been copied.
+            InputError: files, blocks and tokens do not match. Some of them may have been copied.
             ConfigError: the system does not let this process lock memory for the staged path.
             CopyFailed: the device failed.
         """
@@ -292,7 +293,7 @@ class _Ring:
         self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
 
     def warm_up(self) -> None:
-        """Have the checksum's kernels made now, which takes a second, and not by the first chunk."""
+        """Compile the checksum's kernels now, which takes a second, rather than for the first chunk."""
         self._sums(self._rows[:1])
 
     def load(self, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
@@ -335,7 +336,7 @@ class _Ring:
         self._files.close()
 
     def _halves(self, chunks: Sequence[_Chunk]) -> list[tuple[int, Sequence[_Chunk]]]:
-        """As many chunks at a time as half the ring holds, with the half that they go through."""
+        """As many chunks at a time as half the ring holds, with the half that they use."""
         step = self._half_chunks
         return [(start // step % 2, chunks[start : start + step]) for start in range(0, len(chunks), step)]
 
@@ -363,7 +364,7 @@ class _Ring:
             self._begun[half].append(transfer)
 
     def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
-        """Those whose bytes were all moved, with their rows."""
+        """The chunks whose bytes were all moved, with their rows."""
         arrived = []
         for row, (chunk, transfer) in enumerate(zip(chunks, self._begun[half], strict=True), half * self._half_chunks):
             path, nbytes = chunk.file.path, chunk.file.nbytes

@@ -32,10 +32,10 @@ class Transfer(Protocol):
     """A read or a write that has begun."""
 
     def wait(self) -> int:
-        """The bytes that were moved: fewer than asked for where the file ends.
+        """The number of bytes moved: fewer than requested if the file ends.
 
         Raises:
-            OSError: nobody knows which of them were.
+            OSError: it is unknown which bytes were moved.
         """
 
 
@@ -60,7 +60,7 @@ class Files(Protocol):
     def unregister(self, memory: torch.Tensor) -> None: ...
 
     def close(self) -> None:
-        """Let go of everything but of open files."""
+        """Release everything except open files."""
 
 
 class HostFiles:

@@ -94,7 +94,7 @@ class Model:
         return torch.log_softmax(logits[0].float(), -1)
 
     def answered(self, layers: Layers, first: int, count: int) -> list[int]:
-        """So many tokens, greedily, behind `first`."""
+        """Greedily generate this many tokens after `first`."""
         cache, answer, token = self._cache(layers), [], first
         for _ in range(count):
             token = int(self._forward([token], cache)[0, -1].argmax())
@@ -102,10 +102,10 @@ class Model:
         return answer
 
     def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
-        """Of each layer the cosines and sines, each [tokens, head_dim], by which it rotates keys.
+        """For each layer, the cosines and sines, each [tokens, head_dim], by which it rotates keys.
 
         Raises:
-            ConfigError: the model has none, or hides them elsewhere than Llama and Gemma do.
+            ConfigError: the model has none, or not where Llama and Gemma have them.
         """
         positions, some = torch.arange(tokens)[None], torch.zeros(1, 1, 1)
         made = []
@@ -121,7 +121,9 @@ class Model:
         return made
 
     def _cache(self, layers: Layers) -> Any:
-        """Of all tokens in every layer, sliding windows too: their mask hides what they do not see."""
+        """A cache of all tokens in every layer, including layers with sliding windows: their mask hides what they do
+        not see.
+        """
         from transformers import DynamicCache
 
         cache = DynamicCache()

@@ -68,7 +68,7 @@ class Rival:
         self._coder, self._sinks = coder, sinks
 
     def layers(self, layers: Layers) -> Layers:
-        """As `Trip.layers`."""
+        """Like `Trip.layers`."""
         count = len(layers)
         return [through(partial(self._layer, number, count), *layer) for number, layer in enumerate(layers)]
 
@@ -202,7 +202,7 @@ def _components(numbers: Numbers) -> tuple[Numbers, Numbers, float]:
 
 
 def _coded_bytes(symbols: Numbers) -> int:
-    """Of whole numbers [tokens, channels], channels that are neighbours coded together."""
+    """Coded size of integers [tokens, channels], with adjacent channels coded together."""
     whole = symbols.astype(np.int64).T
     zigzag = np.where(whole < 0, -1 - 2 * whole, 2 * whole)
     high = _compressed_bytes((zigzag >> 8).astype(np.uint8)) if zigzag.max() > 255 else 0

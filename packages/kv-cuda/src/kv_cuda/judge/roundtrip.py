@@ -24,11 +24,11 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(slots=True)
 class Cost:
-    """What was seen on the way, added up over layers and chunks.
+    """Measurements of a round trip, added up over layers and chunks.
 
-    numbers: of KV.
-    exact_bytes, stored_bytes: of whole chunks, before and after.
-    worst: the largest error of a number, of the largest of its head and token.
+    numbers: count of KV elements.
+    exact_bytes, stored_bytes: of whole chunks, before and after encoding.
+    worst: the largest error of an element, relative to the largest element of its head and token.
     encode_s, decode_s: seconds.
     """
 
@@ -40,7 +40,7 @@ class Cost:
     decode_s: float = 0.0
 
     def add(self, exact: torch.Tensor, decoded: torch.Tensor, stored_bytes: int) -> None:
-        """Numbers of one dtype, [..., head_dim], that were stored in so many bytes."""
+        """Add elements of one dtype, [..., head_dim], that were stored in this many bytes."""
         peak = exact.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
         self.worst = max(self.worst, float(((decoded.float() - exact.float()).abs() / peak).max()))
         self.numbers += exact.numel()
@@ -55,12 +55,13 @@ class Trip(Protocol):
     cost: Cost
 
     def layers(self, layers: Layers) -> Layers:
-        """All layers of one context, as they come back. Chunks are cut from the first token on; what is behind the last
-        whole chunk is not stored, so it stays exact."""
+        """All layers of one context after a round trip. Chunks are cut from the first token on; tokens after the last
+        whole chunk are not stored, so they stay exact.
+        """
 
 
 class RoundTrip:
-    """Of a format in one byte an element."""
+    """The round trip through a format of one byte per element."""
 
     def __init__(self, kind: QuantisedKind) -> None:
         self.name: str = kind
@@ -69,13 +70,13 @@ class RoundTrip:
         self._codes: dict[tuple[int, int, str], tuple[ChunkFormat, Codes]] = {}
 
     def layers(self, layers: Layers) -> Layers:
-        """As `Trip.layers`."""
+        """Like `Trip.layers`."""
         return [through(self, keys, values) for keys, values in layers]
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values, each [tokens, heads, head_dim], as they come back.
+        """One layer's keys and values, each [tokens, heads, head_dim], after a round trip.
 
-        Chunks are cut from the first token on; what is behind the last whole chunk is not stored, so it stays exact.
+        Chunks are cut from the first token on; tokens after the last whole chunk are not stored, so they stay exact.
         """
         keys, values = keys.clone(), values.clone()
         for first in range(0, len(keys) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
@@ -124,10 +125,10 @@ class FirstParts:
         self._codec: Any = next(iter(found)).load()({}, None)
 
     def layers(self, layers: Layers) -> Layers:
-        """As `Trip.layers`. Layers of one shape are one chunk, though an engine may have them in several groups.
+        """Like `Trip.layers`. Layers of equal shape form one chunk, although an engine may have them in several groups.
 
         Raises:
-            ConfigError: the numbers are not bfloat16.
+            ConfigError: the elements are not bfloat16.
         """
         if layers[0][0].dtype != torch.bfloat16:
             raise ConfigError(f"format {FIRST_PARTS} is for bfloat16: judge it with --dtype bfloat16, or leave it out")

@@ -40,12 +40,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one model on some text.
+    """The verdict on one model with some text.
 
     model: as it was named.
-    heads: of each layer, how many of KV and the dimension of each: what a format is checked against at start.
+    heads: for each layer, the number of KV heads and the dimension of each, which are compared at start.
     dtype: of the KV.
-    tokens: how many were predicted for the figures.
+    tokens: number of tokens predicted for the figures.
     findings: of each format.
     """
 
@@ -56,7 +56,7 @@ class Verdict:
     findings: tuple[Finding, ...]
 
     def of(self, name: str) -> Finding | None:
-        """What was found of this format, if it was measured."""
+        """The findings on this format, if it was measured."""
         return next((finding for finding in self.findings if finding.format == name), None)
 
 

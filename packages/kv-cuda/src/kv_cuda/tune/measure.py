@@ -41,12 +41,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: a cache in bfloat16 with 128 elements a head.
+    """What is measured: a cache in bfloat16 with 128 elements per head.
 
     layers, heads: of the cache.
-    chunk_tokens: tokens a chunk.
+    chunk_tokens: tokens in a chunk.
     chunks: moved in one call.
-    block_tokens: tokens a block; each is measured.
+    block_tokens: tokens in a block; each is measured.
     """
 
     layers: int = 32

@@ -21,7 +21,7 @@ class Chains:
         self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
 
     def tell(self, hashes: Sequence[str]) -> None:
-        """These follow each other in a prompt."""
+        """Record that these follow each other in a prompt."""
         for before, page in pairwise(hashes):
             self._before[page] = before
             self._before.move_to_end(page)

@@ -25,8 +25,8 @@ class _Batch:
 class LayerGate:
     """SGLang's `layer_done_counter`: it numbers batches of loads, and lets a forward pass through layer by layer.
 
-    A layer that never comes holds nobody up: the pass goes on with whatever the slots hold, and `finish` says so before
-    anything of it is used. Batches are opened and filled by one side, and waited for by another thread.
+    A layer that never arrives blocks nobody: the pass goes on with whatever the slots contain, and `finish` reports it
+    before any result is used. One side opens and fills batches, another thread waits for them.
     """
 
     def __init__(self) -> None:

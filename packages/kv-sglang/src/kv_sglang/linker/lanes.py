@@ -181,7 +181,7 @@ class Stores:
             self._put(_Offer(hashes, before, indices, written) if has_room else False)
 
     def answer_in_turn(self, stored: bool) -> None:
-        """Another stores them, or nobody."""
+        """Answered in turn without a copy: another rank stores them, or nobody does."""
         with self._changed:
             self._put(stored)
 

@@ -115,7 +115,7 @@ class RowKernel:
         }
 
     def compile(self) -> None:
-        """Have both directions' kernels made now, which takes a second, and not by the first request."""
+        """Compile both directions' kernels now, which takes a second, rather than in the first request."""
         nobody = torch.empty(0, dtype=torch.int64, device=self.planes.device)
         for to_engine in (True, False):
             self.move(nobody, nobody, base=0, span=(0, self.plane_count), to_engine=to_engine, programs=1)
@@ -123,9 +123,9 @@ class RowKernel:
     def move(
         self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int
     ) -> None:
-        """Launch on the current stream, with at most so many programs.
+        """Launch on the current stream, with at most the given number of programs.
 
-        slots, rows: int64 [tokens] on the device. base + rows[i]: the address of a token's row in the chunk's first
+        slots, rows: int64 [tokens] on the device. base + rows[i] is the address of a token's row in the chunk's first
             plane.
         """
         tokens = slots.numel()

@@ -71,7 +71,7 @@ def sum_blocks(  # type: ignore[no-untyped-def]  # a kernel's arguments have no 
     whole_stripes,  # of a chunk, without its last, which `fold_blocks` adds
     TILE: tl.constexpr,
 ):
-    """What each block of each chunk adds to the lanes. One program takes `TILE` blocks of one chunk."""
+    """The contribution of each block of each chunk to the lanes. One program handles `TILE` blocks of one chunk."""
     chunk = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     stripe = tl.arange(0, 16)
