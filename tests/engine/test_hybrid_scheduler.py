@@ -186,7 +186,7 @@ def test_a_state_that_is_taken_while_tokens_are_guessed_may_be_anothers(
         offered = output.kv_connector_block_state.boundary_state_offloads
         return tuple(EngineState(*state) for state in offered.get(request.request_id, ()))
 
-    monkeypatch.setattr("kv_vllm.connector.settled_states", all_of_them)
+    monkeypatch.setattr("kv_vllm.steps.settled_states", all_of_them)
     oracle = built(("full", "state"), tiny_llama, linear_model, guesses=3, save_decode=True)
     prompts = [[3 + number, *SHARED[:99]] for number in range(12)]
     for number, prompt in enumerate(prompts):

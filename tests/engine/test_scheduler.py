@@ -223,10 +223,14 @@ def test_a_plan_is_read_once_in_a_step_and_only_if_it_says_something(
     real = StepPlan.from_plain
     monkeypatch.setattr(StepPlan, "from_plain", lambda plain: read.append(plain) or real(plain))
     oracle = make()
+    oracle.scheduler.connector._in_process = False
     ask(oracle, "a", SHARED[:70], new_tokens=30)
     assert len(read) == 1  # one step completes a chunk, and thirty do not
     ask(oracle, "b", [*SHARED[:64], 9], new_tokens=30)
     assert len(read) == 3  # one loads, and the next sees that the prompt's chunk is computed
+    oracle.scheduler.connector._in_process = True
+    ask(oracle, "c", [*SHARED[:64], 8], new_tokens=30)
+    assert len(read) == 3  # where the worker has the plan itself, there is nothing to read
 
 
 def test_opaque_blocks(make: Make) -> None:

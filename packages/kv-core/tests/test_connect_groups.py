@@ -46,6 +46,21 @@ def test_a_window_far_smaller_than_a_chunk_is_stored_from_small_steps() -> None:
     assert run(machine, "b", prompt) == 16
 
 
+def test_all_groups_of_a_step_are_stored_by_one_lease() -> None:
+    machine = started(window=5)
+    run(machine, "a", list(range(100, 117)))
+    assert len(machine.service.hold_s) == 1
+    assert {key.group for key in machine.service.held} == {0, 1, 2, 3}
+
+
+def test_nothing_is_found_of_a_step_of_which_one_group_could_not_be_stored() -> None:
+    machine = started(window=5)
+    machine.copiers[1].fail_copies = 1
+    run(machine, "a", list(range(100, 117)))
+    assert not machine.service.held and not machine.service.open_leases
+    assert (machine.worker.counts.stores_failed, machine.worker.counts.bytes_stored) == (1, 0)
+
+
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
 @settings(deadline=None)
 def test_what_is_stored_covers_every_load(window: int, chunks: int, data: st.DataObject) -> None:

@@ -19,7 +19,7 @@ _DEADBAND: Final = 0.15
 _CLIP: Final = 4.0
 """A sample counts as at most so many times what was expected, and at least so small a part of it."""
 _SHORTEST_S: Final = 1e-7
-_FAR_OFF: Final = 1.6
+_FAR_OFF_LOG: Final = log(1.6)
 _FEW: Final = 4
 """So many samples in a row, each far off, are a change."""
 _SEVERAL: Final = 12
@@ -45,6 +45,8 @@ class Estimator:
         self._min_samples = min_samples
         self._said: tuple[float, ...] | None = None
         self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_SEVERAL)
+        self._ratios: deque[float] = deque(maxlen=_SEVERAL)  # of those, the logs of what they took to what was expected
+        self._ratios_by: tuple[float, ...] | None = None  # the coefficients by which it was
         self._forget()
 
     def _forget(self) -> None:
@@ -53,7 +55,7 @@ class Estimator:
         self._seconds = [0.0 for _ in count]
         self._mean = [0.0 for _ in count]
         self._weight = 0.0
-        self._is_new = False
+        self._fit_at = 0
         self._settled_at: float = 2 * self._min_samples
         self.samples = 0
 
@@ -68,7 +70,8 @@ class Estimator:
             for one, its_seconds in new:
                 self._count(one, its_seconds, its_seconds)
             self._last.clear()
-            self._said = self._fit()
+            self._ratios.clear()
+            self._said = self._ratios_by = self._fit()
             return
         expected = self._expected(sample)
         if expected is None:
@@ -79,8 +82,9 @@ class Estimator:
     @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Seconds for one of each feature; None: nothing is known yet."""
-        if self._is_new and (self.samples >= self._min_samples or self._said is not None):
-            self._is_new = False
+        if self.samples >= self._fit_at and (self.samples >= self._min_samples or self._said is not None):
+            # A sample among many moves the fit little, and engines ask in every step.
+            self._fit_at = self.samples + max(1, min(self.samples, self._memory) // 8)
             fit = self._fit()
             mean = [of_feature / self._weight for of_feature in self._mean]
             small = [1.0, *(part / 4 for part in mean[1:])]  # what is fixed shows there
@@ -106,16 +110,25 @@ class Estimator:
 
     def _since_a_change(self) -> list[tuple[tuple[float, ...], float]]:
         """The last samples, if what is measured has changed before them; else none."""
-        ratios = [log(seconds / (self._expected(sample) or _SHORTEST_S)) for sample, seconds in self._last]
-        few = ratios[-_FEW:]
-        if len(few) == _FEW and (min(few) > log(_FAR_OFF) or max(few) < -log(_FAR_OFF)):
-            return list(self._last)[-_FEW:]
-        if len(ratios) == _SEVERAL:
-            mean = sum(ratios) / _SEVERAL
+        ratios = self._ratios
+        if self._ratios_by is self._said:
+            ratios.append(self._ratio(*self._last[-1]))
+        else:
+            self._ratios_by = self._said
+            ratios.clear()
+            ratios.extend(self._ratio(*one) for one in self._last)
+        if abs(ratios[-1]) > _FAR_OFF_LOG and len(ratios) >= _FEW:
+            few = list(ratios)[-_FEW:]
+            if min(few) > _FAR_OFF_LOG or max(few) < -_FAR_OFF_LOG:
+                return list(self._last)[-_FEW:]
+        if len(ratios) == _SEVERAL and abs(mean := sum(ratios) / _SEVERAL) > _OFF_ON_AVERAGE:
             variance = sum((ratio - mean) ** 2 for ratio in ratios) / _SEVERAL
-            if abs(mean) > max(_OFF_ON_AVERAGE, _SPREADS * sqrt(variance)):
+            if abs(mean) > _SPREADS * sqrt(variance):
                 return list(self._last)
         return []
+
+    def _ratio(self, sample: tuple[float, ...], seconds: float) -> float:
+        return log(seconds / (self._expected(sample) or _SHORTEST_S))
 
     def _count(self, sample: Sequence[float], seconds: float, scale: float) -> None:
         """scale: what an error is relative to."""
@@ -128,7 +141,6 @@ class Estimator:
             self._mean[row] = keep * self._mean[row] + mine
         self._weight = keep * self._weight + 1.0
         self.samples += 1
-        self._is_new = True
 
     def _fit(self) -> tuple[float, ...]:
         """The least squares with no coefficient below 0: of all choices of features, the best that has none."""
@@ -146,6 +158,8 @@ class Estimator:
                 )
                 if solved is None or min(solved) < 0.0:
                     continue
+                if count == self._features:  # nothing with fewer is better
+                    return tuple(solved)
                 gained = sum(part * self._seconds[row] for part, row in zip(solved, chosen, strict=True))
                 if -gained < least:
                     least = -gained

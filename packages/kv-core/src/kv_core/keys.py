@@ -15,8 +15,9 @@ import hashlib
 import re
 import string
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
@@ -28,6 +29,7 @@ KEY_VERSION: Final = 1
 ALL_LAYERS: Final = 0xFFFF
 _SHARES: Final = struct.Struct(">HHH")
 _PREFIX_BYTES: Final = 30
+_PREFIX_OF: Final = itemgetter(slice(_PREFIX_BYTES))
 KEY_BYTES: Final = (_PREFIX_BYTES + 16, _PREFIX_BYTES + 32)
 """The lengths that a key may have, by its digest's."""
 
@@ -307,6 +309,17 @@ def keys_in(
     if wrong := {len(digest) for digest in listed} - {16, 32}:
         raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
     return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+
+
+def by_chain(keys: Sequence[ChunkKey]) -> dict[bytes, list[ChunkKey]]:
+    """The keys of each group and shard by themselves, in their order, by the bytes before the digest: each of these
+    lists is a chain of its own."""
+    if len(set(map(_PREFIX_OF, keys))) == 1:
+        return {_PREFIX_OF(keys[0]): list(keys)}
+    chains: dict[bytes, list[ChunkKey]] = {}
+    for key in keys:
+        chains.setdefault(key[:_PREFIX_BYTES], []).append(key)
+    return chains
 
 
 def tenant_tag(salt: str | None) -> bytes:

@@ -149,8 +149,8 @@ class CacheService(Protocol):
         Chunks already held are touched, and never evicted to make room for their own descendants. A write lease does
         not expire, because its writer may still be writing. It ends by `commit`, by `release`, or with its holder.
 
-        keys: of one group and shard: the whole chain from the prompt's first chunk or, for a group that does not need
-            the whole prefix, what the engine has of it.
+        keys: of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk from
+            the prompt's first, then what the engine has of the others, group by group.
         hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
             time or until they have been read once, whatever becomes of the holder: they are for another engine. Holds
             are limited to half of the pool; chunks beyond that may be evicted as usual.

@@ -5,7 +5,11 @@ from unittest import mock
 
 from hypothesis import settings
 from kv_core.clock import HandClock
-from kv_core.keys import ChunkKey
+from kv_core.connect.step import StateBlock, StepPlan, StoreStep
+from kv_core.connect.testing import DictCopier
+from kv_core.connect.toy_engine import BLOCK, CHUNK, SPACE, shape_of
+from kv_core.connect.worker import WorkerHalf
+from kv_core.keys import NO_TENANT, ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 from kv_core.testing import key_chain, keys_of
@@ -144,3 +148,30 @@ def test_no_client_touches_what_is_anothers(served: ThreadedServer) -> None:
     assert yours.counts().read_leases == 0
     assert yours.lookup(keys, "r").chunks == 2
     yours.close()
+
+
+def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedServer) -> None:
+    shape = shape_of(CHUNK)
+    cache = served.join(group_bytes=(CHUNK_BYTES,) * len(shape.groups))
+    copiers = [DictCopier(slots=dict.fromkeys(range(64), "kv")) for _ in shape.groups]
+    worker = WorkerHalf(cache, shape, copiers, shard=0, name="e")
+    digests = tuple(bytes([number]) * 32 for number in range(2))
+    table = tuple(range(1, 2 * CHUNK // BLOCK + 1))
+    states = tuple(StateBlock(2, 1 + chunk, chunk) for chunk in range(2))
+    step = StoreStep("r", digests, NO_TENANT, (table, table, ()), states)
+    messages: list[str] = []
+    real = Connection.ask
+
+    def ask(self: Connection, request: wire.Request) -> wire.Answer:
+        messages.append(type(request).__name__)
+        return real(self, request)
+
+    with mock.patch.object(Connection, "ask", ask):
+        worker.start_stores(StepPlan(stores=(step,), space_id=SPACE.fingerprint))
+        worker.finish_stores()
+    assert messages == ["BeginStore", "Commit"]
+    assert worker.counts.chunks_stored == 2 * len(shape.groups)
+    keys = SPACE.keys(digests, groups=len(shape.groups))
+    assert cache.lookup(keys, "asker", shape=shape.chunk).chunks == 2
+    worker.close()
+    cache.close()

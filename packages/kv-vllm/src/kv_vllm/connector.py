@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.held import HeldBlocks
-from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.inputs import RequestTokens
 from kv_core.connect.layerwise import LayerwiseReport
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.step import StepPlan
@@ -41,7 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_vllm.bind import bind_worker
+from kv_vllm.bind import bind_worker, in_one_process
 from kv_vllm.handover import answer_to_proxy
 from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
@@ -51,8 +51,8 @@ from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
-from kv_vllm.states import settled_states
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
+from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_tokens, served_model
 from kv_vllm.weights import Weights, adapter_identity
 
@@ -109,10 +109,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self.off and (why := check_interface()):
             self._engine.refuse(why)
         self._scheduler: SchedulerHalf | None = None
+        self._steps: StepReader | None = None
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._kv_cache_manager: Any = None
         self._held: HeldBlocks | None = None
+        self._in_process = in_one_process(vllm_config)
         self._number = self._acknowledged = 0  # of the last plan that this worker has been given, and has said
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
@@ -255,11 +257,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not (plan.loads or plan.stores or plan.refused or self._unplanned or filling):
             return KVTiersMetadata(None, (), 0 if self._held is None else self._held.number)  # most steps
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
-        plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
+        if self._unplanned - planned:
+            plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
         if self._held is not None:
             plan = self._held.hold(plan)
-        metadata = KVTiersMetadata(plan.to_plain(), waiting, plan.number, filling)
+        metadata = KVTiersMetadata(plan if self._in_process else plan.to_plain(), waiting, plan.number, filling)
         self._unplanned.clear()
         return metadata
 
@@ -322,6 +325,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
                 assert self._engine.cache is not None
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
+                self._steps = StepReader(self._vllm_config, self._scheduler)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
             self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
@@ -405,6 +409,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         if self._scheduler is not None:
             self._scheduler.loads_ended(finished, failed)
+            if failed and self._steps is not None:
+                self._steps.look_again()
             for request_id in self._requests.keys() & set(failed):
                 # Computed now: vLLM has it before others whose loads have ended, and would wait with a second load of
                 # it for the very blocks that they hold.
@@ -436,29 +442,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
             time.sleep(_IDLE_STEP_S)
-        block_state = scheduler_output.kv_connector_block_state
-        handed_over = {} if block_state is None else block_state.boundary_state_offloads
-        scheduled, requests, completes_chunk = [], self._requests, self._scheduler.completes_chunk
-        given = scheduler_output.num_scheduled_tokens
-        has_prefill = max(given.values(), default=0) >= MIN_PREFILL_TOKENS
-        pairs, most = 0.0, 0
-        for request_id, new_tokens in given.items():
-            if request_id not in requests:
-                continue
-            request, known = requests[request_id]
-            computed_tokens = request.num_computed_tokens + new_tokens
-            if has_prefill:
-                pairs += new_tokens * (computed_tokens - new_tokens / 2)
-                most = max(most, new_tokens)
-            # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
-            if request_id in handed_over or completes_chunk(known, computed_tokens):
-                states = settled_states(self._vllm_config, scheduler_output, request)
-                tables = block_state.get_block_ids(request_id)
-                scheduled.append(Scheduled(known, computed_tokens, tables, states))
-        plan = self._scheduler.build_step(scheduled)
+        assert self._steps is not None
+        step = self._steps.read(scheduler_output, self._requests)
+        plan = self._scheduler.build_step(step.scheduled)
         if (costs := self._scheduler.costs) is not None:
-            tokens = scheduler_output.total_num_scheduled_tokens
-            costs.step_scheduled(tokens, pairs, counts=most >= MIN_PREFILL_TOKENS and not plan.loads)
+            counts = step.most_tokens >= MIN_PREFILL_TOKENS and not plan.loads
+            costs.step_scheduled(step.tokens, step.pairs, counts=counts)
         if self._events is not None:
             self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
         return plan
@@ -470,8 +459,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:
-        if metadata.plain is not None:
-            self._step = StepPlan.from_plain(metadata.plain)
+        if metadata.plan is not None:
+            given = metadata.plan
+            self._step = given if isinstance(given, StepPlan) else StepPlan.from_plain(given)
         elif metadata.number:
             self._step = StepPlan(number=metadata.number)
 
@@ -493,9 +483,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None and self._engine.weights is not None:
             manager = self._kv_cache_manager
             self._scheduler.reset(engine_is_empty=manager is not None and manager.usage == 0)
+            if self._steps is not None:
+                self._steps.look_again()
             self._engine.weights.identity.changed("vLLM's caches were reset")
             self._follow_weights()
 
     def _follow_weights(self) -> None:
-        if self._scheduler is not None and self._engine.weights is not None:
-            self._engine.weights.follow(self._scheduler)
+        half, weights = self._scheduler, self._engine.weights
+        if half is not None and weights is not None and weights.follow(half) and self._steps is not None:
+            self._steps.look_again()

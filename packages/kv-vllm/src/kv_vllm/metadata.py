@@ -10,7 +10,8 @@ _NONE_ENDED = LayerwiseReport()
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data; None where it says nothing but its number.
+    """A step plan on its way to the workers, as plain data if they are in other processes; None where it says nothing
+    but its number.
 
     waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
     a worker that cannot read it.
@@ -19,9 +20,9 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
     """
 
     def __init__(
-        self, plain: Any, waiting: tuple[str, ...] = (), number: int = 0, filling: tuple[int, ...] = ()
+        self, plan: Any, waiting: tuple[str, ...] = (), number: int = 0, filling: tuple[int, ...] = ()
     ) -> None:
-        self.plain = plain
+        self.plan = plan
         self.waiting = waiting
         self.number = number
         self.filling = filling

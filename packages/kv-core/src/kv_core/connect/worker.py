@@ -5,8 +5,9 @@ completed ends the same way whatever the reason: its keys are forgotten first, s
 miss and not the same failure again, and then the request is reported.
 """
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
@@ -69,20 +70,38 @@ class _Load:
         self.suspect.update(keys)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Store:
-    """One group's chunks of a request on their way to the pool.
+    """A request's chunks on their way to the pool, over all groups.
 
     number: of the plan that they were stored by.
+    lease: on their room.
     nbytes: of their payloads.
-    tokens: of them.
+    tokens: of one group's, as `WorkerCounts.tokens_stored` counts them.
+    copying: when each group's have arrived.
+    failure: why they are given up, once nothing is copied any more.
     """
 
     number: int
     lease: WriteLease
-    copying: CopyEvent
     nbytes: int
     tokens: int
+    copying: list[CopyEvent] = field(default_factory=list)
+    failure: KVError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """What one group stores of a request.
+
+    group: its number.
+    chunks: numbers of the chunks, ascending.
+    plan: of one of these chunks, where its bytes come from.
+    """
+
+    group: int
+    chunks: Sequence[int]
+    plan: Callable[[int, HostExtent], TransferPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +185,7 @@ class WorkerHalf:
         """Reserve room for the chunks this step completed and start gathering them, behind the forward pass."""
         self._number = plan.number
         for step in plan.stores if self._stores else ():
-            for group in range(len(self._copiers)):
-                if self._shape.groups[group].coverage.kind == "state":
-                    self._start_state_store(plan.space_id, step, group)
-                else:
-                    self._start_store(plan.space_id, step, group)
+            self._start_store(plan.space_id, step)
 
     def finish_stores(self, *, wait: bool = True) -> None:
         """Publish what has been gathered.
@@ -180,17 +195,17 @@ class WorkerHalf:
         """
         storing, self._storing = self._storing, []
         for store in storing:
-            try:
-                if wait:
-                    store.copying.wait()
-                elif not store.copying.done():
-                    self._storing.append(store)
-                    continue
+            if wait:
+                self._await(store)
+            elif not self._is_copied(store):
+                self._storing.append(store)
+                continue
+            if store.failure is None:
                 self._service.commit(store.lease)
                 self._count_stored(store)
-            except KVError as error:
+            else:
                 self._service.release(store.lease)
-                self._not_stored(error)
+                self._not_stored(store.failure)
             self._in_flight_bytes -= store.nbytes
 
     @property
@@ -212,7 +227,8 @@ class WorkerHalf:
             for event in load.copying:
                 self._settle(event)
         for store in self._storing:
-            self._settle(store.copying)
+            for event in store.copying:
+                self._settle(event)
         self.layers.close()
         self._loading.clear()
         self._storing.clear()
@@ -318,16 +334,55 @@ class WorkerHalf:
         else:
             self.counts.loads_finished += 1
 
-    def _start_store(self, space_id: bytes, step: StoreStep, number: int) -> None:
+    def _start_store(self, space_id: bytes, step: StoreStep) -> None:
+        """Reserve room for what the groups keep of this step, all at once, and start gathering it."""
+        gathers = [gather for group in range(len(self._copiers)) if (gather := self._gather(step, group)).chunks]
+        whole: list[tuple[int, int, ChunkKey]] = []
+        others: list[tuple[int, int, ChunkKey]] = []
+        for gather in gathers:
+            digests = [step.digests[chunk] for chunk in gather.chunks]
+            keys = self._keys(space_id, digests, step.tenant, gather.group)
+            needs_all = self._shape.groups[gather.group].coverage.kind == "all"
+            named = whole if needs_all else others
+            named += zip(gather.chunks, itertools.repeat(gather.group), keys)
+        named = sorted(whole) + others  # as a lookup has them: by chunks, and then the others
+        lease = self._reserve([key for _, _, key in named], step.hold_ms / 1000)
+        if lease is None:
+            return
+        extent_of = dict(zip(lease.keys, lease.extents, strict=True))
+        got = {(chunk, group): extent_of[key] for chunk, group, key in named if key in extent_of}
+        store = _Store(self._number, lease, _nbytes(lease), self._tokens_counted(step, got))
+        self._storing.append(store)
+        self._in_flight_bytes += store.nbytes
+        for gather in gathers:
+            extents = [(chunk, got[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in got]
+            if not extents:
+                continue
+            try:
+                plans = [gather.plan(chunk, extent) for chunk, extent in extents]
+                copies = tuple(copy for of_chunk in plans for copy in of_chunk.copies)
+                store.copying.append(self._copiers[gather.group].store(TransferPlan(copies, plans[0].chunk_tokens)))
+            except KVError as error:  # other groups' may be under way: their room is given back when they have ended
+                store.failure = error
+                return
+
+    def _gather(self, step: StoreStep, number: int) -> _Gather:
         group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
+        if group.coverage.kind == "state":
+            blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
+            return _Gather(
+                number,
+                sorted(blocks),
+                lambda chunk, extent: TransferPlan((Copy(extent, 0, blocks[chunk], 1),), 1),
+            )
         table: Sequence[int] = step.blocks[group.table]
-        first_chunk = 0
+        first_chunk, chunks = 0, len(step.digests)
         if group.coverage.kind != "all":
-            first_chunk = stored_from(group, table, len(step.digests), chunk_tokens)
+            first_chunk = stored_from(group, table, chunks, chunk_tokens)
             table = without_holes(table)
 
         def plan(chunk: int, extent: HostExtent) -> TransferPlan:
-            tail_tokens = step.tail_tokens if chunk == len(step.digests) - 1 else 0
+            tail_tokens = step.tail_tokens if chunk == chunks - 1 else 0
             made = plan_transfer(
                 [extent],
                 table,
@@ -339,53 +394,24 @@ class WorkerHalf:
             )
             return made.repeated() if tail_tokens else made
 
-        self._store(space_id, step, number, range(first_chunk, len(step.digests)), plan)
+        return _Gather(number, range(first_chunk, chunks), plan)
 
-    def _start_state_store(self, space_id: bytes, step: StoreStep, number: int) -> None:
-        group = self._shape.groups[number]
-        for state in step.states:
-            if state.table == group.table:
-
-                def plan(chunk: int, extent: HostExtent, block: int = state.block) -> TransferPlan:
-                    return TransferPlan((Copy(extent, 0, block, 1),), 1)
-
-                self._store(space_id, step, number, range(state.chunk, state.chunk + 1), plan)
-
-    def _store(
-        self,
-        space_id: bytes,
-        step: StoreStep,
-        group: int,
-        chunks: range,
-        plan: Callable[[int, HostExtent], TransferPlan],
-    ) -> None:
-        """Reserve room for these of the step's chunks and start gathering them, each by its plan."""
-        keys = self._keys(space_id, step.digests[chunks.start : chunks.stop], step.tenant, group)
-        lease = self._reserve(keys, step.hold_ms / 1000)
-        if lease is None:
-            return
-        chunk_of = dict(zip(keys, chunks, strict=True))
-        try:
-            plans = [plan(chunk_of[key], extent) for key, extent in zip(lease.keys, lease.extents, strict=True)]
-            copies = tuple(copy for of_chunk in plans for copy in of_chunk.copies)
-            event = self._copiers[group].store(TransferPlan(copies, plans[0].chunk_tokens))
-        except KVError as error:
-            self._service.release(lease)
-            self._not_stored(error)
-        else:
-            nbytes, chunk_tokens = _nbytes(lease), self._shape.chunk_tokens
-            tokens = len(lease.keys) * chunk_tokens
-            if step.tail_tokens and chunk_of[lease.keys[-1]] == len(step.digests) - 1:
-                tokens -= chunk_tokens - step.tail_tokens
-            self._storing.append(_Store(self._number, lease, event, nbytes, tokens))
-            self._in_flight_bytes += nbytes
+    def _tokens_counted(self, step: StoreStep, places: Iterable[tuple[int, int]]) -> int:
+        if self._shard:
+            return 0
+        chunks = [chunk for chunk, group in places if group == self._counted_group]
+        tokens = len(chunks) * self._shape.chunk_tokens
+        if step.tail_tokens and chunks and chunks[-1] == len(step.digests) - 1:
+            tokens -= self._shape.chunk_tokens - step.tail_tokens
+        return tokens
 
     def _reserve(self, keys: Sequence[ChunkKey], hold_s: float) -> WriteLease | None:
         """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
         lease = self._service.begin_store(keys, self._holder, hold_s=hold_s) if keys else None
         if lease is not None and self._number and lease.keys:
             room = self._max_in_flight_bytes - self._in_flight_bytes
-            fit = len(lease.keys) if _nbytes(lease) <= room else max(0, room // lease.extents[0].nbytes)
+            sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
+            fit = sum(1 for nbytes in sums if nbytes <= room)
             if not self._storing:
                 fit = max(fit, 1)  # or nothing of chunks that are larger than all that may be on its way
             if fit < len(lease.keys):
@@ -399,11 +425,27 @@ class WorkerHalf:
         return lease
 
     def _count_stored(self, store: _Store) -> None:
-        counts, lease = self.counts, store.lease
-        counts.chunks_stored += len(lease.keys)
+        counts = self.counts
+        counts.chunks_stored += len(store.lease.keys)
         counts.bytes_stored += store.nbytes
-        if self._shard == 0 and lease.keys[0].group == self._counted_group:  # a lease is of one group
-            counts.tokens_stored += store.tokens
+        counts.tokens_stored += store.tokens
+
+    def _await(self, store: _Store) -> None:
+        for event in store.copying:
+            try:
+                event.wait()
+            except KVError as error:
+                store.failure = store.failure or error
+
+    def _is_copied(self, store: _Store) -> bool:
+        """Whether no copy of it is under way any more."""
+        for event in store.copying:
+            try:
+                if not event.done():
+                    return False
+            except KVError as error:
+                store.failure = store.failure or error
+        return True
 
     def _not_stored(self, error: KVError) -> None:
         self.counts.stores_failed += 1

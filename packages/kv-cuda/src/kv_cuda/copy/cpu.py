@@ -17,7 +17,8 @@ Everything uses device-neutral torch calls, so tensors on a GPU work too, synchr
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from ctypes import memmove
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,7 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
 from kv_cuda.copy.memory import device_pool
-from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
+from kv_cuda.copy.plan import ChunkWork, CopyShape, WholeBlocks, copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
@@ -41,7 +42,24 @@ _MAX_WORD_BYTES = 8
 _MAX_SHORT_TILE = 4
 """Tokens side by side up to which a scatter takes them one by one."""
 
+_MAX_PAGES = 16
+"""Of a chunk, up to which each is moved by itself."""
+
 _DONE = DoneEvent()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """One layer's blocks where they are runs of bytes on both sides.
+
+    address: of the first.
+    stride: from one to the next, bytes.
+    nbytes: of each.
+    """
+
+    address: int
+    stride: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class _Part:
     dims: words of a head's row, in tiles.
     transposed: dim is not the innermost axis.
     interleaved: tokens are, in short tiles.
+    pages: of each layer, where blocks are moved by themselves; else none.
     """
 
     runs: list[torch.Tensor]
@@ -65,6 +84,7 @@ class _Part:
     transposed: bool
     interleaved: bool
     """A tile is a few tokens that lie side by side."""
+    pages: tuple[_Pages, ...] = ()
 
 
 class CpuCopier:
@@ -85,8 +105,14 @@ class CpuCopier:
             _over_layers(layout, part, layout.of_part(tensors, number), self._shape)
             for number, part in enumerate(self._shape.parts)
         ]
+        if chunk_format.kind == "blocks" and self._device.type == "cpu":
+            (part,) = self._parts
+            if chunk_format.layers * (chunk_format.chunk_tokens // layout.block_tokens) <= _MAX_PAGES:
+                self._parts = [replace(part, pages=_pages(part, layout.block_tokens * self._shape.head_dim))]
         self._aligned = max(part.word.itemsize for part in self._parts)
         self._pools: dict[str, torch.Tensor] = {}
+        self._pool_bytes: dict[str, int] = {}
+        self._words: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
 
     def attach(self, pool: str, view: memoryview) -> None:
@@ -98,7 +124,7 @@ class CpuCopier:
         nbytes = view.nbytes // self._aligned * self._aligned
         if view.readonly or not nbytes:
             raise InputError(f"pool {pool!r} is read-only or too small: {view.nbytes} bytes")
-        self._pools[pool] = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
+        self._keep(pool, torch.frombuffer(view, dtype=torch.uint8, count=nbytes))
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
         """Make a pool known that is a tensor, uint8 in one axis, on the device of the engine's. The copier keeps it.
@@ -109,11 +135,20 @@ class CpuCopier:
         known = device_pool(pool, memory, self._device).bytes
         if known.storage_offset() % self._aligned or known.numel() < self._aligned:
             raise InputError(f"pool {pool!r} does not begin at an element of {self._aligned} bytes, or is empty")
-        self._pools[pool] = known[: known.numel() // self._aligned * self._aligned]
+        self._keep(pool, known[: known.numel() // self._aligned * self._aligned])
+
+    def _keep(self, pool: str, memory: torch.Tensor) -> None:
+        self._pools[pool] = memory
+        self._pool_bytes[pool] = memory.numel()
+        for part in self._parts:
+            self._words[pool, part.word] = memory.view(part.word)
 
     def detach(self, pool: str) -> None:
         """Release a pool, so that it can be closed."""
         self._pools.pop(pool, None)
+        self._pool_bytes.pop(pool, None)
+        for part in self._parts:
+            self._words.pop((pool, part.word), None)
 
     @property
     def is_queued(self) -> bool:
@@ -137,8 +172,7 @@ class CpuCopier:
         return _DONE
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
-        nbytes = {name: pool.numel() for name, pool in self._pools.items()}
-        checked = validate_and_split(plan, self._layout, self._format, nbytes, to_engine=to_engine)
+        checked = validate_and_split(plan, self._layout, self._format, self._pool_bytes, to_engine=to_engine)
         for work in checked:
             if work.extent.offset % self._aligned:
                 raise InputError(
@@ -148,36 +182,59 @@ class CpuCopier:
         return checked
 
     def _move(self, work: ChunkWork, *, to_engine: bool) -> None:
+        block_tokens = self._layout.block_tokens
         for number, part in enumerate(self._parts):
-            chunk = self._chunk_part(work, number, part)
             for run in work.whole:
-                ours = chunk[:, run.first_token : run.first_token + run.blocks * self._layout.block_tokens]
-                ours = ours.unflatten(1, (run.blocks, -1, part.tile))  # type: ignore[no-untyped-call]
-                if part.transposed:
+                if part.pages:
+                    self._move_pages(work, number, run, part.pages, to_engine=to_engine)
+                elif part.transposed:
                     for block in range(run.blocks):
+                        first = run.first_token + block * block_tokens
+                        ours = self._chunk_part(work, number, range(first, first + block_tokens), block_tokens)
                         theirs = [layers[:, run.first_block + block] for layers in part.runs]
-                        self._copy_transposed(ours[:, block], theirs, part.word, to_engine=to_engine)
-                    continue
-                blocks = slice(run.first_block, run.first_block + run.blocks)
-                theirs = [layers[:, blocks] for layers in part.runs]
-                self._copy(ours, theirs, interleaved=part.interleaved, to_engine=to_engine)
+                        self._copy_transposed(ours[:, 0], theirs, part.word, to_engine=to_engine)
+                else:
+                    whole = range(run.first_token, run.first_token + run.blocks * block_tokens)
+                    ours = self._chunk_part(work, number, whole, block_tokens)
+                    blocks = slice(run.first_block, run.first_block + run.blocks)
+                    theirs = [layers[:, blocks] for layers in part.runs]
+                    self._copy(ours, theirs, interleaved=part.interleaved, to_engine=to_engine)
             for piece in work.parts:
-                for first, tokens, tiles, inside in _tile_pieces(piece.offset, piece.tokens, part.tile):
+                for first, count, tiles, inside in _tile_pieces(piece.offset, piece.tokens, part.tile):
                     start = piece.first_token + first
-                    ours = chunk[:, start : start + tokens].unflatten(1, (tiles.stop - tiles.start, -1))  # type: ignore[no-untyped-call]
+                    tile = count // (tiles.stop - tiles.start)
+                    ours = self._chunk_part(work, number, range(start, start + count), count, tile=tile)
                     theirs = [layers[:, piece.block, tiles, inside] for layers in part.runs]
-                    self._copy(ours, theirs, interleaved=False, to_engine=to_engine)
+                    self._copy(ours[:, 0], theirs, interleaved=False, to_engine=to_engine)
 
-    def _chunk_part(self, work: ChunkWork, number: int, part: _Part) -> torch.Tensor:
-        """[layers, chunk_tokens, heads, dim // tile, dim % tile] in the pool, in the part's words."""
-        described = self._format
+    def _chunk_part(
+        self, work: ChunkWork, number: int, tokens: range, block_tokens: int, *, tile: int | None = None
+    ) -> torch.Tensor:
+        """[layers, blocks, tiles, tokens of a tile, heads, dim // tile, dim % tile] of these tokens in the pool, in the
+        part's words."""
+        described, part = self._format, self._parts[number]
         dims = part.dims[0] * part.dims[1]
-        row = part.heads * dims
-        shape = (described.layers, described.chunk_tokens, part.heads, *part.dims)
-        stride = (described.chunk_tokens * row, row, dims, part.dims[1], 1)
-        pool = self._pools[work.extent.pool].view(part.word)
+        row, tile = part.heads * dims, tile or part.tile
+        shape = (described.layers, len(tokens) // block_tokens, block_tokens // tile, tile, part.heads, *part.dims)
+        stride = (described.chunk_tokens * row, block_tokens * row, tile * row, row, dims, part.dims[1], 1)
+        pool = self._words[work.extent.pool, part.word]
         offset = (work.extent.offset + described.layer_offset(number, 0)) // part.word.itemsize
-        return pool.as_strided(shape, stride, pool.storage_offset() + offset)
+        return pool.as_strided(shape, stride, pool.storage_offset() + offset + tokens.start * row)
+
+    def _move_pages(
+        self, work: ChunkWork, number: int, run: WholeBlocks, pages: Sequence[_Pages], *, to_engine: bool
+    ) -> None:
+        """Blocks that are runs of bytes on both sides, and few: no tensor is worth making for them."""
+        described = self._format
+        start = self._pools[work.extent.pool].data_ptr() + work.extent.offset
+        for layer, of_layer in enumerate(pages):
+            ours = start + described.layer_offset(number, layer)
+            ours += run.first_token * (of_layer.nbytes // self._layout.block_tokens)
+            theirs = of_layer.address + run.first_block * of_layer.stride
+            for _ in range(run.blocks):
+                memmove(*((theirs, ours) if to_engine else (ours, theirs)), of_layer.nbytes)
+                ours += of_layer.nbytes
+                theirs += of_layer.stride
 
     @staticmethod
     def _copy(chunk: torch.Tensor, engine: list[torch.Tensor], *, interleaved: bool, to_engine: bool) -> None:
@@ -202,8 +259,12 @@ class CpuCopier:
         for run in engine:
             ours = chunk[first : first + run.shape[0]].transpose(2, 3)
             theirs = run.transpose(2, 3)
-            step = max(1, _SCRATCH_BYTES // (theirs[0].numel() * word.itemsize))
-            for ours_part, theirs_part in zip(torch.split(ours, step), torch.split(theirs, step), strict=True):
+            layers = run.shape[0]
+            step = max(1, _SCRATCH_BYTES * layers // (theirs.numel() * word.itemsize))
+            for at in range(0, layers, step):
+                ours_part, theirs_part = ours, theirs
+                if step < layers:
+                    ours_part, theirs_part = ours[at : at + step], theirs[at : at + step]
                 scratch = self._scratch_like(theirs_part, word)
                 if to_engine:
                     scratch.copy_(ours_part)
@@ -217,6 +278,13 @@ class CpuCopier:
         if self._scratch is None or self._scratch.shape[1:] != part.shape[1:] or len(self._scratch) < len(part):
             self._scratch = torch.empty(part.shape, dtype=word, device=part.device)
         return self._scratch[: len(part)]
+
+
+def _pages(part: _Part, nbytes: int) -> tuple[_Pages, ...]:
+    """Of opaque blocks, whose words are bytes."""
+    return tuple(
+        _Pages(layer.data_ptr(), layer.stride(0), nbytes) for layers in part.runs for layer in layers.unbind(0)
+    )
 
 
 def _tile_pieces(offset: int, tokens: int, tile: int) -> Iterator[tuple[int, int, slice, slice]]:

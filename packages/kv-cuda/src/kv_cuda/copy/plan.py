@@ -93,10 +93,10 @@ def validate_and_split(
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
-    slots = layout.blocks * layout.block_tokens
+    slots, nbytes = layout.blocks * layout.block_tokens, chunk_format.nbytes
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
     for copy in plan.copies:
-        _check(copy, slots, chunk_format, pools)
+        _check(copy, slots, chunk_format, nbytes, pools)
         whole, parts = work.setdefault(copy.extent, ([], []))
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
@@ -116,6 +116,8 @@ def validate_and_split(
 
 def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
     """Two writers of one place would race on a device. One place may be read by many, as prompts share blocks."""
+    if len(copies) < 2:
+        return
     if to_engine:
         what = "slot"
         written = sorted((0, copy.first_slot, copy.tokens) for copy in copies)
@@ -128,7 +130,8 @@ def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
             raise InputError(f"the plan writes {what} {second} twice")
 
 
-def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
+def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, nbytes: int, pools: Mapping[str, int]) -> None:
+    """nbytes: of a chunk."""
     extent = copy.extent
     if copy.tokens < 1 or copy.first_slot < 0 or copy.first_slot + copy.tokens > slots:
         raise InputError(f"slots {copy.first_slot} to {copy.first_slot + copy.tokens} of a cache with {slots} slots")
@@ -138,8 +141,8 @@ def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, pools: Mapping[str
         )
     if extent.pool not in pools:
         raise InputError(f"host pool {extent.pool!r} is not attached")
-    if extent.nbytes != chunk_format.nbytes:
-        raise InputError(f"an extent of {extent.nbytes} bytes for chunks of {chunk_format.nbytes}")
+    if extent.nbytes != nbytes:
+        raise InputError(f"an extent of {extent.nbytes} bytes for chunks of {nbytes}")
     if extent.offset < 0 or extent.offset + extent.nbytes > pools[extent.pool]:
         raise InputError(f"an extent at {extent.offset} of a pool of {pools[extent.pool]} bytes")
     if extent.offset % chunk_format.itemsize:

@@ -18,16 +18,21 @@ class EngineWeights:
         self.adapters = Adapters()
         self._changes = 0
 
-    def follow(self, scheduler: SchedulerHalf) -> None:
+    def follow(self, scheduler: SchedulerHalf) -> bool:
         """Tell the scheduler half what has become known or changed. Called before every use of it; costs two
         comparisons.
+
+        Returns whether anything did.
         """
         changes, now = self.identity.changes, self.space.now
         if changes != self._changes:
             self._changes = changes
             scheduler.weights_changed(now)
-        elif now is not scheduler.space and now is not None:
+            return True
+        if now is not scheduler.space and now is not None:
             scheduler.name_weights(now)
+            return True
+        return False
 
     def close(self) -> None:
         """Stop reading files."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
-from kv_core.keys import TENANT_AT, ChunkKey
+from kv_core.keys import TENANT_AT, ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_core.service import Holder
 
@@ -307,11 +307,12 @@ class HostTier:
         directory = self.pool.directory
         assert directory is not None
         parents: dict[ChunkKey, int] = {}
-        parent = NO_PARENT
-        for key in chain:
-            parents[key] = parent
-            slot = self._index.find(key)
-            parent = NO_PARENT if slot is None else slot
+        for of_group in by_chain(chain).values():
+            parent = NO_PARENT
+            for key in of_group:
+                parents[key] = parent
+                slot = self._index.find(key)
+                parent = NO_PARENT if slot is None else slot
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             if slot not in gone:
                 directory.write(slot, key, parents[key], checksum)

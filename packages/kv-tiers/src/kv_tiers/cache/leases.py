@@ -44,7 +44,7 @@ class Write:
     holder: whose it is.
     keys: the chunks.
     slots: where each of them goes.
-    chain: all keys of the prompt up to there.
+    chain: all keys of the prompt up to there, of every group that is written.
     began_s: since when.
     hold_s: for how long the chunks are kept for another engine (`kv_tiers.cache.holds`).
     """

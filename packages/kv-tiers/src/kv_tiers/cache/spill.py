@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, by_chain
 from kv_core.outcome import Stored, StoreOutcome
 
 from kv_tiers.cache.host import HostTier
@@ -134,7 +134,9 @@ class Spills:
         if not keys or not self._tiers:
             return
         share = self._host.share_of(keys[0].tenant)
-        parents = dict(zip(chain, (None, *chain), strict=False))
+        parents: dict[ChunkKey, ChunkKey | None] = {}
+        for of_group in by_chain(chain).values():
+            parents.update(zip(of_group, (None, *of_group), strict=False))
         for tier in self._tiers[:above]:
             if tier.mode == "never":
                 continue

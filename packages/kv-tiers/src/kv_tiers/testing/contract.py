@@ -239,6 +239,14 @@ class ServiceContract:
         assert self.held(keys) == 4
         assert self.store([*keys, *keys]).keys == ()
 
+    def test_several_groups_are_stored_by_one_lease(self) -> None:
+        """What needs the whole prefix chunk by chunk, then the others, as far as the engine has them."""
+        keys = key_chain(3, shards=3)  # as groups, shares of every chunk
+        whole, window = [key for key in keys if key.shard < 2], keys[2::3]
+        assert self.store([*whole, *window[1:]]).keys == (*whole, *window[1:])
+        assert (self.held(keys[0::3]), self.held(keys[1::3]), self.held(window[1:])) == (3, 3, 2)
+        assert self.store([*whole, *window[2:]]).keys == ()
+
     def test_a_chain_is_not_evicted_for_its_own_descendants(self) -> None:
         keys = key_chain(12)
         self.store(keys[:6])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, by_chain
 
 from kv_tiers.cache.host import TIER
 from kv_tiers.events.bus import Occurred, Subscriber
@@ -168,15 +168,16 @@ class History(Subscriber):
         memory, at_s = self.of(occurred.source.name), occurred.at_s
         match occurred.event:
             case StoreBegun() as begun:
-                if begun.reserved:
-                    first = begun.reserved[0]
+                chains = by_chain(begun.chain)
+                for prefix, (first, *_) in by_chain(begun.reserved).items():
                     memory.learn_key_space(first)
-                    if at := begun.chain.index(first):
-                        memory.follow(begun.chain[at - 1], first)
+                    if at := chains[prefix].index(first):
+                        memory.follow(chains[prefix][at - 1], first)
                 if begun.refused:
                     memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
             case Committed(keys=keys):
-                memory.store(keys, at_s)
+                for of_group in by_chain(keys).values():
+                    memory.store(of_group, at_s)
             case Promoted(tier=tier, keys=keys):
                 memory.change(keys, lambda before: _came_up(before, tier, at_s))
             case Aborted(keys=keys):

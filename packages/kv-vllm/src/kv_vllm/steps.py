@@ -1,0 +1,76 @@
+"""What vLLM's scheduler has put into a step, in `kv_core.connect`'s words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
+from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_core.connect.quiet import QuietSteps
+from kv_core.connect.scheduler import SchedulerHalf
+
+from kv_vllm.states import settled_states
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """scheduled: the requests that may have something to store.
+
+    tokens: that the step computes, of all requests.
+    most_tokens: of one request.
+    pairs: of tokens and what they attend to, of our requests; 0 where nobody computes a prompt.
+    """
+
+    scheduled: list[Scheduled]
+    tokens: int
+    most_tokens: int
+    pairs: float
+
+
+class StepReader:
+    """Of one scheduler."""
+
+    def __init__(self, vllm_config: Any, half: SchedulerHalf) -> None:
+        self._vllm_config = vllm_config
+        self._half = half
+        self._quiet = QuietSteps(half.shape)
+        self._seen: set[str] = set()
+
+    def look_again(self) -> None:
+        """What was stored of some request may not count any more."""
+        self._quiet.end()
+
+    def read(self, output: Any, requests: Mapping[str, tuple[Any, RequestTokens]]) -> Step:
+        """
+        output: vLLM's `SchedulerOutput`. requests: those that are ours, by their ids.
+        """
+        given, block_state = output.num_scheduled_tokens, output.kv_connector_block_state
+        tokens = output.total_num_scheduled_tokens
+        most = 1 if tokens == len(given) else max(given.values(), default=0)  # each has at least one
+        handed_over = {} if block_state is None else block_state.boundary_state_offloads
+        has_comers = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        if self._quiet.passes(most) and most < MIN_PREFILL_TOKENS and not (has_comers or handed_over):
+            return Step([], tokens, most, 0.0)
+        self._quiet.begin()
+        scheduled, pairs = [], 0.0
+        for request_id, new_tokens in given.items():
+            if request_id not in requests:
+                continue
+            request, known = requests[request_id]
+            computed_tokens = request.num_computed_tokens + new_tokens
+            pairs += new_tokens * (computed_tokens - new_tokens / 2)
+            # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
+            if request_id in handed_over or self._half.completes_chunk(known, computed_tokens):
+                states = settled_states(self._vllm_config, output, request)
+                scheduled.append(Scheduled(known, computed_tokens, block_state.get_block_ids(request_id), states))
+            self._quiet.looked_at(known, computed_tokens)
+        self._look_at_absent(given, requests)
+        return Step(scheduled, tokens, most, pairs)
+
+    def _look_at_absent(self, given: Mapping[str, int], requests: Mapping[str, tuple[Any, RequestTokens]]) -> None:
+        """Requests that run without being in this step may be in the next."""
+        self._seen.update(given)
+        self._seen &= requests.keys()
+        for request_id in self._seen - given.keys():
+            request, known = requests[request_id]
+            self._quiet.looked_at(known, request.num_computed_tokens)
