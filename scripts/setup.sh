@@ -45,7 +45,7 @@ fi
 # Installs into environment $1 what $2… says, unless just that was done before.
 install() {
   local environment=$1; shift
-  local wanted; wanted="$* $(cat packages/*/pyproject.toml packages/*/hatch_build.py packages/*/src/*/*/*.c pyproject.toml | cksum)"
+  local wanted; wanted="$* $(cat packages/*/pyproject.toml packages/*/hatch_build.py packages/*/src/*/*/*.[ch] pyproject.toml | cksum)"
   if [ "$(cat "$environment/.installed" 2>/dev/null || true)" = "$wanted" ]; then return; fi
   if [ ! -x "$environment/bin/python" ]; then "$uv" venv --quiet --python '>=3.11,<3.14' "$environment"; fi
   say "installing into $environment"

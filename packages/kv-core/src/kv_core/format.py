@@ -5,8 +5,8 @@ fingerprint.
 One layer of one part is one contiguous range, whatever order the engine keeps, and SGLang's `page_first_direct` host
 page is the same bytes.
 `blocks`: [layers, blocks, block_bytes], the engine's blocks as opaque bytes: always right, understood by nobody else.
-`int8`, `fp8`: as `canonical` with one byte an element, and behind each layer of each part the scales of its rows; lossy
-(docs/formats/quantised.md).
+`int8`, `fp8`: as `canonical` with one byte an element, and behind each layer of each part the scales of its rows and
+channels, and its first tokens as they are; lossy (docs/formats/quantised.md).
 """
 
 import hashlib
@@ -27,6 +27,13 @@ QUANTISED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "float8_e4m3fn"}
 SCALE_BYTES: Final = 4
 """Of a scale, a float32: one for each head of each token in each layer of each part."""
 
+QUANTISED_VERSION: Final = 2
+"""Of the bytes of `int8` and `fp8`; part of their fingerprints. 1 had scales of rows alone."""
+EXACT_TOKENS: Final = 4
+"""A chunk's first tokens, which `int8` and `fp8` keep as they are: those of a prompt's first chunk are attention's
+sinks. None in chunks of fewer than `EXACT_FROM_TOKENS`, where they would cost too much."""
+EXACT_FROM_TOKENS: Final = 128
+
 FORMAT_VERSION = 1
 """Part of every fingerprint. The bytes of a version never change; a new order of bytes is a new version."""
 
@@ -44,6 +51,7 @@ class ChunkFormat:
     dtype: the stored element as torch spells it ("bfloat16"); "uint8" in `blocks`.
     heads, head_dim: of one part; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
     origin: in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides); "" elsewhere.
+    exact_itemsize: in `int8` and `fp8` of the engine's own element, which the first tokens keep; 0 elsewhere.
     """
 
     kind: Kind
@@ -56,6 +64,7 @@ class ChunkFormat:
     itemsize: int
     block_tokens: int = 1
     origin: str = ""
+    exact_itemsize: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -82,6 +91,10 @@ class ChunkFormat:
             raise InputError(
                 f"format {self.kind} keeps {QUANTISED[self.kind]} of 1 byte, not {self.dtype} of {self.itemsize}"
             )
+        if self.exact_itemsize not in (2, 4):
+            raise InputError(
+                f"format {self.kind} is made from elements of 2 or 4 bytes, not of exact_itemsize={self.exact_itemsize}"
+            )
         if self.codes_bytes % SCALE_BYTES:
             raise InputError(
                 f"format {self.kind}: {self.chunk_tokens} tokens of {self.heads} heads of {self.head_dim} are no "
@@ -94,18 +107,38 @@ class ChunkFormat:
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of one layer of one part without scales."""
+        """Bytes of one layer of one part without what lies behind them in `int8` and `fp8`."""
         return self.chunk_tokens * self.heads * self.head_dim * self.itemsize
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer of one part, its scales included."""
-        return self.heads * (self.head_dim * self.itemsize + (SCALE_BYTES if self.is_quantised else 0))
+    def scales_bytes(self) -> int:
+        """Bytes of the scales behind the codes of one layer of one part."""
+        return self.chunk_tokens * self.heads * SCALE_BYTES if self.is_quantised else 0
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of the first tokens lie behind the scales as they are."""
+        return EXACT_TOKENS if self.is_quantised and self.chunk_tokens >= EXACT_FROM_TOKENS else 0
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of those in one layer of one part."""
+        return self.exact_tokens * self.heads * self.head_dim * self.exact_itemsize
+
+    @property
+    def exponents_bytes(self) -> int:
+        """Bytes of the channels' exponents in one layer of one part, with what aligns the next layer's scales."""
+        return -(-self.heads * self.head_dim // SCALE_BYTES) * SCALE_BYTES if self.is_quantised else 0
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one part."""
-        return self.chunk_tokens * self.token_bytes
+        return self.codes_bytes + self.scales_bytes + self.exact_bytes + self.exponents_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer of one part, of a format that is not quantised."""
+        return self.heads * self.head_dim * self.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -131,4 +164,6 @@ class ChunkFormat:
             self.block_tokens if self.kind == "blocks" else 0,
             self.origin,
         ]
+        if self.is_quantised or self.exact_itemsize:
+            described += [QUANTISED_VERSION, self.exact_itemsize]
         return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:32]

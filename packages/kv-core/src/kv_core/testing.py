@@ -113,7 +113,18 @@ def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
     parts = ("kv",) if kind == "mla" else ("k", "v")
     quantised: Kind | None = draw(st.sampled_from([None, "int8", "fp8"]))
     if quantised is not None:
-        return ChunkFormat(quantised, parts, layers, 4 * chunk_tokens, heads, head_dim, QUANTISED[quantised], 1)
+        exact_itemsize = draw(st.sampled_from([2, 4]))
+        return ChunkFormat(
+            quantised,
+            parts,
+            layers,
+            4 * chunk_tokens,
+            heads,
+            head_dim,
+            QUANTISED[quantised],
+            1,
+            exact_itemsize=exact_itemsize,
+        )
     return ChunkFormat("canonical", parts, layers, chunk_tokens, heads, head_dim, dtype, itemsize)
 
 

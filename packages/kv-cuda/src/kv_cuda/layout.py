@@ -162,7 +162,7 @@ class PagedLayout:
                 f"layout {self.name} keeps {self.dtype}, and format {kind} is made from {', '.join(_QUANTISABLE)}"
             )
         exact = self.canonical_format(chunk_tokens)
-        return replace(exact, kind=kind, dtype=QUANTISED[kind], itemsize=1)
+        return replace(exact, kind=kind, dtype=QUANTISED[kind], itemsize=1, exact_itemsize=exact.itemsize)
 
     def format_of_rows(self, wanted: FormatSetting, chunk_tokens: int) -> ChunkFormat:
         """The canonical format, or the quantised one if that is wanted.

@@ -3,11 +3,27 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_cuda.layout import PagedLayout, PartLayout, Tile, latent, split_parts, tiled_keys_and_values, transposed_keys
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
+
+
+def reach(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the error bounds of `int8` and `fp8` are parts of: c · m of docs/formats/quantised.md, for each number.
+
+    numbers: of one chunk, [..., tokens, heads, head_dim].
+    """
+    magnitudes = np.abs(numbers)
+    kept = 4 if numbers.shape[-3] >= 128 else 0
+    peaks = magnitudes[..., kept:, :, :].max(-3, keepdims=True)
+    exponents = np.where(peaks > 0, np.frexp(peaks)[1], -40).clip(-40, 120)
+    in_channels = np.ldexp(magnitudes, -exponents)
+    reached: NDArray[np.float64] = np.ldexp(in_channels.max(-1, keepdims=True), exponents)
+    return reached
 
 
 def place_of(part: PartLayout, block: int, token: int, head: int, dim: int) -> int:

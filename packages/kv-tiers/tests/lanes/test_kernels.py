@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from kv_core.errors import MisuseError
 from kv_tiers.codec import Codec
 from kv_tiers.codecs import compiled_kernels
-from kv_tiers.codecs.compiled_kernels import LIBRARY, SOURCE, CompiledKernels, installed_kernels
+from kv_tiers.codecs.compiled_kernels import LIBRARY, SOURCES, CompiledKernels, installed_kernels
 from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.kernels import ALL_MISSING, ESCAPED, SCALED_NUMBERS, SECTION_NUMBERS, Bytes, kernels_here
+from kv_tiers.codecs.kernels import (
+    ALL_MISSING,
+    ESCAPED,
+    SCALED_NUMBERS,
+    SECTION_NUMBERS,
+    Bytes,
+    kernels_here,
+    packed_room,
+)
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
@@ -27,7 +35,7 @@ COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 NUMPY = NumpyKernels()
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCKS = st.one_of(st.integers(1, 9), st.just(SECTION_NUMBERS // SCALED_NUMBERS))
-_FLAGS = ["-std=gnu11", "-fPIC", "-shared", "-g", "-O1", "-DKV_ONE_VERSION"]
+_FLAGS = ["-std=gnu11", "-fPIC", "-shared", "-g", "-O1", "-DKV_ONE_VERSION", "-ffp-contract=off"]
 _SANITIZERS = "-fsanitize=address,undefined"
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
 
@@ -44,7 +52,8 @@ def test_where_there_is_a_compiler_the_codecs_run_what_it_made_of_this_source() 
     if COMPILER:
         found = installed_kernels()
         assert found is not None
-        assert found.source_checksum == zlib.crc32(SOURCE.read_bytes()), f"{LIBRARY} is old: install kv-tiers again"
+        sources = b"".join(source.read_bytes() for source in SOURCES)
+        assert found.source_checksum == zlib.crc32(sources), f"{LIBRARY} is old: install kv-tiers again"
         assert FloatsCodec().kernels.name == ProgressiveCodec().kernels.name == "compiled"
 
 
@@ -58,9 +67,10 @@ def test_a_library_that_cannot_be_used_means_numpy(
     elif library == "of another version":
         if not COMPILER:
             pytest.skip("there is no C compiler")
-        other = tmp_path / "other.c"
-        other.write_text(SOURCE.read_text().replace("#define KV_VERSION 1", "#define KV_VERSION 999"))
-        subprocess.run([COMPILER, *_FLAGS, "-o", path, other], check=True, timeout=60)
+        for source in SOURCES:
+            text = source.read_text().replace("#define KV_VERSION 2", "#define KV_VERSION 999")
+            (tmp_path / source.name).write_text(text)
+        subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
     installed_kernels.cache_clear()
     try:
@@ -94,7 +104,7 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
         cuts.append(
             [
                 *made,
-                kernels.pack(words, missing),
+                kernels.pack(words, missing, np.empty(packed_room(n), np.uint8)),
                 kernels.select(words, symbols, ESCAPED, escaped),
                 kernels.select(words, missing, ALL_MISSING, whole),
                 kernels.histogram(symbols),
@@ -188,8 +198,9 @@ def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path
     """A library with sanitizers, in a process that they end where it errs, and the same outcomes from it: with what
     this processor has, and without."""
     library = tmp_path / LIBRARY.name
+    sources = [source for source in SOURCES if source.suffix == ".c"]
     made = subprocess.run(
-        [str(COMPILER), *_FLAGS, variant, _SANITIZERS, "-fno-sanitize-recover=all", "-o", str(library), str(SOURCE)],
+        [COMPILER or "", *_FLAGS, variant, _SANITIZERS, "-fno-sanitize-recover=all", "-o", library, *sources],
         capture_output=True,
         text=True,
         timeout=60,

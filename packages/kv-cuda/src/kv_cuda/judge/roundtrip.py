@@ -104,7 +104,9 @@ class RoundTrip:
         known = self._codes.get((heads, head_dim, dtype))
         if known is None:
             exact_format = ChunkFormat("canonical", ("k", "v"), 1, CHUNK_TOKENS, heads, head_dim, dtype, exact.itemsize)
-            stored = replace(exact_format, kind=self.kind, dtype=QUANTISED[self.kind], itemsize=1)
+            stored = replace(
+                exact_format, kind=self.kind, dtype=QUANTISED[self.kind], itemsize=1, exact_itemsize=exact.itemsize
+            )
             known = stored, Codes(exact_format, stored, exact.device)
             self._codes[heads, head_dim, dtype] = known
         return known

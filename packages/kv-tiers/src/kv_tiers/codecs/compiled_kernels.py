@@ -1,4 +1,6 @@
-"""The kernels in C, from a library that this package's build compiles where there is a compiler (`kernels.c`).
+"""The kernels in C, from a library that this package's build compiles where there is a compiler.
+
+The sources are `kernels.c`, and `int8.c` for `kv_cuda.quantise`, which finds it by the entry point `kv_cuda.kernels`.
 
 Called through ctypes, which gives up the interpreter's lock for the length of a call. Every array travels with its
 size, and the C functions compare all sizes before they touch anything.
@@ -19,9 +21,9 @@ from kv_tiers.codecs.kernels import Bytes, Words
 _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
-SOURCE: Final = Path(__file__).with_name("kernels.c")
-_VERSION: Final = 1
-"""Of the functions' arguments; `KV_VERSION` in the source."""
+SOURCES: Final = [Path(__file__).with_name(name) for name in ("kernels.h", "kernels.c", "int8.c")]
+_VERSION: Final = 2
+"""Of the functions' arguments; `KV_VERSION` in the sources."""
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARRAYS: Final = {
     "split": 3,
@@ -33,6 +35,8 @@ _ARRAYS: Final = {
     "select": 3,
     "place": 3,
     "histogram": 2,
+    "quantise": 4,
+    "dequantise": 4,
 }
 """How many arrays each function takes."""
 _WITH_NUMBER: Final = ("split", "join", "cut", "restore", "select", "place")
@@ -53,9 +57,9 @@ class CompiledKernels:
         loaded = ctypes.CDLL(str(library))
         loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
         if loaded.kv_version() != _VERSION:
-            raise MisuseError(f"{library} was compiled from another version of {SOURCE.name}: install kv-tiers again")
+            raise MisuseError(f"{library} was compiled from another version of its source: install kv-tiers again")
         self.source_checksum: int = loaded.kv_source()
-        """zlib.crc32 of the source that it was compiled from; 0: not known."""
+        """zlib.crc32 of the sources that it was compiled from; 0: not known."""
         self._functions: dict[str, Any] = {}
         for name, arrays in _ARRAYS.items():
             function = getattr(loaded, f"kv_{name}")
@@ -85,9 +89,8 @@ class CompiledKernels:
         self.call("restore", int(to_middle), symbols, known, exponents, words, missing, counts)
         return int(counts[0]), int(counts[1]), int(counts[2])
 
-    def pack(self, words: Words, missing: Bytes) -> Bytes:
-        out = np.empty(missing.size // 8 * 7 + 8, np.uint8)
-        return out[: self.call("pack", words, missing, out)]
+    def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
+        return room[: self.call("pack", words, missing, room)]
 
     def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
         self.call("unpack", packed, missing, words)

@@ -9,34 +9,7 @@
  * each other, and what it has written then means nothing; else 0, or what its comment says. Buffers need not be aligned.
  * None may overlap one that is written.
  */
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "for little-endian machines; on others the codecs use numpy"
-#endif
-
-#define KV_VERSION 1 /* of these functions' arguments: compiled_kernels.py asks for its own */
-#define KV_MISFIT (-1)
-
-#ifndef KV_SOURCE /* a checksum of this file, by which tests find a library that was compiled from another */
-#define KV_SOURCE 0
-#endif
-
-#define EXPORT __attribute__((visibility("default")))
-/* Several versions, of which one is chosen when the library is loaded. Sanitizers start too late for that choice. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
-    !defined(KV_ONE_VERSION)
-#define VERSIONS __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define VERSIONS
-#endif
-#define INLINE static inline __attribute__((always_inline)) /* so that each version has its own */
-
-typedef uint8_t u8;
-typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* at any address, of any buffer */
-typedef uint32_t u32 __attribute__((aligned(1), may_alias));
+#include "kernels.h"
 
 enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 enum {
@@ -118,6 +91,21 @@ EXPORT VERSIONS int64_t kv_join(int64_t kind, const u8 *coded, size_t coded_byte
 
 static int is_section(size_t numbers) { return numbers % SCALED == 0 && numbers <= SECTION; }
 
+/* How many of half a block's bytes are this one: a byte counts them. */
+INLINE uint32_t equal_to(u8 value, const u8 *restrict bytes) {
+    uint8_t count = 0;
+    for (int i = 0; i < HALF_SCALED; i++)
+        count += bytes[i] == value;
+    return count;
+}
+
+INLINE uint32_t bits_of(const u8 *restrict missing) {
+    uint16_t count = 0;
+    for (int i = 0; i < HALF_SCALED; i++)
+        count += missing[i] & 7;
+    return count;
+}
+
 INLINE void cut(const u16 *restrict words, int32_t step, u8 *restrict symbols, u8 *restrict nibbles,
                        u8 *restrict missing) {
     for (int i = 0; i < HALF_SCALED; i++) {
@@ -157,10 +145,8 @@ EXPORT VERSIONS int64_t kv_cut(int64_t offset, const u8 *words, size_t words_byt
         cut(in + half + at, exponents[(half + at) / SCALED], symbols + half + at, high, missing + half + at);
         for (int i = 0; i < HALF_SCALED; i++)
             nibbles[at + i] = (u8)(low[i] | high[i] << 4);
-    }
-    for (size_t i = 0; i < n; i++) {
-        escaped += symbols[i] == ESCAPED;
-        whole += missing[i] == ALL_MISSING;
+        escaped += equal_to(ESCAPED, symbols + at) + equal_to(ESCAPED, symbols + half + at);
+        whole += equal_to(ALL_MISSING, missing + at) + equal_to(ALL_MISSING, missing + half + at);
     }
     counts[0] = escaped;
     counts[1] = whole;
@@ -196,6 +182,7 @@ EXPORT VERSIONS int64_t kv_restore(int64_t to_middle, const u8 *symbols, size_t 
         return KV_MISFIT;
     u16 *out = (u16 *)words;
     float middle = to_middle ? 0.5f : 0.0f;
+    uint32_t escaped = 0, whole = 0, bits = 0;
     for (size_t at = 0; at < half; at += HALF_SCALED) {
         u8 low[HALF_SCALED], high[HALF_SCALED];
         if (nibbles_bytes) {
@@ -210,12 +197,9 @@ EXPORT VERSIONS int64_t kv_restore(int64_t to_middle, const u8 *symbols, size_t 
         restore(symbols + at, low, exponents[at / SCALED], middle, out + at, missing + at);
         restore(symbols + half + at, high, exponents[(half + at) / SCALED], middle, out + half + at,
                 missing + half + at);
-    }
-    uint32_t escaped = 0, whole = 0, bits = 0;
-    for (size_t i = 0; i < n; i++) {
-        escaped += symbols[i] == ESCAPED;
-        whole += missing[i] == ALL_MISSING;
-        bits += missing[i] & 7;
+        escaped += equal_to(ESCAPED, symbols + at) + equal_to(ESCAPED, symbols + half + at);
+        whole += equal_to(ALL_MISSING, missing + at) + equal_to(ALL_MISSING, missing + half + at);
+        bits += bits_of(missing + at) + bits_of(missing + half + at);
     }
     counts[0] = escaped;
     counts[1] = whole;

@@ -25,6 +25,11 @@ ALL_MISSING: Final = 8
 """Bits of a number whose leading one is in neither the first part nor the second: it is stored as it is."""
 
 
+def packed_room(numbers: int) -> int:
+    """Bytes that the missing bits of so many numbers may take while they are packed."""
+    return numbers // 8 * 7 + 8
+
+
 class Kernels(Protocol):
     """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
     other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
@@ -64,8 +69,11 @@ class Kernels(Protocol):
         to_middle: halfway to the next nibble instead of zeros.
         """
 
-    def pack(self, words: Words, missing: Bytes) -> Bytes:
-        """The missing bits of all numbers but those that are `ALL_MISSING`, one behind the other from bit 0 up."""
+    def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
+        """The missing bits of all numbers but those that are `ALL_MISSING`, one behind the other from bit 0 up.
+
+        room: of `packed_room(n)` bytes, where they are put.
+        """
 
     def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
         """Set them in words that have zeros there. packed: as many bytes as the bits take."""

@@ -75,7 +75,7 @@ class NumpyKernels:
         escaped, whole = np.count_nonzero(symbols == ESCAPED), np.count_nonzero(missing == ALL_MISSING)
         return int(escaped), int(whole), int((missing & 7).sum(dtype=np.int64))
 
-    def pack(self, words: Words, missing: Bytes) -> Bytes:
+    def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         bits, starts, sizes = _runs(missing)
         low = (words & 0xFF).astype(np.uint64).reshape(-1, _RUN) & ((_ONE << bits) - _ONE)
         runs, filled = np.zeros(len(bits), np.uint64), np.zeros(len(bits), np.uint64)
@@ -88,7 +88,9 @@ class NumpyKernels:
         packed = np.zeros((sizes + 7) // 8 + _RUN)
         for place in range(_RUN):
             packed += np.bincount(first_bytes + place, of_runs[place::_RUN], len(packed))
-        return packed[:-_RUN].astype(np.uint8)
+        used = room[: packed.size - _RUN]
+        used[...] = packed[:-_RUN]
+        return used
 
     def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
         bits, starts, sizes = _runs(missing)

@@ -12,6 +12,7 @@ The passes over the numbers are `kernels`; here is what goes where, and what of 
 """
 
 import struct
+import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -30,6 +31,7 @@ from kv_tiers.codecs.kernels import (
     Kernels,
     Words,
     best_kernels,
+    packed_room,
 )
 from kv_tiers.options import read_options
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
@@ -41,9 +43,10 @@ HEAD: Final = struct.Struct("<B3xQ3I3Q")
 VERSION: Final = 2
 HEAD_BYTES: Final = HEAD.size + SEAL_BYTES
 _FRAME_BYTES: Final = struct.Struct("<I")
+_NO_FRAME: Final = bytes(_FRAME_BYTES.size)
 _SECTION: Final = FRAME_SYMBOLS
 """Numbers that are coded together; the last section has what remains."""
-_SAMPLED: Final = 256
+_SAMPLED: Final = 128
 """How many blocks of 256 numbers the step is chosen by."""
 _CODER_BITS: Final = 0.06
 """What the coder spends on a symbol beyond its entropy: Huffman's whole bits."""
@@ -75,13 +78,14 @@ class ProgressiveCodec:
         """kernels: None for the fastest that are here; the bytes are the same from all. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or best_kernels()
+        self._mine = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         words = np.frombuffer(chunk, "<u2", len(chunk) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
         tail = bytes(chunk[words.nbytes :])
         room = len(chunk) // APPROXIMATE_SHARE - HEAD_BYTES - len(tail)
         for offset in self._offsets_that_may_fit(words, room):
-            parts = self._parts(words, offset, tail)
+            parts = self._parts(words, offset, tail, self._scratch())
             sizes = [sum(map(len, part)) for part in parts]
             if sizes[0] <= room + len(tail):
                 break
@@ -108,32 +112,43 @@ class ProgressiveCodec:
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
         """As `decode`, of the first bytes of a payload: from those parts that they hold whole. How many that are."""
         parts, is_longer = _parts_in(prefix, len(out))
+        missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
         first, *more = map(_Cursor, parts)
         for start in range(0, words.size, _SECTION):
-            self._decode_section(words[start : start + _SECTION], first, more)
+            self._decode_section(words[start : start + _SECTION], first, more, missing)
         out[words.nbytes :] = first.take(len(out) - words.nbytes)
         if is_longer or any(cursor.left for cursor in (first, *more)):
             raise CodecError("there are bytes behind its numbers")
         return len(parts)
 
-    def _parts(self, words: Words, offset: int, tail: bytes) -> tuple[list[bytes | Bytes], ...]:
-        """The three parts, each in pieces."""
+    def _scratch(self) -> "_Scratch":
+        try:
+            scratch: _Scratch = self._mine.scratch
+        except AttributeError:
+            scratch = self._mine.scratch = _Scratch()
+        return scratch
+
+    def _parts(self, words: Words, offset: int, tail: bytes, scratch: "_Scratch") -> tuple[list[bytes | Bytes], ...]:
+        """The three parts, each in pieces; some of them in the scratch."""
         first: list[bytes | Bytes] = []
         second: list[bytes | Bytes] = []
         third: list[bytes | Bytes] = []
+        scratch.grow(words.size)
         for start in range(0, words.size, _SECTION):
             section = words[start : start + _SECTION]
-            exponents = np.empty(section.size // SCALED_NUMBERS, np.uint8)
-            symbols, missing = np.empty(section.size, np.uint8), np.empty(section.size, np.uint8)
-            nibbles = np.empty(section.size // 2, np.uint8)
+            n = section.size
+            exponents = np.empty(n // SCALED_NUMBERS, np.uint8)
+            symbols, missing = scratch.symbols[:n], scratch.missing[:n]
+            nibbles = scratch.nibbles[start // 2 : (start + n) // 2]
             escaped, whole = self.kernels.cut(
                 section, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing
             )
             first += exponents, *self._framed(symbols)
             first += self._whole(self.kernels.select(section, symbols, ESCAPED, escaped))
             second.append(nibbles)
-            third.append(self.kernels.pack(section, missing))
+            room = scratch.packed[start // _SECTION * packed_room(_SECTION) :][: packed_room(n)]
+            third.append(self.kernels.pack(section, missing, room))
             third += self._whole(self.kernels.select(section, missing, ALL_MISSING, whole))
         first.append(tail)
         return first, second, third
@@ -144,33 +159,37 @@ class ProgressiveCodec:
 
     def _whole(self, words: Words) -> tuple[bytes, ...]:
         """Numbers as they are, but for their upper bytes, of which there are few."""
+        if not words.size:
+            return (_NO_FRAME,)
         halves = words.view(np.uint8)
         return *self._framed(halves[1::2].copy()), halves[::2].tobytes()
 
-    def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"]) -> None:
+    def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"], scratch: Bytes) -> None:
         """Some numbers, from the parts that are there: the first, and those behind it."""
         exponents = np.frombuffer(first.take(words.size // SCALED_NUMBERS), np.uint8)
         symbols = self._frame(first, words.size)
         nibbles = np.frombuffer(more[0].take(words.size // 2), np.uint8) if more else None
-        missing = np.empty(words.size, np.uint8)
+        missing = scratch[: words.size]
         escaped, whole, bits = self.kernels.restore(
             symbols, nibbles, exponents, words, missing, to_middle=len(more) == 1
         )
         if len(more) == 2:
             packed = np.frombuffer(more[1].take((bits + 7) // 8), np.uint8)
             self.kernels.unpack(packed, missing, words)
-            self.kernels.place(self._read_whole(more[1], whole), missing, ALL_MISSING, words)
-        self.kernels.place(self._read_whole(first, escaped), symbols, ESCAPED, words)
+            self._place(more[1], whole, missing, ALL_MISSING, words)
+        self._place(first, escaped, symbols, ESCAPED, words)
 
     def _frame(self, cursor: "_Cursor", symbols: int) -> Bytes:
         (frame_bytes,) = _FRAME_BYTES.unpack(cursor.take(_FRAME_BYTES.size))
         frame = cursor.take(frame_bytes)
         return self._coder.decode(frame, symbols) if symbols else np.empty(0, np.uint8)
 
-    def _read_whole(self, cursor: "_Cursor", count: int) -> Words:
-        words = self._frame(cursor, count).astype("<u2") << 8
-        words |= np.frombuffer(cursor.take(count), np.uint8)
-        return words
+    def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
+        """The numbers with this mark, of which there are so many, as the part has them."""
+        values = self._frame(cursor, count).astype("<u2") << 8
+        values |= np.frombuffer(cursor.take(count), np.uint8)
+        if count:
+            self.kernels.place(values, marks, mark, words)
 
     def _offsets_that_may_fit(self, words: Words, room: int) -> range:
         """How far the steps may be above the mean exponents for the first part to take so many bytes, by a sample: the
@@ -217,6 +236,23 @@ def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], b
     if not parts:
         raise CodecError(f"it ends behind {len(prefix)} bytes, within its first part")
     return parts, len(parts) == PARTS and at < len(prefix)
+
+
+class _Scratch:
+    """One thread's memory, which it keeps: fresh pages cost more than what is done in them.
+
+    symbols, missing: of a section. nibbles, packed: of a chunk, section after section.
+    """
+
+    def __init__(self) -> None:
+        self.symbols, self.missing = np.empty(_SECTION, np.uint8), np.empty(_SECTION, np.uint8)
+        self.nibbles = self.packed = np.empty(0, np.uint8)
+
+    def grow(self, numbers: int) -> None:
+        """For a chunk of so many."""
+        if self.nibbles.size < numbers // 2:
+            self.nibbles = np.empty(numbers // 2, np.uint8)
+            self.packed = np.empty(-(-numbers // _SECTION) * packed_room(_SECTION), np.uint8)
 
 
 class _Cursor:

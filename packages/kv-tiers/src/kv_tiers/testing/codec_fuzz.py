@@ -17,7 +17,7 @@ from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.kernels import SCALED_NUMBERS, Bytes, Kernels, Words
+from kv_tiers.codecs.kernels import SCALED_NUMBERS, Bytes, Kernels, Words, packed_room
 from kv_tiers.codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_tiers.sealed import seal
 
@@ -139,18 +139,29 @@ def misfits(kernels: CompiledKernels) -> list[str]:
     marked = int(np.count_nonzero(marks == 5))
     symbols = chance.integers(0, 256, n, dtype=np.uint8)
     missing = chance.integers(0, 9, n, dtype=np.uint8)
-    steps, nibbles, packed = _bytes(n // SCALED_NUMBERS), _bytes(n // 2), kernels.pack(words, missing)
+    steps, nibbles, packed = (
+        _bytes(n // SCALED_NUMBERS),
+        _bytes(n // 2),
+        kernels.pack(words, missing, _bytes(packed_room(n))),
+    )
     empty = np.zeros(n, "<u2")
+    # Planes, tokens, heads, numbers of a head, tokens that are kept, and the range that is wanted.
+    shape, numbers, channels = np.array([2, 9, 3, 7, 4, 2, 8], np.int64), 2 * 9 * 21, 21
+    plane_bytes = 9 * 21 + 4 * 9 * 3 + 2 * 4 * 21 + 24
+    quantised, any_chunk = _bytes(2 * plane_bytes), chance.integers(0, 256, 2 * plane_bytes, dtype=np.uint8)
+    scratch = _bytes(6 * channels)
     calls: dict[str, tuple[Words | int, ...]] = {
         "split": (1, words, _bytes(n), _bytes(n)),
         "join": (1, _bytes(n), _bytes(n), empty),
         "cut": (0, words, steps, _bytes(n), nibbles, _bytes(n), np.zeros(2, np.int64)),
         "restore": (0, symbols, nibbles, steps, empty, _bytes(n), np.zeros(3, np.int64)),
-        "pack": (words, missing, _bytes(n // 8 * 7 + 8)),
+        "pack": (words, missing, _bytes(packed_room(n))),
         "unpack": (packed, missing, empty),
         "select": (5, words, marks, np.zeros(marked, "<u2")),
         "place": (5, np.zeros(marked, "<u2"), marks, empty),
         "histogram": (symbols, np.zeros(256, np.int64)),
+        "quantise": (shape, drawn_words(chance, numbers), quantised, scratch),
+        "dequantise": (shape, any_chunk, np.zeros(numbers, "<u2"), scratch),
     }
     for name, arguments in calls.items():
         kernels.call(name, *arguments)
@@ -169,6 +180,15 @@ def misfits(kernels: CompiledKernels) -> list[str]:
             accepted.append(f"split of kind {kind}")
         except MisuseError:
             continue
+    for place, wrong in [(at, size) for at in range(7) for size in (-1, 1 << 40)] + [(4, 9), (5, 9), (6, 10)]:
+        other = shape.copy()
+        other[place] = wrong
+        for name in ("quantise", "dequantise"):
+            try:
+                kernels.call(name, other, *calls[name][1:])
+                accepted.append(f"{name} of shape {other.tolist()}")
+            except MisuseError:
+                continue
     return accepted
 
 

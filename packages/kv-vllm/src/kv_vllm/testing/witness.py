@@ -10,6 +10,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier, CpuCopier, PagedLayout, make_copier
+from kv_cuda.testing import reach
 
 
 @dataclass(slots=True)
@@ -18,7 +19,7 @@ class Errors:
 
     numbers: how many.
     absolute, squared: sums of the errors.
-    worst: the largest error, as a part of its row's largest magnitude.
+    worst: the largest error, as a part of what its bound is a part of (`kv_cuda.testing.reach`).
     given_absolute, given_squared: sums of the numbers themselves.
     """
 
@@ -39,10 +40,9 @@ class Errors:
         """The root of the mean squared error as a part of that of the numbers."""
         return float((self.squared / self.given_squared) ** 0.5)
 
-    def add(self, given: np.ndarray, back: np.ndarray) -> None:
-        """float64, the last axis a row."""
+    def add(self, given: np.ndarray, back: np.ndarray, largest: np.ndarray) -> None:
+        """float64. largest: what the bound of each is a part of."""
         errors, magnitudes = np.abs(back - given), np.abs(given)
-        largest = np.broadcast_to(magnitudes.max(-1, keepdims=True), given.shape)
         self.numbers += given.size
         self.absolute += float(errors.sum())
         self.squared += float((errors**2).sum())
@@ -99,7 +99,8 @@ class WitnessedCopier:
         event.wait()
         for extent, copies in plan.by_chunk().items():
             tokens = [token for copy in copies for token in range(copy.first_token, copy.first_token + copy.tokens)]
-            self._errors.add(self._given[extent][:, tokens], self._gather(copies)[:, tokens])
+            given = self._given[extent]
+            self._errors.add(given[:, tokens], self._gather(copies)[:, tokens], reach(given)[:, tokens])
         return event
 
     def _gather(self, copies: Sequence[Copy]) -> np.ndarray:

@@ -1,0 +1,137 @@
+/* Chunks of bfloat16 in the format `int8`, and back, as kv_cuda's quantise/codes.py has it with torch's operations: that
+ * file says what is computed, this one only computes it faster, and a test holds both to the same bytes
+ * (docs/formats/quantised.md). What kernels.c says of buffers holds here too.
+ */
+#include "kernels.h"
+
+enum { LEAST_OF_CHANNEL = -40, MOST_OF_CHANNEL = 120 };
+enum { LARGEST_MAGNITUDE = 0x7dfe }; /* of a bfloat16: 127 times the largest scale, 2^118 */
+
+/* Sizes in numbers, and where things lie in a plane, in bytes. */
+typedef struct {
+    size_t planes, tokens, heads, dim, kept, channels, first, last, scales_at, kept_at, exponents_at, plane_bytes;
+} Shape;
+
+static int shape_of(const int64_t *said, size_t said_bytes, size_t words_bytes, size_t chunk_bytes, size_t scratch_bytes,
+                    Shape *shape) {
+    if (said_bytes != 7 * sizeof *said)
+        return 0;
+    for (int i = 0; i < 7; i++)
+        if (said[i] < (i < 4) || said[i] > 1 << 24)
+            return 0;
+    size_t planes = (size_t)said[0], tokens = (size_t)said[1], heads = (size_t)said[2], dim = (size_t)said[3];
+    size_t kept = (size_t)said[4], first = (size_t)said[5], last = (size_t)said[6], channels = heads * dim, numbers;
+    if (kept >= tokens || first > last || last > tokens || __builtin_mul_overflow(channels, tokens, &numbers) ||
+        numbers > SIZE_MAX / 16 / planes)
+        return 0;
+    size_t kept_at = numbers + 4 * tokens * heads, exponents_at = kept_at + 2 * kept * channels;
+    *shape = (Shape){planes, tokens, heads, dim, kept, channels, first, last, numbers, kept_at, exponents_at,
+                     exponents_at + (channels + 3) / 4 * 4};
+    return words_bytes == 2 * numbers * planes && chunk_bytes == planes * shape->plane_bytes &&
+           scratch_bytes == 6 * channels;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+INLINE uint32_t bits_of(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+INLINE uint32_t magnitudes(const u16 *restrict in, size_t tokens, size_t channels, u16 *restrict peaks) {
+    uint16_t most = 0;
+    memset(peaks, 0, 2 * channels);
+    for (size_t token = 0; token < tokens; token++)
+        for (size_t i = 0; i < channels; i++) {
+            uint16_t own = in[token * channels + i] & 0x7fff;
+            peaks[i] = peaks[i] < own ? own : peaks[i];
+        }
+    for (size_t i = 0; i < channels; i++)
+        most = most < peaks[i] ? peaks[i] : most;
+    return most;
+}
+
+INLINE float quantise_row(const u16 *restrict in, const f32 *restrict factors, size_t dim, u8 *restrict codes) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < dim; i++) {
+        uint32_t own = bits_of(float_of((uint32_t)in[i] << 16) * factors[i]) & 0x7fffffff;
+        most = most < own ? own : most;
+    }
+    float scale = float_of(most) / 127.0f;
+    scale = scale > 0x1p-60f ? scale : 0.0f;
+    float factor = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (size_t i = 0; i < dim; i++) /* the sum's last bits are the code, rounded to even */
+        codes[i] = (u8)bits_of(float_of((uint32_t)in[i] << 16) * factors[i] * factor + 0x1.8p23f);
+    return scale;
+}
+
+/* shape: planes, tokens, heads, numbers of a head, first tokens that are kept as they are, and two that are not used.
+ * The largest magnitude, as the bits of a bfloat16; where that is above LARGEST_MAGNITUDE the chunk is worthless. */
+EXPORT VERSIONS int64_t kv_quantise(const int64_t *said, size_t said_bytes, const u8 *words, size_t words_bytes,
+                                    u8 *restrict chunk, size_t chunk_bytes, u8 *restrict scratch, size_t scratch_bytes) {
+    Shape shape;
+    if (!shape_of(said, said_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
+        return KV_MISFIT;
+    f32 *factors = (f32 *)scratch;
+    u16 *peaks = (u16 *)(scratch + 4 * shape.channels);
+    uint32_t largest = 0;
+    for (size_t plane = 0; plane < shape.planes; plane++) {
+        const u16 *in = (const u16 *)words + plane * shape.tokens * shape.channels, *coded = in + shape.kept * shape.channels;
+        u8 *out = chunk + plane * shape.plane_bytes, *exponents = out + shape.exponents_at;
+        f32 *scales = (f32 *)(out + shape.scales_at);
+        uint32_t first = magnitudes(in, shape.kept, shape.channels, peaks);
+        uint32_t rest = magnitudes(coded, shape.tokens - shape.kept, shape.channels, peaks);
+        first = first < rest ? rest : first;
+        largest = largest < first ? first : largest;
+        if (largest > LARGEST_MAGNITUDE)
+            return largest;
+        memset(out + shape.plane_bytes - 4, 0, 4);
+        for (size_t i = 0; i < shape.channels; i++) {
+            int32_t own = (int32_t)(peaks[i] >> 7) - 126;
+            own = own < LEAST_OF_CHANNEL ? LEAST_OF_CHANNEL : own > MOST_OF_CHANNEL ? MOST_OF_CHANNEL : own;
+            exponents[i] = (u8)own;
+            factors[i] = float_of((uint32_t)(127 - own) << 23);
+        }
+        memset(out, 0, shape.kept * shape.channels);
+        memset(out + shape.scales_at, 0, 4 * shape.kept * shape.heads);
+        memcpy(out + shape.kept_at, in, 2 * shape.kept * shape.channels);
+        for (size_t row = shape.kept * shape.heads; row < shape.tokens * shape.heads; row++)
+            scales[row] = quantise_row(in + row * shape.dim, factors + row % shape.heads * shape.dim, shape.dim,
+                                       out + row * shape.dim);
+    }
+    return largest;
+}
+
+/* shape: as of kv_quantise, and of the tokens to be written the first and the one after the last. */
+EXPORT VERSIONS int64_t kv_dequantise(const int64_t *said, size_t said_bytes, const u8 *chunk, size_t chunk_bytes,
+                                      u8 *restrict words, size_t words_bytes, u8 *restrict scratch,
+                                      size_t scratch_bytes) {
+    Shape shape;
+    if (!shape_of(said, said_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
+        return KV_MISFIT;
+    f32 *factors = (f32 *)scratch;
+    size_t kept = shape.last < shape.kept ? shape.last : shape.kept;
+    for (size_t plane = 0; plane < shape.planes; plane++) {
+        const u8 *in = chunk + plane * shape.plane_bytes;
+        u16 *restrict out = (u16 *)words + plane * shape.tokens * shape.channels;
+        for (size_t i = 0; i < shape.channels; i++)
+            factors[i] = float_of((uint32_t)((int8_t)in[shape.exponents_at + i] + 127) << 23);
+        for (size_t row = shape.first * shape.heads; row < shape.last * shape.heads; row++) {
+            float scale = ((const f32 *)(in + shape.scales_at))[row];
+            const f32 *restrict own = factors + row % shape.heads * shape.dim;
+            for (size_t i = 0; i < shape.dim; i++) {
+                uint32_t bits = bits_of((float)(int8_t)in[row * shape.dim + i] * scale * own[i]);
+                out[row * shape.dim + i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+            }
+        }
+        if (shape.first < kept)
+            memcpy(out + shape.first * shape.channels, in + shape.kept_at + 2 * shape.first * shape.channels,
+                   2 * (kept - shape.first) * shape.channels);
+    }
+    return 0;
+}
