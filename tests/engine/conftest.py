@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Even an eager vLLM compiles a function of its sampler when a request wants log-probabilities: 15 s a process.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # These tests count what is found. Whether loading it pays, on a tiny model and a busy machine, is another matter.
 os.environ.setdefault("KV_USE", "always")
 
