@@ -74,7 +74,7 @@ class Skipped:
 class Choice:
     """What a lookup advises, and why.
 
-    chunks: of the leading chunks that are promised, how many to load: all or none of them.
+    chunks: number of the promised leading chunks to load: all or none of them.
     load_s, compute_s: for all that are promised, beyond what the engine has itself; None: not known.
     skipped: what slower tiers hold beyond them and is not waited for.
     """
@@ -99,9 +99,9 @@ class Measured:
 
 
 def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None = None) -> Choice:
-    """Of so many promised chunks. Constant time.
+    """Decide about a number of promised chunks. Constant time.
 
-    All or none: what a chunk saves grows along the prompt, as attention does, and what it takes does not.
+    All or none: what a chunk saves grows along the prompt, because attention does, and what it costs does not.
     """
     last_token = chunks * chunk_tokens
     load_s, compute_s = costs.load_s(0, last_token), costs.compute_s(0, last_token)

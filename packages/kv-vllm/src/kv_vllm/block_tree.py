@@ -17,7 +17,7 @@ Name = tuple[int, Any]
 
 @dataclass(slots=True)
 class _Node:
-    """A chunk's blocks. held: by so many chunks of ours. said: the router knows of it."""
+    """A chunk's blocks. held: number of our chunks with these blocks. said: announced to routers."""
 
     stored: BlockStored
     held: int = 0
@@ -33,12 +33,12 @@ class BlockTree:
         self._made: list[BlockStored | BlockRemoved] = []
 
     def take(self) -> list[BlockStored | BlockRemoved]:
-        """What the router has not been told yet."""
+        """Changes that have not been announced yet."""
         made, self._made = self._made, []
         return made
 
     def hold(self, stored: BlockStored) -> None:
-        """A chunk of these blocks is in the pool. Chunks with other tags of ours may be the same blocks to vLLM."""
+        """A chunk of these blocks is in the pool. Chunks with different tags may be the same blocks to vLLM."""
         name, parent = _name(stored), _parent(stored)
         node = self._nodes.get(name)
         if node is None:

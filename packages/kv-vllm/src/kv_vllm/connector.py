@@ -360,7 +360,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """Where workers' copies are queued. Elsewhere, or if nothing may be under way, they finish what they begin."""
+        """For workers with queued copies. Elsewhere, or if nothing may be in flight, they finish what they begin."""
         facts, scheduler = self._engine.facts, self._scheduler
         if scheduler is not None and facts is not None and facts.is_queued and self._settings.stores_in_flight_bytes:
             ranks = rank_share(self._vllm_config).ranks

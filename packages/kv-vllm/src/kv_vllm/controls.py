@@ -57,9 +57,9 @@ _FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What holds for one request.
+    """The options that apply to one request.
 
-    controls: what the scheduler half goes by.
+    controls: those of the scheduler half.
     save_decode: whether generated tokens are stored too.
     """
 

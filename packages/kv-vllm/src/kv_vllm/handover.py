@@ -39,9 +39,10 @@ def with_handover(controls: Controls, params: object, prompt_tokens: int) -> Con
 def answer_to_proxy(
     request: Any, given_tokens: Callable[[str], int], engine_id: str, settings: Settings
 ) -> dict[str, Any] | None:
-    """What the engine that decodes is to be sent with the prompt; None: it computes it.
+    """What the proxy must send to the decode engine with the prompt; None: that engine computes it.
 
-    request: vLLM's, that has just ended. given_tokens: of a request, how many of its first tokens are stored.
+    request: vLLM's, which has just ended.
+    given_tokens: for a request, how many of its first tokens are stored.
     """
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
@@ -64,7 +65,7 @@ def answer_to_proxy(
 
 
 def _address(settings: Settings) -> tuple[str, int]:
-    """Where other hosts read what this engine stores, for people and logs; none where its settings do not say."""
+    """Where other hosts read what this engine stores, for people and logs; none if its settings do not say."""
     try:
         listen = read_host_port(settings.peers.listen, "peers.listen")
     except ConfigError:

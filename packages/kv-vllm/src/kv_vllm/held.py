@@ -28,5 +28,5 @@ class PoolBlocks:
 
 
 def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
-    """Of the engine whose blocks this manager gives."""
+    """The held blocks of the engine to which this manager belongs."""
     return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)

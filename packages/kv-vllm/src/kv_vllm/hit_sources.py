@@ -15,7 +15,7 @@ _SOURCES: Final[Mapping[str, CacheHitSource]] = {
 
 
 class HitSources:
-    """What each tier of these settings is to vLLM."""
+    """The source in vLLM's terms for each tier of these settings."""
 
     def __init__(self, settings: Settings) -> None:
         """A server that is joined has tiers of its own: those that are named after their type are known here too."""
@@ -24,7 +24,7 @@ class HitSources:
         self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, elsewhere) for name, kind in types.items()}}
 
     def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
-        """So many tokens by their source. If they are not those that were offered, nothing is known of them."""
+        """The tokens of a hit by source. If they are not those that were offered, the source is unknown."""
         if tokens != sum(tokens_by_tier.values()):
             return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
         found: dict[CacheHitSource, int] = {}

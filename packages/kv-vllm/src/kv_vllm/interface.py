@@ -84,7 +84,7 @@ def interface_differences() -> Iterator[str]:
 
 
 def check_interface() -> str:
-    """Why this vLLM cannot be served; "" if it can. A version that is not tested is said in the log."""
+    """Why this vLLM cannot be served; "" if it can. An untested version is logged."""
     from vllm.version import __version__ as version
 
     differences = list(interface_differences())

@@ -53,7 +53,7 @@ class _Chunk:
 
 
 class ChunkEvents:
-    """Of one engine. Belongs to the scheduler's thread."""
+    """The KV events of one engine. Used on the scheduler's thread."""
 
     def __init__(self, shape: ConnectShape, changes_since: Callable[[int], Changes], *, hash_tokens: int) -> None:
         """changes_since: what entered and left the pool. hash_tokens: how many tokens one of vLLM's hashes is for."""
@@ -69,7 +69,7 @@ class ChunkEvents:
         self._tree = BlockTree()
 
     def planned(self, plan: StepPlan, request_of: Callable[[str], Any]) -> None:
-        """Look at what a step will load and store. request_of: vLLM's request of this name; None: it has gone."""
+        """Note what a step will load and store. request_of: vLLM's request with this id; None: it is gone."""
         for store in plan.stores:
             if (request := request_of(store.request_id)) is not None:
                 # Nobody but the engine that a prompt is handed over to finds its partial chunk.
@@ -92,7 +92,7 @@ class ChunkEvents:
         return self._tree.take()
 
     def take(self) -> Iterable[BlockStored | BlockRemoved]:
-        """What has happened since this was asked last."""
+        """The events since the last call."""
         self._follow()
         return self._tree.take()
 

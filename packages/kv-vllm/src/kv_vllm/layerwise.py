@@ -21,7 +21,7 @@ class PromisedBlocks:
         self._blocks: set[int] = set()
 
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
-        """What vLLM was answered last for this request."""
+        """Note the latest answer to vLLM for this request."""
         (self._requests.add if is_layerwise else self._requests.discard)(request_id)
 
     def allocated(self, request_id: str, blocks: Iterable[int]) -> bool:
@@ -46,23 +46,23 @@ class StepBlocks:
     """A worker's connector: the blocks that this step is to fill."""
 
     def __init__(self, *, is_asynchronous: bool) -> None:
-        """is_asynchronous: vLLM schedules a step before it has heard of the one before."""
+        """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
         self._is_asynchronous = is_asynchronous
         self._blocks: set[int] = set()
         self.are_filled = False
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """A new step's. Until somebody sets `are_filled` they are not."""
+        """Begin a step with these blocks. They count as unfilled until `are_filled` is set."""
         self._blocks, self.are_filled = set(blocks), False
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
     def take_unfilled(self) -> set[int]:
-        """Those of which vLLM must hear that they do not hold what they should.
+        """The blocks that do not hold what they should, to be reported to vLLM.
 
         Raises:
-            CopyFailed: it would hear so too late.
+            CopyFailed: the report would come too late.
         """
         blocks, self._blocks = self._blocks, set()
         if not blocks or self.are_filled:

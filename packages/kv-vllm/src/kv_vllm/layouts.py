@@ -32,8 +32,9 @@ of bfloat16. NEON: read in vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not measure
 def read_groups(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> list[LayerGroup | StateGroup] | Refusal:
-    """The model's groups of layers, or why they cannot be cached. Layers of one of vLLM's groups that are not alike are
-    several of ours with one block table."""
+    """The model's groups of layers, or why they cannot be cached. Layers of one of vLLM's groups that differ become
+    several of our groups with one block table.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     needed = needed_layers(kv_cache_config, layers)
     if isinstance(needed, Refusal):
@@ -120,7 +121,9 @@ def _read_group(
 
 
 def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -> torch.dtype | None:
-    """What one element of the cache is; None where it is not one number, and so only whole blocks have a meaning."""
+    """The dtype of one element of the cache; None if it is not a single number, so that only whole blocks are
+    meaningful.
+    """
     (kind,) = kinds if len(kinds) == 1 else ("",)
     if kind in _FP8 and dtype.itemsize == 1:
         return getattr(torch, _FP8[kind])  # type: ignore[no-any-return]  # torch has no type for its attributes by name

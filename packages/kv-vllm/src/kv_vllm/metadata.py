@@ -10,13 +10,13 @@ _NONE_ENDED = LayerwiseReport()
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data if they are in other processes; None where it says nothing
+    """A step plan on its way to the workers, as plain data if they are in other processes; None if it contains nothing
     but its number.
 
-    waiting: the requests that wait until their load is reported. Beside the plan, so that they are answered also by
-    a worker that cannot read it.
+    waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
+        the plan can answer them too.
     number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
-    filling: the blocks that the step takes for filled by layerwise loads, for the same reason.
+    filling: the blocks that layerwise loads fill in this step, for the same reason.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
 
 class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """What workers are done with.
+    """What workers have completed.
 
-    through: by rank the number of the last plan that is read, and all before it.
-    layerwise: loads that have ended; of an engine in one process, so of one rank.
+    through: by rank, the number of the latest plan that was read, together with all before it.
+    layerwise: loads that have ended, for an engine in one process and so with one rank.
     """
 
     def __init__(self, through: Mapping[int, int], layerwise: LayerwiseReport = _NONE_ENDED) -> None:

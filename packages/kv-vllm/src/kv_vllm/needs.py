@@ -60,7 +60,7 @@ def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Neede
 
 
 def coverage_of(spec: Any) -> Coverage | str | None:
-    """What layers of this spec need; why they cannot be cached; None: they keep nothing."""
+    """The coverage of layers with this spec; or why they cannot be cached; None: they keep nothing."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CrossAttentionSpec,

@@ -19,10 +19,10 @@ _REPLICA = re.compile(r"_dp(\d+)$")
 
 
 def rank_share(vllm_config: Any) -> RankShare:
-    """Of this process; rank 0's in the scheduler's.
+    """The shard of this process's rank; in the scheduler's process, rank 0's.
 
     Raises:
-        ConfigError: vLLM's heads cannot be shared out among its ranks.
+        ConfigError: vLLM's heads cannot be divided among its ranks.
     """
     ranks, stages = (
         int(getattr(vllm_config.parallel_config, f"{kind}_parallel_size")) for kind in ("tensor", "pipeline")

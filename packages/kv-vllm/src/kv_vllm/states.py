@@ -57,7 +57,7 @@ def read_states(
 
 
 def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tuple[EngineState, ...]:
-    """Those of the states that vLLM hands over in this step that are final when its forward pass has ended."""
+    """Those of the states that vLLM hands over in this step that will be final when its forward pass has ended."""
     offered = scheduler_output.kv_connector_block_state.boundary_state_offloads.get(request.request_id, ())
     states = tuple(EngineState(*state) for state in offered)
     if not states or vllm_config.speculative_config is None:

@@ -59,7 +59,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
-    """What has changed since the last step, as plain data: figures by their names, and `TIER_TOKENS` by tier."""
+    """What has changed since the last step, as plain data: figures by name, and `TIER_TOKENS` by tier."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -94,7 +94,7 @@ class Changes:
         self._before: dict[str, int] = {}
 
     def take(self) -> dict[str, Any]:
-        """What has grown; empty if nothing has."""
+        """The figures that have grown; empty if none has."""
         now = self._now()
         if now == self._before:
             return {}
@@ -104,7 +104,7 @@ class Changes:
 
 
 class SchedulerFigures:
-    """What the scheduler's half says once a step."""
+    """What the scheduler half reports once a step."""
 
     def __init__(self, half: SchedulerHalf, cache: LocalCache | RemoteCache) -> None:
         self._half, self._cache = half, cache
@@ -162,7 +162,7 @@ OFF: Final[Mapping[str, int]] = {"on": 0}
 
 
 class WorkerFigures:
-    """What a worker's half says once a step."""
+    """What a worker half reports once a step."""
 
     def __init__(self, half: WorkerHalf) -> None:
         self._counts = half.counts

@@ -21,16 +21,17 @@ def request_tokens(
     adapter_identity: Callable[[Any], str | None] | None = None,
     prompts_only: bool = False,
 ) -> RequestTokens | None:
-    """What a vLLM `Request` is to us, for as long as it lives; None if its content has no stable name.
+    """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
     Without one are prompts given as embeddings, sessions whose earlier tokens are replaced while they stream, adapters
     that are reloaded in place or whose files have not been read yet, and requests that ask not to read caches. Pooling
-    requests are left alone too: some poolers fail on a prompt of which only a part is computed, and which ones is not
-    to be seen from here.
+    requests are excluded too: some poolers fail on a prompt of which only a part is computed, and it cannot be seen
+    from here which ones.
 
-    settings: what holds where the request says nothing itself.
-    adapter_identity: of a `LoRARequest`, the name of its content; None: not known. Without it no adapter has one.
-    prompts_only: the KV of generated tokens is not that of a prompt (`kv_vllm.needs`), and never stored.
+    settings: the defaults of requests.
+    adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
+        one.
+    prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
     """
     lora = request.lora_request
     if request.pooling_params is not None:

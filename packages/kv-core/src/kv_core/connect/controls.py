@@ -14,15 +14,15 @@ class Controls:
     loads: whether held chunks may be loaded for it.
     promotes: whether slower tiers are queried and waited for; else only what is in the pool now counts.
     stores: whether what it computes may be stored.
-    min_load_tokens: a hit of fewer tokens is computed.
+    min_load_tokens: a smaller hit is computed instead.
     min_store_tokens: if fewer tokens could be stored, none are.
     max_store_tokens: tokens beyond these are not stored; None: no limit. A hit is a prefix, so the end is the only part
         that can be left out without making what follows it useless.
     use: when held chunks are used; None: as the engine's settings say.
-    hands_over_tokens: another engine goes on after so many tokens of the prompt (`kv_core.connect.handover`): they are
-        stored with the last, partial chunk, and stay in the pool until they are read. 0: no other engine does.
-    awaits_tokens: another engine stores so many tokens of the prompt at this moment. 0: none does.
-    tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same ones share chunks.
+    hands_over_tokens: another engine continues after this many tokens of the prompt (`kv_core.connect.handover`): they
+        are stored including the last, partial chunk, and held in the pool until they are read. 0: none does.
+    awaits_tokens: another engine is storing this many tokens of the prompt. 0: none is.
+    tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same tags share chunks.
     """
 
     loads: bool = True

@@ -5,24 +5,24 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What the half did since it was made.
+    """Counts since the half was created.
 
-    requests: that were heard of.
-    lookups: that were answered, counted once a request, and again after a preemption, however often the engine asked.
-    tokens_asked, tokens_hit: in those.
-    tokens_declined: of those hit, that were computed all the same as that was estimated to be quicker.
-    loads: for which blocks were given.
-    loads_layerwise: of those, that ran in the step itself.
-    tokens_to_load: of those, counted once a load, however often the engine asked.
+    requests: requests seen.
+    lookups: requests looked up; once per request, and again after a preemption, however often the engine asked.
+    tokens_asked, tokens_hit: tokens of those.
+    tokens_declined: tokens of those hit that were recomputed, because that was estimated to be faster.
+    loads: loads for which blocks were allocated.
+    loads_layerwise: of those, loads within the step itself.
+    tokens_to_load: tokens of those, counted once per load, however often the engine asked.
     tokens_by_tier: the same by the slowest tier that they came from.
-    tokens_loaded: of loads that the workers completed.
-    loads_failed: that the workers could not complete.
-    loads_failed_in_a_row: the last so many ended so.
-    loads_refused: whose allocation did not add up.
+    tokens_loaded: tokens of loads that the workers completed.
+    loads_failed: loads that the workers could not complete.
+    loads_failed_in_a_row: how many of the latest loads failed without a success in between.
+    loads_refused: loads with an inconsistent allocation.
     stores: steps of requests that had something to store.
     handovers_given: requests whose prompt was stored for another engine.
-    handovers_taken: requests that were told of what another engine stores.
-    handovers_late: of those, that waited for some of it in vain, and computed it.
+    handovers_taken: requests that were told what another engine stores.
+    handovers_late: of those, requests that waited for some of it in vain, and computed it.
     states_refused: states that the engine handed over and that were not worth their room.
     """
 

@@ -8,7 +8,7 @@ from kv_core.transfer import TransferPlan
 
 
 class CopyEvent(Protocol):
-    """A copy that was asked for."""
+    """The completion of a copy."""
 
     def done(self) -> bool:
         """True once the bytes have arrived.
@@ -25,8 +25,9 @@ class CopyEvent(Protocol):
         """
 
     def hold_engine(self) -> None:
-        """What the engine puts into its queue from now on happens after the bytes have arrived. The caller goes on,
-        unless the engine has no queue: then this is `wait`."""
+        """Order what the engine enqueues from now on after the arrival of the bytes. The caller goes on, unless the
+        engine has no queue: then this is `wait`.
+        """
 
 
 class DeviceCopier(Protocol):
@@ -37,7 +38,7 @@ class DeviceCopier(Protocol):
 
     @property
     def is_queued(self) -> bool:
-        """Whether copies go on behind the call that asked for them. False: they have happened when it returns."""
+        """Whether copies continue after the call that starts them. False: they are complete when it returns."""
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""
@@ -69,4 +70,4 @@ class LayerwiseCopier(DeviceCopier, Protocol):
         """
 
     def load_layers(self, plan: TransferPlan) -> Sequence[CopyEvent]:
-        """As `load`, layer by layer: the events of the first layer, the second and so on, in the order of arrival."""
+        """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""

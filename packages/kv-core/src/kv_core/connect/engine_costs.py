@@ -54,9 +54,10 @@ class EngineCosts:
     def of(
         self, computed_tokens: int, use: Use | None = None, *, stores: bool = True, layerwise_tokens: int = 0
     ) -> Costs | None:
-        """For a lookup of a request that has so many tokens already; None: whatever is held is to be used.
+        """The costs for a lookup of a request that already has this many tokens; None: use whatever is held.
 
-        use: what the request says itself. layerwise_tokens: as of `Costs`.
+        use: the request's own choice.
+        layerwise_tokens: as for `Costs`.
         """
         if (use or self.use) != "auto":
             return None
@@ -69,8 +70,9 @@ class EngineCosts:
         return None if costs.compute is None else costs.load_s(first_token, last_token)
 
     def chose(self, *, to_load: bool) -> None:
-        """What the pool held is loaded, or not, as computing is estimated to be quicker. That estimate is put to the
-        test now and then, ever more seldom while it turns out right."""
+        """What the pool held is loaded, or not because computing is estimated to be faster. That estimate is tested
+        from time to time, ever less often while it is confirmed.
+        """
         if to_load and not self._retry_at_s:
             self._retry_after_s = _RETRY_S
         elif not self._retry_at_s:

@@ -24,7 +24,7 @@ _MAX_RETRY_S: Final = 0.008
 
 
 class HandOvers:
-    """Of one engine. Belongs to the scheduler's thread; what it knows of a request is in `Tracked`."""
+    """The hand-overs of one engine. Used on the scheduler's thread; per-request state is in `Tracked`."""
 
     def __init__(self, shape: ConnectShape, clock: Clock, *, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
         """wait_s: how long a request may wait for what it was told to expect. hold_s: how long what is handed over

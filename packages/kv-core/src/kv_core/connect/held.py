@@ -16,20 +16,20 @@ from kv_core.connect.step import StepPlan, StoreStep
 
 
 class EngineBlocks(Protocol):
-    """The engine's blocks by their numbers, as far as somebody else than a request may own them as well."""
+    """The engine's blocks by number, as far as others than requests may own them too."""
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Own these, too: nobody else gets them until they are given back."""
+        """Become an owner of these too: they are not reused until they are released."""
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Own them no longer. In the order in which they should be used again."""
 
     def is_ours_alone(self, block: int) -> bool:
-        """Whether nobody else owns this one."""
+        """Whether this block has no other owner."""
 
 
 class HeldBlocks:
-    """Those of one engine. Not thread-safe: it belongs to the scheduler's thread."""
+    """The held blocks of one engine. Not thread-safe: used on the scheduler's thread."""
 
     def __init__(self, engine: EngineBlocks, shape: ConnectShape, *, ranks: int) -> None:
         """ranks: how many workers there are."""

@@ -9,15 +9,15 @@ from kv_core.sequence import Item
 
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
-    """What the engine knows of a request when it asks.
+    """What the engine knows of a request when it asks for a match.
 
     request_id: the engine's.
-    tokens: all of them, the generated ones too: after a preemption those are a prompt like any other.
-    keep_tokens: how many of them may be stored (the prompt's; all of them where decoded tokens are kept as well).
-    salt: what keeps its chunks apart from other tenants'.
-    lora: the name of its adapter's content.
-    items: what the model reads besides tokens.
-    controls: what it asked for itself.
+    tokens: all of them, including generated ones: after a preemption those are a prompt like any other.
+    keep_tokens: how many of them may be stored (the prompt's; all of them if decoded tokens are stored too).
+    salt: separates its chunks from other tenants'.
+    lora: the identity of its adapter.
+    items: inputs of the model besides tokens.
+    controls: the request's own options.
     """
 
     request_id: str
@@ -39,9 +39,9 @@ class RequestTokens:
 class EngineState:
     """A state of linear layers that the engine hands over.
 
-    table: which of its block tables has it.
+    table: the block table that contains it.
     block: where it is after this step's forward pass.
-    boundary: it is that of the request's first so many tokens.
+    boundary: number of the request's tokens after which it was taken.
     """
 
     table: int

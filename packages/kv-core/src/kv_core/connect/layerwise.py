@@ -29,8 +29,8 @@ LoadMode = Literal["async", "layerwise", "auto"]
 class LayerwiseRule:
     """Which loads the scheduler half promises for the step itself.
 
-    always: all that may be; else those whose copy is estimated to be hidden by the computation, or makes nobody else
-        wait.
+    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays nobody
+        else.
     prepare: makes memory of the pool ready for the device (`LayerwiseCopier.prepare`); False: it cannot, and the load
         runs between steps.
     """
@@ -85,7 +85,7 @@ class LayerLoads:
             self._copy_again(batch, error)
 
     def refuse(self, requests: Sequence[str], why: str) -> None:
-        """These could not even be planned."""
+        """These could not be planned."""
         self._now = _Batch(tuple(requests), failure=why)
 
     def wait_for(self, layer: int | None) -> None:
@@ -120,7 +120,7 @@ class LayerLoads:
         return not batch.failure
 
     def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
-        """Of those whose forward pass is over. wait: for all copies."""
+        """Loads that have ended among those whose forward pass is over. wait: for all copies."""
         ended: set[str] = set()
         failed: set[str] = set()
         for batch in list(self._ending):

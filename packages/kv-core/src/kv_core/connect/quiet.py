@@ -14,7 +14,7 @@ _NEVER: Final = 1 << 62
 
 
 class QuietSteps:
-    """Of one scheduler. Not thread-safe."""
+    """The quiet steps of one scheduler. Not thread-safe."""
 
     def __init__(self, shape: ConnectShape) -> None:
         self._shape = shape

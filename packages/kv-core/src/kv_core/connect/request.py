@@ -74,10 +74,10 @@ HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.
 
 
 def advance(now: Phase, event: Event) -> Phase:
-    """What the request becomes.
+    """The phase after this event.
 
     Raises:
-        MisuseError: the table has no such move; the engine's contract is not what we took it for.
+        MisuseError: the table has no such transition; the engine does not behave as its contract says.
     """
     try:
         return NEXT[now, event]

@@ -2,8 +2,7 @@
 
 It runs on the engine's scheduler thread and never waits. The engine may ask for a match any number of times; the answer
 is the number of tokens beyond those that the engine holds itself, and these are leased from the moment of the answer
-until the request loads them, declines, is preempted, aborted or finished. Everything specific to an engine is in the
-caller.
+until the request loads them, declines, is preempted, aborted or finished. Engine-specific code is in the caller.
 """
 
 from collections.abc import Iterable, Sequence
@@ -126,7 +125,8 @@ class SchedulerHalf:
 
     def is_layerwise(self, request_id: str) -> bool:
         """Whether what this request was offered last is loaded in the very step in which it gets its blocks, so that
-        the engine takes it for computed from there on. Else the engine waits until it hears that the load ended."""
+        the engine considers it computed from then on. Otherwise the engine waits until it is told that the load ended.
+        """
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.layerwise is not None
 
@@ -278,10 +278,10 @@ class SchedulerHalf:
             self._rename(tracked)
 
     def weights_changed(self, space: KeySpace | None) -> None:
-        """The engine's weights may be other ones from now on, whose KV belongs into `space`; None: not known yet.
+        """The engine's weights may have changed; their KV belongs in `space` (None: not known yet).
 
-        What is held stays, under the names it has: it is right for whoever serves those weights. What the engine has
-        in its own blocks is of the weights before, and no name of ours may be given to it.
+        What is held stays under its keys: it is right for engines with the old weights. What the engine has in its own
+        blocks belongs to the old weights, and must not be stored under a new key.
         """
         self._space = space
         self._engine_has_old_blocks = True
@@ -313,7 +313,7 @@ class SchedulerHalf:
                 self._service.end(self._holder(request_id))  # the next question finds no promise to renew
 
     def close(self) -> None:
-        """Give every promise back and forget every request; for an engine that goes on without us."""
+        """Release every promise and forget every request; for an engine that continues without us."""
         for request_id in self._tracked:
             self._service.end(self._holder(request_id))
         self._tracked.clear()
@@ -321,7 +321,7 @@ class SchedulerHalf:
         self._loads, self._refused = [], []
 
     def is_waiting(self) -> bool:
-        """Whether some request waits for what slower tiers bring up."""
+        """Whether a request is waiting for promotions from slower tiers."""
         return self._pending > 0
 
     @property
@@ -406,7 +406,7 @@ class SchedulerHalf:
         return None
 
     def _suits_layerwise(self, tracked: Tracked, first: int, last: int, prompt_tokens: int) -> bool:
-        """What of a copy is not hidden makes all requests of the step wait."""
+        """The part of a copy that is not hidden delays all requests of the step."""
         prolonged_s = None if self.costs is None else self.costs.prolonged_s(first, last, prompt_tokens)
         return prolonged_s is not None and (prolonged_s == 0.0 or self._is_alone(tracked))
 

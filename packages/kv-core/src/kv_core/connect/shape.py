@@ -14,9 +14,9 @@ from kv_core.keys import KeySpace
 class GroupShape:
     """Layers whose bytes are one payload of every chunk.
 
-    block_tokens: the engine's block in tokens; of states, how far apart their places in the block table are.
+    block_tokens: the engine's block in tokens; for states, the distance between their entries in the block table.
     coverage: which chunks of a prefix these layers need.
-    table: which of the engine's block tables they use. Groups of ours may be parts of one of the engine's.
+    table: the engine's block table that they use. Our groups may be parts of one of the engine's.
     """
 
     block_tokens: int
@@ -55,7 +55,7 @@ class ConnectShape:
 
     @cached_property
     def tables(self) -> tuple[int, ...]:
-        """Of each of the engine's block tables its block in tokens; 0 for one that no group uses."""
+        """The block size in tokens of each of the engine's block tables; 0 for one that no group uses."""
         block_tokens = {group.table: group.block_tokens for group in self.groups}
         return tuple(block_tokens.get(table, 0) for table in range(max(block_tokens) + 1))
 
@@ -108,8 +108,9 @@ def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_toke
 
 
 def without_holes(table: Sequence[int]) -> list[int]:
-    """The table with the block that follows in place of each that is not there: what no hit needs of a chunk is filled
-    with other tokens of the same request, and so with nobody else's."""
+    """The table with each missing block replaced by the block that follows it: what no hit needs of a chunk is filled
+    with other tokens of the same request, never with another's.
+    """
     filled = list(table)
     for at in reversed(range(len(filled) - 1)):
         if filled[at] == NO_BLOCK:

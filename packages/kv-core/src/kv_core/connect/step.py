@@ -49,9 +49,9 @@ class LoadStep:
 class StateBlock:
     """Where a linear layer's state at a boundary is after this step's forward pass.
 
-    table: which of the engine's block tables has it.
+    table: the block table that contains it.
     block: its block.
-    chunk: number of the chunk that the boundary ends.
+    chunk: number of the chunk that ends at the boundary.
     """
 
     table: int
@@ -61,16 +61,17 @@ class StateBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoreStep:
-    """After this step's forward pass the request's first `len(digests)` chunks are computed: keep those we lack.
+    """After this step's forward pass the request's first `len(digests)` chunks are computed: store those that are not
+    held.
 
     request_id: the engine's.
     digests: of the chunks from the prompt's first.
     tenant: the tag in the keys.
-    blocks: for each of the engine's block tables, the blocks that these chunks are in.
-    states: those to keep, of groups that have them.
-    tail_tokens: the last digest names a chunk of so many tokens only, at the end of a prompt that another engine goes
-        on with. 0: it is whole, as all others are.
-    hold_ms: for so long they stay in the pool for another engine, unless it reads them before; 0: as all others.
+    blocks: for each of the engine's block tables, the blocks of these chunks.
+    states: those to store, of groups that have states.
+    tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
+        continues. 0: it is a whole chunk like the others.
+    hold_ms: hold them in the pool this long for another engine, unless it reads them before; 0: no hold.
     """
 
     request_id: str

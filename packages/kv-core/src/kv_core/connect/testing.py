@@ -251,7 +251,7 @@ class QueuedCopy:
         self.done()
 
     def hold_engine(self) -> None:
-        """As a device does it, which waits and lets the host go on."""
+        """As on a device, which waits while the host goes on."""
         self.queue.catch_up(self)
         self.done()
 
@@ -273,7 +273,7 @@ class CopyQueue:
     after: Callable[[QueuedCopy], None] = lambda copy: None
 
     def run(self, copies: int = 1, *, failure: str = "") -> None:
-        """Make so many of the oldest, or let them fail half way."""
+        """Execute this many of the oldest copies, or let them fail half way."""
         for _ in range(min(copies, len(self.pending))):
             copy = self.pending[0]
             self.before(copy)

@@ -51,7 +51,7 @@ class Live:
 
 
 class ToyHybrid(RuleBasedStateMachine):
-    """As `ToyEngine` of test_connect.py, with three block tables."""
+    """Like `ToyEngine` of test_connect.py, with three block tables."""
 
     @initialize(window=st.integers(1, 11))
     def start(self, window: int) -> None:
@@ -70,7 +70,7 @@ class ToyHybrid(RuleBasedStateMachine):
         return RequestTokens(name, tokens, keep_tokens=len(tokens))
 
     def take(self, table: int) -> int:
-        """A block full of what somebody else left there."""
+        """A block with another request's leftover content."""
         block = self.free[table].pop()
         for slot in range(block * BLOCK, (block + 1) * BLOCK):
             for copier in self.copiers[:2][table : table + 1]:

@@ -12,11 +12,11 @@ from kv_core.service import ReadLease
 
 @dataclass(slots=True)
 class Awaited:
-    """What a request expects of another engine and is not there yet (`kv_core.connect.handover`).
+    """What a request expects from another engine and is not there yet (`kv_core.connect.handover`).
 
     until_s: when it stops waiting.
     retry_at_s: when the cache is asked again.
-    retry_s: after how long the time after that.
+    retry_s: the interval until the time after that.
     """
 
     until_s: float
@@ -26,26 +26,26 @@ class Awaited:
 
 @dataclass(slots=True)
 class Tracked:
-    """One request we have heard of.
+    """One request.
 
     keys: its chain.
     tenant: the tag in its keys.
-    phase: where it stands.
+    phase: its phase in the life cycle.
     chunk_keys: of its chunks, chunk-major.
     promised_chunks: how many are leased for it.
-    pays: loading them is worth its while.
-    tiers: of each of those, where it came from.
-    junction: the boundary, in tokens, where other prompts part from it while a window or a state is missing there.
+    pays: whether loading them pays.
+    tiers: for each of those, the tier that it came from.
+    junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
     offered_from: how many tokens the engine had itself when it was offered more.
     offered_tokens: how many more.
-    layerwise: the chunks that it is offered, where they are to be loaded in the step itself.
+    layerwise: the chunks that it is offered, if they are to be loaded in the step itself.
     has_loaded: a load was begun, so its blocks may hold what was loaded.
-    stored_chunks: how many of its leading chunks need no more thought.
-    tail: the digest of the last, partial chunk that another engine hands over; empty: of none.
-    stored_tail_tokens: how many tokens the last, partial chunk has that was stored for another engine.
-    awaited: what it waits for of another engine.
-    has_awaited: it waits for none any more.
-    has_taken: other engines need keep nothing for it any more.
+    stored_chunks: number of leading chunks that are stored or need not be.
+    tail: the digest of the last, partial chunk that another engine hands over; empty if there is none.
+    stored_tail_tokens: tokens of the last, partial chunk that was stored for another engine.
+    awaited: what it is waiting for from another engine.
+    has_awaited: it no longer waits for another engine.
+    has_taken: other engines need not hold anything for it any more.
     may_wait: until slower tiers have had their chance.
     is_counted: its lookup is in the counts.
     mixed: its blocks may hold KV of other weights than the key space's: never stored.
@@ -74,7 +74,7 @@ class Tracked:
     mixed: bool = False
 
     def digests(self, first_chunk: int, last_chunk: int) -> tuple[Digest, ...]:
-        """Of these chunks, the last one excluded; after all whole ones comes the partial one."""
+        """The digests of these chunks, excluding the last one; the partial chunk follows all whole ones."""
         whole = self.keys.digests
         tail = (self.tail,) if self.tail and last_chunk > len(whole) else ()
         return (*whole[first_chunk:last_chunk], *tail)

@@ -26,15 +26,16 @@ _log = limited_logger(__name__)
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """What the half did since it was made.
+    """Counts since the half was created.
 
     loads_finished, loads_failed: requests.
     tokens_loaded: of those that did not fail.
     bytes_loaded: the same, as whole payloads.
-    chunks_stored: that were committed; bytes_stored: their payloads.
+    chunks_stored: chunks committed.
+    bytes_stored: their payloads.
     tokens_stored: of those, by one group's chunks of shard 0: a group that needs the whole prefix, if there is one.
-    stores_failed: leases that were given up.
-    chunks_dropped: that were not stored as too much was on its way already.
+    stores_failed: leases that were aborted.
+    chunks_dropped: chunks not stored because too much was in flight already.
     """
 
     loads_finished: int = 0
@@ -96,7 +97,7 @@ class _Gather:
 
     group: its number.
     chunks: numbers of the chunks, ascending.
-    plan: of one of these chunks, where its bytes come from.
+    plan: for one of these chunks, where its bytes come from.
     """
 
     group: int
@@ -106,11 +107,11 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one group has of a load.
+    """One group's part of a load.
 
     group: its number.
-    first_token: from where on its blocks are filled.
-    first_chunk: the one that this token is in.
+    first_token: where filling its blocks begins.
+    first_chunk: the chunk of this token.
     keys: of its chunks from there on.
     """
 
@@ -222,7 +223,7 @@ class WorkerHalf:
         return report
 
     def close(self) -> None:
-        """Give back whatever is held. Loads under way are not reported: there is nobody left to hear it."""
+        """Release everything. Loads in progress are not reported: nobody is left to receive it."""
         for load in self._loading.values():
             for event in load.copying:
                 self._settle(event)
@@ -287,7 +288,7 @@ class WorkerHalf:
         )
 
     def _finish_loads(self) -> None:
-        """Those whose copies have arrived."""
+        """Finish the loads whose copies are complete."""
         for load in list(self._loading.values()):
             if all(self._arrived(load, event) for event in load.copying):
                 self._finish(load)

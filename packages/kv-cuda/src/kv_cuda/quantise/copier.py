@@ -75,7 +75,7 @@ class QuantisingCopier:
         self._pools[pool] = device_pool(pool, memory, self._device)
 
     def detach(self, pool: str) -> None:
-        """Let go of a pool, so that it can be closed. Waits for the copies that use it."""
+        """Release a pool, so that it can be closed. Waits for the copies that use it."""
         if pool in self._pools:
             for pipeline in self._pipelines.values():
                 pipeline.end().wait()
@@ -90,7 +90,7 @@ class QuantisingCopier:
             self._pools[extent.pool].chunk(extent)
 
     def load(self, plan: TransferPlan) -> Event:
-        """Of a chunk that is loaded in part, all of it crosses the bus, and only what is asked for is written."""
+        """A chunk that is loaded in part crosses the bus as a whole, but only the requested part is written."""
         by_chunk = self._checked(plan, to_engine=True)
         pipeline = self._pipelines["load"]
         pipeline.begin()
@@ -103,7 +103,7 @@ class QuantisingCopier:
         return pipeline.end()
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
-        """As `load`; an event for each layer, all the same one: a chunk is made exact as a whole."""
+        """Like `load`, with an event for each layer, all the same one: a chunk is decoded as a whole."""
         return [self.load(plan)] * self._layout.layers
 
     def store(self, plan: TransferPlan) -> Event:
@@ -187,7 +187,7 @@ class _CopyPipeline:
         self._staging: tuple[torch.Tensor, torch.Tensor, Codes] | None = None
 
     def begin(self) -> None:
-        """What is asked for from now comes after all that the engine has launched."""
+        """Order everything requested from now on after what the engine has launched."""
         self._work.follow_current()
 
     def end(self) -> Event:

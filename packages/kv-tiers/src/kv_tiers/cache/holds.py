@@ -19,7 +19,7 @@ from kv_tiers.index.residency import Residency
 
 
 class Holds:
-    """Of one cache. Every method is called under the host's lock."""
+    """The holds of one cache. Every method is called under the host's lock."""
 
     def __init__(self, host: HostTier, index: Residency, shares: Shares) -> None:
         self._host = host
@@ -66,7 +66,7 @@ class Holds:
             self._let_go(kept)
 
     def expire(self, now_s: float) -> None:
-        """Let go of what was to be kept until now."""
+        """End the holds whose time is up."""
         late: list[int] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             until_s, slot = heappop(self._deadlines)
@@ -75,7 +75,7 @@ class Holds:
         self._let_go(late)
 
     def drop_forgotten(self) -> None:
-        """What nobody can find any more is kept for nobody."""
+        """End the holds of chunks that were forgotten."""
         self._let_go([slot for slot in self._until_s if self._index.was_forgotten(slot)])
 
     def clear(self) -> None:

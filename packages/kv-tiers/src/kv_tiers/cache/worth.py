@@ -36,11 +36,11 @@ class Part:
 class Worth:
     """What is worth waiting for.
 
-    chunks: the boundary to wait for; the one that is reached already if none is worth it.
+    chunks: the boundary to wait for; the one already reached if none is worth it.
     limit_s: how long to wait for it at most.
     skipped: the chunks beyond it.
-    awaited: the chunks up to it that slower tiers bring.
-    share: how much of each chunk to read (`Lane.shares`); None: as little as may be.
+    awaited: the chunks up to it that slower tiers deliver.
+    share: how much of each chunk to read (`Lane.shares`); None: the smallest part.
     """
 
     chunks: int

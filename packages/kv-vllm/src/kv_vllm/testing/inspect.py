@@ -37,7 +37,7 @@ class Inspect:
         }
 
     def kv_settle(self) -> None:
-        """Let what is on its way to and from the tiers below arrive."""
+        """Wait until transfers to and from the lower tiers have completed."""
         engine = _only_engine()
         if isinstance(engine.cache, LocalCache):
             engine.cache.lower.drain(10)
@@ -76,7 +76,7 @@ class Inspect:
 
 
 def _tiers(cache: LocalCache | RemoteCache) -> dict[str, Any]:
-    """What is below, where that is in this process."""
+    """The lower tiers, if they are in this process."""
     if not isinstance(cache, LocalCache):
         return {}
     return {
