@@ -53,25 +53,25 @@ from kv_tiers.tiers.disk_transfer import Carried
 from kv_tiers.tiers.index import Place
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
-"""What devices and file systems say of bytes that cannot be read, where others perhaps can."""
+"""Errors of devices and file systems for bytes that cannot be read, where others perhaps can."""
 _MAX_FAILURES: Final = 3
-"""Chunks of one call that failed by themselves before the rest is not tried: each may take the device's time-out."""
+"""Chunks of one call that fail singly before the rest is skipped: each may take the device's time-out."""
 _PROBED_CHUNKS: Final = 8
 
 
 class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where, how much, and what is feared."""
+    """The options of a disk tier."""
 
     directory: str | list[str]
-    """One, or several on different devices that chunks are spread over. Made if its parent is there."""
+    """One, or several on different devices, over which chunks are spread. Created if the parent exists."""
     capacity_bytes: int
-    """Of all directories together, for chunks of this model. Taken from the disk as it is used, about a GiB at once."""
+    """Of all directories together, for chunks of one format. Allocated as it is used, about a GiB at a time."""
     direct: Literal["auto", "always", "never"] = "auto"
-    """Past the system's page cache (O_DIRECT). auto: where the file system can."""
+    """Bypass the page cache (O_DIRECT). auto: where the file system supports it."""
     durability: Literal["power", "process"] = "power"
-    """What stored chunks survive: the machine's end, or only the process's, which saves waiting for the medium."""
+    """What stored chunks survive: a power loss, or only the end of the process, which saves waiting for the medium."""
     wait_s: float = 1.0
-    """How long a store waits for room when every chunk is being read or written."""
+    """How long a store waits for room while every chunk is being read or written."""
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy."""
 
@@ -81,7 +81,7 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def slots_for(config: DiskConfig, context: TierContext) -> int:
-    """Chunks that the capacity has room for.
+    """The number of chunks for which the capacity has room.
 
     Raises:
         ConfigError: not one for every directory, or a setting that makes no sense.

@@ -45,7 +45,7 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _PAGE_BYTES: Final = 4096
-"""The header has a page to itself, so that the chunk's bytes begin at one."""
+"""The header has a page to itself, so that the chunk's bytes begin at a page."""
 
 _KEYS_A_THREAD: Final = 32
 _SLOW_S: Final = 50e-6
@@ -53,13 +53,13 @@ _SLOW_S: Final = 50e-6
 fraction of a millisecond, and they divide it. So the first few are timed."""
 
 _SWEPT_AT_ONCE: Final = 64
-"""Files that one store looks at beside its own."""
+"""Files that one store checks besides its own."""
 
 _REST_S: Final = 60.0
-"""At least, from the beginning of one sweep to that of the next."""
+"""The least time from the beginning of one sweep to that of the next."""
 
 _MAX_FAILURES: Final = 3
-"""Files of one call that could not be read before the rest is not tried."""
+"""Files of one call that could not be read before the rest is skipped."""
 
 _TEMPORARY: Final = ".tmp"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -72,20 +72,20 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Where the files are, and how long they are kept."""
 
     directory: str
-    """It must exist already, so that nothing is written where the file system is not mounted."""
+    """Must exist, so that nothing is written where the file system is not mounted."""
     mode: Literal["private", "group"] = "private"
-    """Files and directories are for their owner (0600, 0700), or for the directory's group as well (0660, 2770)."""
+    """Access to files and directories: their owner's (0600, 0700), or the directory's group's as well (0660, 2770)."""
     key_file: str = ""
-    """A secret of 16 to 4096 bytes (0600) that all who share the directory have: only chunks made with it are served,
-    so it does not matter who else may write there."""
+    """A secret of 16 to 4096 bytes (0600) shared by all users of the directory: only chunks authenticated with it are
+    served, so it does not matter who else may write there."""
     trust_writers: bool = False
-    """Serve what anybody wrote who may write in the directory, without a key."""
+    """Serve chunks of anybody who may write in the directory, without a key."""
     ttl_s: int = 0
-    """A file is removed so long after it was last stored or loaded, give or take half of that; 0: never."""
+    """Files are removed this long after they were last stored or loaded, give or take half of it; 0: never."""
     temporary_s: int = 3600
-    """A half-written file is so old before it counts as left behind."""
+    """The age at which an incomplete file counts as left behind."""
     lookup_threads: int = 16
-    """That look for files at once, when many are asked for."""
+    """Threads that look for files when a lookup needs many."""
 
     def __post_init__(self) -> None:
         if not self.directory:
