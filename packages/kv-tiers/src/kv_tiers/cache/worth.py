@@ -14,6 +14,9 @@ _EXACTNESS_WORTH = 0.02
 approximations may be. Less than that is a tie, which goes to the more exact one."""
 _LATE = 1.5
 _GRACE_S = 0.01
+_PATIENCE = 0.25
+"""Of what computing takes: how much longer than expected to wait in any case. A load that is a little late still comes
+far sooner than computing, where that takes many times as long."""
 _PROBE_S = 0.25
 
 
@@ -133,7 +136,8 @@ def worth_waiting(
         # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, though
         # computing would be done by now: most loads that are a little late arrive in the next moment, and giving up
         # costs the whole computation besides.
-        limit_s = min(_LATE * limit_s, _LATE * chosen.seconds + _GRACE_S)
+        late_s = max(_LATE * chosen.seconds + _GRACE_S, chosen.seconds + _PATIENCE * limit_s)
+        limit_s = min(_LATE * limit_s, late_s)
     return Worth(
         chosen.chunks,
         limit_s,

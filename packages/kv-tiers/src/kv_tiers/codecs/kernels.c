@@ -253,12 +253,20 @@ static void unpack(const u8 *restrict packed, size_t packed_bytes, const u8 *res
 }
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
+#include <immintrin.h>
 /* BMI2 has an instruction for eight numbers at a time: the two functions again, in a quarter of the time. */
 #define BMI2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 
+/* Eight bits of each number, of which the lowest are set: as many as it misses. By table, as shifts by as many bits as
+ * each says take 32 bits a number. */
 BMI2 static inline void masks_of(const u8 *restrict missing, u8 *restrict masks) {
-    for (int i = 0; i < SCALED; i++)
-        masks[i] = (u8)((1u << (missing[i] & 7)) - 1);
+    const __m256i all = _mm256_setr_epi8(0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127, /* twice, */
+                                         0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127); /* for each half */
+    for (int i = 0; i < SCALED; i += 32) {
+        __m256i own = _mm256_loadu_si256((const __m256i_u *)(missing + i));
+        own = _mm256_shuffle_epi8(all, _mm256_and_si256(own, _mm256_set1_epi8(7)));
+        _mm256_storeu_si256((__m256i_u *)(masks + i), own);
+    }
 }
 
 BMI2 static size_t pack_bmi2(const u16 *restrict words, const u8 *restrict missing, size_t n, u8 *restrict out) {

@@ -21,6 +21,9 @@ from kv_core.estimate import Estimator
 
 _SOON_S: Final = 0.05
 """Of a tier of which nothing is known a load that has not come for so long says something."""
+_EVERY: Final = 4
+"""Loads that are submitted together are late together. So once something is known, of these each fourth and the last
+are samples: one busy moment must not look like a change."""
 _FADES: Final = 0.1
 """How much one load moves what is known of the sizes of payloads."""
 
@@ -56,6 +59,7 @@ class LoadSpeed:
         self._of_chunk: dict[int, float] = {}  # by share: bytes read, of the chunks' own bytes
         self._under_way: dict[int, _UnderWay] = {}  # by number, oldest first
         self._bytes = 0  # of those, what is still to be read
+        self._not_counted = 0  # loads since the last sample
 
     def seconds(self, nbytes: int, now_s: float, share: int = 1, last_bytes: int | None = None) -> float | None:
         """Seconds until chunks of these sizes, submitted now, would have arrived; None while unknown.
@@ -110,7 +114,10 @@ class LoadSpeed:
         if not brought:
             return
         read_s = now_s if load.read_s is None else load.read_s
-        self._reading.add((1.0, max(1, load.upto_bytes)), read_s - load.began_s)
+        self._not_counted += 1
+        if not self._bytes or self._not_counted >= _EVERY or self._reading.coefficients is None:
+            self._not_counted = 0
+            self._reading.add((1.0, max(1, load.upto_bytes)), read_s - load.began_s)
         if load.chunk_bytes:
             self._learn_size(1, stored_bytes / load.chunk_bytes)
             if load.share > 1:
