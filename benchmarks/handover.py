@@ -6,10 +6,14 @@ is installed beside vLLM (scripts/setup.sh nixl). And one server alone, which co
 time, so nothing is found but what was handed over.
 
 `exposed` is the time between the prefill server's answer and the first token, less what the same decode server takes
-for a prompt of one token: what a hand-over adds to a step of decoding. Its limit is the last chunk at the speed of a
-copy of memory (over loopback: of a bare socket) and 10 ms.
+for a prompt of one token, less what a step of decoding takes longer behind the long prompt than behind that one, and
+less what its HTTP side takes longer to read it: what a hand-over adds to decoding. Its limit is the last chunk at the
+speed of a copy of memory (over loopback: of a bare socket) and 10 ms. Prefill engines compute `--step-tokens` in a
+step, as chunks become visible at a step's end; with two servers the decode engine's follows the other, so that only the
+last step's chunks are still to come.
 
     python benchmarks/handover.py [--json] [--model DIRECTORY] [--tokens 2048 6000] [--prompts 5] [--quick]
+        [--step-tokens 256] [--ways alone ours …]
 """
 
 import sys
@@ -28,6 +32,7 @@ import statistics
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,9 +57,11 @@ PREFILL = {
 }
 CHUNK_TOKENS = 256
 WARM_UP = 2
+STREAMED = 24
 SLACK_S = 0.010
 MAX_OF_NIXL = 0.9
 WORDS = range(3, 2000)
+WAYS = ["alone", "ours", "ours, two servers", "nixl"]
 
 
 def write_model(directory: Path) -> str:
@@ -84,7 +91,7 @@ def transfer_of(way: str, role: str, server: ServerProcess | None) -> dict[str, 
 
 
 @contextmanager
-def engines(way: str, model: str, home: Path, max_tokens: int) -> Iterator[list[str]]:
+def engines(way: str, model: str, home: Path, max_tokens: int, step_tokens: int) -> Iterator[list[str]]:
     """The URLs of the prefill and the decode server, which are one where it is alone."""
     with ExitStack() as ending:
         servers: list[ServerProcess | None] = [None, None]
@@ -93,7 +100,7 @@ def engines(way: str, model: str, home: Path, max_tokens: int) -> Iterator[list[
             servers[0] = servers[1] = first = launch(config, socket=home / "1" / "s")
             ending.callback(first.stop)
             if way == "ours, two servers":
-                tiers = [{"type": "peers", "hosts": [first.peers], "threads": 2}]
+                tiers = [{"type": "peers", "hosts": [first.peers], "threads": 2, "follow": True}]
                 servers[1] = second = launch({**config, "tiers": tiers}, socket=home / "2" / "s")
                 ending.callback(second.stop)
         urls = []
@@ -101,7 +108,8 @@ def engines(way: str, model: str, home: Path, max_tokens: int) -> Iterator[list[
             port, log = free_port(), home / f"{number}.log"
             words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
             words += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
-            words += ["--max-model-len", str(max_tokens), "--max-num-batched-tokens", "2048"]
+            tokens = step_tokens if role == "kv_producer" else 2048
+            words += ["--max-model-len", str(max_tokens), "--max-num-batched-tokens", str(tokens)]
             if way != "alone":
                 words += ["--kv-transfer-config", json.dumps(transfer_of(way, role, servers[number]))]
             environ = os.environ | threads_environ(1) | {"XDG_RUNTIME_DIR": str(home), "HF_HUB_OFFLINE": "1"}
@@ -120,24 +128,37 @@ def post(url: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request, timeout=600)
 
 
-def first_token_s(url: str, body: dict[str, Any]) -> float:
-    """Until the first event of the stream. The answer is read to its end."""
+def stream_s(url: str, body: dict[str, Any]) -> tuple[float, float]:
+    """Until the first event of the stream, and for each token after the first. One event may carry several tokens."""
     began_s = time.perf_counter()
-    with post(url, body | {"stream": True, "max_tokens": 4}) as answer:
+    with post(url, body | {"stream": True, "max_tokens": STREAMED}) as answer:
         line = b""
         while not line.startswith(b"data:"):
             line = answer.readline()
             assert line, "the stream ended before its first token"
-        took_s = time.perf_counter() - began_s
+        first_s = time.perf_counter() - began_s
         answer.read()
-    return took_s
+    return first_s, (time.perf_counter() - began_s - first_s) / (STREAMED - 1)
 
 
-def measured(way: str, model: str, home: Path, lengths: list[int], prompts: int) -> dict[int, tuple[float, float]]:
+def refused_s(url: str, body: dict[str, Any]) -> float:
+    """Until a request is refused for a count of tokens, which is looked at once the prompt has been read."""
+    began_s = time.perf_counter()
+    try:
+        post(url, body | {"max_tokens": 10**6}).close()
+    except urllib.error.HTTPError as refused:
+        refused.read()
+        return time.perf_counter() - began_s
+    raise AssertionError("a request for a million tokens was not refused")
+
+
+def measured(
+    way: str, model: str, home: Path, lengths: list[int], prompts: int, step_tokens: int
+) -> dict[int, tuple[float, float]]:
     """By length of prompt the medians of the time to the first token and of what is exposed of the hand-over."""
     found = {}
     draw = random.Random(way)
-    with engines(way, model, home, max(lengths) + 64) as (prefill, decode):
+    with engines(way, model, home, max(lengths) + 64, step_tokens) as (prefill, decode):
         body: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True}
         for length in lengths:
             first, exposed = [], []
@@ -150,11 +171,12 @@ def measured(way: str, model: str, home: Path, lengths: list[int], prompts: int)
                         params = {"kv_transfer_params": json.load(answer)["kv_transfer_params"]}
                     assert params["kv_transfer_params"], f"{way}: nothing was handed over"
                 computed_s = time.perf_counter()
-                waited_s = first_token_s(decode, prompt | params)
-                step_s = first_token_s(decode, body | {"prompt": [draw.choice(WORDS)]})
+                waited_s, next_s = stream_s(decode, prompt | params)
+                alone_s, step_s = stream_s(decode, body | {"prompt": [draw.choice(WORDS)]})
+                reading_s = refused_s(decode, prompt) - refused_s(decode, body | {"prompt": [draw.choice(WORDS)]})
                 if number >= WARM_UP:
                     first.append(computed_s - began_s + waited_s)
-                    exposed.append(waited_s - step_s)
+                    exposed.append(waited_s - alone_s - (next_s - step_s) - reading_s)
             found[length] = statistics.median(first), statistics.median(exposed)
     return found
 
@@ -202,14 +224,15 @@ def main() -> int:
     given.add_argument("--model", default="", help="a directory; a small Llama with random weights if not said")
     given.add_argument("--tokens", type=int, nargs="+", default=[2048, 6000], help="lengths of prompts")
     given.add_argument("--prompts", type=int, default=5, help="of each length")
+    given.add_argument("--step-tokens", type=int, default=CHUNK_TOKENS, help="of a prefill engine's steps")
+    given.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="of handing over")
     given.add_argument("--quick", action="store_true", help="one prompt of 600 tokens, to see that it runs")
     args = given.parse_args()
     if args.quick:
         args.tokens, args.prompts = [600], 1
-    ways = ["alone", "ours", "ours, two servers"]
-    if importlib.util.find_spec("nixl") is not None:
-        ways.append("nixl")
-    else:
+    ways = list(args.ways)
+    if "nixl" in ways and importlib.util.find_spec("nixl") is None:
+        ways.remove("nixl")
         print("NixlConnector is left out: nixl is not installed beside vLLM (scripts/setup.sh nixl)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="kv-handover-") as directory:
         home = Path(directory)
@@ -218,13 +241,14 @@ def main() -> int:
         for number, way in enumerate(ways):
             (home / str(number)).mkdir(mode=0o700)
             try:
-                found[way] = measured(way, model, home / str(number), args.tokens, args.prompts)
+                found[way] = measured(way, model, home / str(number), args.tokens, args.prompts, args.step_tokens)
             except (SystemExit, OSError) as error:
                 if way != "nixl":
                     raise
                 print(f"NixlConnector is left out: {error}", file=sys.stderr)
         nbytes = chunk_bytes(model)
         link_s = {"ours": memory_s(nbytes), "ours, two servers": loopback_s(nbytes)}
+        link_s = {way: seconds for way, seconds in link_s.items() if way in found}
     return report(list(rows(found, args.tokens, link_s)), args.json)
 
 
@@ -237,8 +261,9 @@ def rows(
             limit_s = chunk_s + SLACK_S
             name = f"{length} tokens, {way}"
             yield Row(f"{name}: exposed", exposed_s * 1e3, "ms", limit_s * 1e3, exposed_s / limit_s, 1.0, at_most=True)
-            alone_s = found["alone"][length][0]
-            yield Row(f"{name}: first token, of alone", first_s, "s", alone_s, first_s / alone_s, 1.1, at_most=True)
+            if "alone" in found:
+                alone_s = found["alone"][length][0]
+                yield Row(f"{name}: first token, of alone", first_s, "s", alone_s, first_s / alone_s, 1.1, at_most=True)
             if "nixl" in found:
                 nixl_s, nixl_exposed_s = found["nixl"][length]
                 ratio = first_s / nixl_s
