@@ -16,9 +16,9 @@ from test_disaggregated_http import PROMPT, metric, post
 
 ROOT = Path(__file__).parents[2]
 START_S = 240
-COMMAND = 'vllm() { shift; python -m vllm.entrypoints.openai.api_server --dtype float32 --model "$@"; }'
+COMMAND = 'vllm() { shift; python -m vllm.entrypoints.openai.api_server --dtype float32 --enforce-eager --model "$@"; }'
 """What `vllm serve` runs. The command itself does not start from vLLM's wheel for CPUs, as it looks for one of another
-name."""
+name. Compiling would take minutes and is not what is shown."""
 
 
 @pytest.mark.slow
