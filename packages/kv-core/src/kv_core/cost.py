@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Use = Literal["auto", "always", "never"]
-"""When what is held is used: where it pays, always, or never."""
+"""When held chunks are used: if it pays, always, or never."""
 
 MeasuredWhat = Literal["compute", "load"]
 

@@ -17,19 +17,19 @@ from typing import Final
 
 _DEADBAND: Final = 0.15
 _CLIP: Final = 4.0
-"""A sample counts as at most so many times what was expected, and at least so small a part of it."""
+"""A sample counts as at most this many times, and at least one part in this many, of what was expected."""
 _SHORTEST_S: Final = 1e-7
 _FAR_OFF_LOG: Final = log(1.6)
 _FEW: Final = 4
-"""So many samples in a row, each far off, are a change."""
+"""This many consecutive samples, each far off, are a change."""
 _SEVERAL: Final = 12
 _OFF_ON_AVERAGE: Final = 0.18
 _SPREADS: Final = 1.5
-"""So many samples are a change if the mean of their log ratios to what was expected is beyond both: 20 %, and so many
-standard deviations of a single one, which is five of their mean."""
+"""Samples are a change if the mean of their log ratios to the expectation exceeds both 20 % and this many standard
+deviations of a single one, which is five of their mean."""
 _AMOUNT: Final = 1
-"""The feature that says how much there is to do. Where samples leave it open, seconds are taken to follow it: they are
-fitted as if one sample more had said so, and a hundredth of all."""
+"""The index of the feature that measures the amount of work. Where samples leave it open, time is assumed to be
+proportional to it: the fit includes one more sample that says so, with a hundredth of the weight of all."""
 
 
 class Estimator:

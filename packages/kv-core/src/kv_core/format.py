@@ -20,17 +20,17 @@ from kv_core.errors import InputError
 QuantisedKind = Literal["int8", "fp8"]
 Kind = Literal["canonical", "blocks", QuantisedKind]
 FormatSetting = Literal["auto", Kind]
-"""What a user may write. auto: canonical where that is proved, else blocks."""
+"""What a user may set. auto: canonical if it is proved, else blocks."""
 
 QUANTISED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "float8_e4m3fn"}
-"""The dtype of each kind that keeps numbers in one byte."""
+"""The dtype of each kind that stores one byte per element."""
 SCALE_BYTES: Final = 4
-"""Of a scale, a float32: one for each head of each token in each layer of each part."""
+"""Size of a scale, a float32: one for each head of each token in each layer of each part."""
 
 QUANTISED_VERSION: Final = 2
-"""Of the bytes of `int8` and `fp8`; part of their fingerprints. 1 had scales of rows alone."""
+"""Version of the bytes of `int8` and `fp8`; part of their fingerprints. Version 1 had scales of rows alone."""
 EXACT_TOKENS: Final = 4
-"""A chunk's first tokens, which `int8` and `fp8` keep as they are: those of a prompt's first chunk are attention's
+"""The first tokens of a chunk, which `int8` and `fp8` store exactly: those of a prompt's first chunk are attention
 sinks. None in chunks of fewer than `EXACT_FROM_TOKENS`, where they would cost too much."""
 EXACT_FROM_TOKENS: Final = 128
 

@@ -31,13 +31,13 @@ _SHARES: Final = struct.Struct(">HHH")
 _PREFIX_BYTES: Final = 30
 _PREFIX_OF: Final = itemgetter(slice(_PREFIX_BYTES))
 KEY_BYTES: Final = (_PREFIX_BYTES + 16, _PREFIX_BYTES + 32)
-"""The lengths that a key may have, by its digest's."""
+"""The possible lengths of a key, by its digest's."""
 
 TENANT_BYTES: Final = 7
 """Version, space and tenant are 24 bytes: 32 characters of base64, so a tenant's names share a prefix there too."""
 
 TENANT_AT: Final = slice(17, 17 + TENANT_BYTES)
-"""For loops in which `ChunkKey.tenant` would cost too much."""
+"""The tenant's position in a key, for loops in which `ChunkKey.tenant` would be too slow."""
 
 SPACE_ID_BYTES: Final = 16
 
@@ -187,7 +187,7 @@ class KeySpace:
     chain: str
     tags: tuple[tuple[str, str], ...] = ()
     fingerprint: bytes = field(init=False, repr=False, compare=False)
-    """16 bytes that stand for all of the above in every key."""
+    """16 bytes that represent all of the above in every key."""
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "dtype", "format", "chain"):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 BURST: Final = 10
-"""Lines of one kind that are said as they come."""
+"""Lines of one kind that are logged at once."""
 EVERY_S: Final = 60.0
-"""After those, one line in so much time; a kind that was silent for so long has its burst again."""
+"""After those, one line per this time; a kind that was silent for this long may burst again."""
 _LIMITED: Final = (logging.INFO, logging.CRITICAL)
-"""Levels that are limited, both included. Who switches DEBUG on wants everything."""
+"""The range of levels that are limited, inclusive. With DEBUG enabled everything is wanted."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class LimitFilter(logging.Filter):
 
 
 LIMIT: Final = RateLimit()
-"""Of this process. Tests reset it."""
+"""The limit of this process. Tests reset it."""
 
 
 def limited_logger(name: str) -> logging.Logger:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 _WORTH: Final = Fraction(1, 32)
-"""Of all slots' bytes: so much more is spent where it makes fewer groups, each of which is a key for every chunk."""
+"""Fraction of all slots' bytes that may be wasted to get fewer groups, each of which is a key of every chunk."""
 MOST_GROUPS: Final = 64
 
 

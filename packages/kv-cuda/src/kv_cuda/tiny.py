@@ -27,7 +27,7 @@ class TinyLlama:
     dtype: str = "float32"
     seed: int = 0
     sliding_window: int | None = None
-    """With one it is a Mistral, all of whose layers forget what lies behind the window."""
+    """If set, it is a Mistral, all of whose layers have this window."""
 
     def write(self, directory: Path) -> Path:
         """Write `config.json` and `model.safetensors` there, and return the directory."""

@@ -3,6 +3,6 @@
 from typing import Final
 
 TESTED: Final = "0.5.23"
-"""The SGLang whose interface this was written against and tested with."""
+"""The version of SGLang that this was written for and tested with."""
 
 __all__ = ["TESTED"]

@@ -43,7 +43,7 @@ _log = limited_logger(__name__)
 
 KV: Final = "kv"
 _PLAIN_CACHES: Final = ("auto", "bf16", "bfloat16")
-"""Of SGLang's kinds of caches (`--kv-cache-dtype`), those whose pools have the dtype of their numbers."""
+"""The kinds of caches in SGLang (`--kv-cache-dtype`) whose pools have the dtype of their elements."""
 
 
 @dataclass(frozen=True, slots=True)

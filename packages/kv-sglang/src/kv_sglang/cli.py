@@ -22,7 +22,7 @@ from kv_sglang.page_settings import read_settings
 
 _PAGE_TOKENS: Final = 64
 _DIRECTORY: Final = "directory"
-"""The option of tiers that names one; those that end in `_file` name files."""
+"""The option of tiers that names a directory; options that end in `_file` name files."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from kv_core.errors import ConfigError
 from kv_tiers.settings import Setting, Settings, load
 
 SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
-"""What is for SGLang in the extra config that we are handed."""
+"""Entries of the extra config that are meant for SGLang."""
 
 
 def read_settings(extra: Mapping[str, Any], page_size: int, environ: Mapping[str, str]) -> Settings:

@@ -34,7 +34,7 @@ from kv_sglang.pools import PoolPages
 
 _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
-"""Questions whose answers are kept at a time. SGLang queries requests one by one, and reads them soon after."""
+"""Number of lookups whose promises are kept. SGLang looks up requests one by one, and reads them soon after."""
 _NUMBERS: Final = itertools.count()
 
 _C = TypeVar("_C", bound=Copier)

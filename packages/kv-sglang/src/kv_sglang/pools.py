@@ -20,7 +20,7 @@ from kv_cuda.copy.streams import DoneEvent
 from kv_sglang import TESTED
 
 _CANONICAL: Final = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
-"""Exactly these: what derives from them keeps something else beside."""
+"""Exactly these classes: subclasses store more than that."""
 _DONE: Final = DoneEvent()
 
 

@@ -46,9 +46,10 @@ _CALLS: Final = {
     "register_mem_host_pool_v2": ["host_pool", "host_pool_name"],
     "on_host_pools_registered": [],
 }
-"""SGLang's calls as they are implemented here."""
+"""The calls of SGLang that are implemented here."""
 _MAX_PREFIXES: Final = 16
-"""So many restorable prefixes of a hybrid model are named, longest first; ranks agree on one that all of them have."""
+"""Number of restorable prefixes of a hybrid model to report, longest first; ranks agree on one that all of them
+have."""
 
 
 def _none_of(_self: Any, keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:

@@ -22,12 +22,12 @@ class Codec(Protocol):
     """Safe to call from several threads at once."""
 
     name: str
-    """The entry point that it is found by, in every header: at most 16 ASCII letters. What it decodes never changes its
-    meaning; another encoding is another name."""
+    """Its entry point, and its name in every header: at most 16 ASCII letters. What it decodes never changes its
+    meaning; another encoding needs another name."""
 
     is_lossless: bool
-    """What is decoded is, byte for byte, what was encoded; the lane checks it. If not, only sizes and the payload's
-    checksum are checked, and nobody uses it who did not ask for it."""
+    """Decoding returns exactly the encoded bytes, which the lane verifies. Otherwise only sizes and the payload's
+    checksum are verified, and the codec is used only where the settings ask for it."""
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         """Write the encoded chunk to the start of `out`; its size in bytes. None: `out` is too small for it, so that it
@@ -42,10 +42,10 @@ class Codec(Protocol):
 
 
 PREFIX_SHARES: Final = (2, 4)
-"""A payload's first two parts end within half of the chunk's size, the first alone within a quarter: so a reader knows
-how much to ask for."""
+"""A payload's first part ends within a quarter of the chunk's size, its first two within half, so that a reader knows
+how much to request."""
 APPROXIMATE_SHARE: Final = PREFIX_SHARES[-1]
-"""What an approximation takes at least."""
+"""The first part ends within the chunk's size divided by this."""
 
 
 @runtime_checkable
@@ -62,6 +62,6 @@ class DecodesPrefixes(Protocol):
 
 
 CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
-"""What an entry point of the group `kv_tiers.codecs` names: the options that the user wrote (without `type`; none where
-it only decodes), and what the chunks are. It raises `ConfigError` for options that cannot be honoured, and where a
-library that it needs is missing."""
+"""What an entry point of the group `kv_tiers.codecs` names. Arguments: the options that the user wrote (without `type`;
+empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a library
+that it needs is missing."""

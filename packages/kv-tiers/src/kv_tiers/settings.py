@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
     judge: JudgeConfig = JudgeConfig()
     save_decode: bool = False
-    """Keep chunks of generated tokens too, not only of prompts."""
+    """Also store chunks of generated tokens."""
     use: Literal["auto", "always", "never"] = "auto"
     """When what is held is used. auto: where loading it, with the wait for slower tiers, is estimated to be quicker
     than computing it (docs/cost.md). always: whatever is held is loaded, and waited for up to `cold.wait_s`. never:
@@ -73,26 +73,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     copy is estimated to be hidden so, or no other request would wait for it. vLLM only, in one process and where a
     model has one kind of layers; elsewhere async, whatever is said here (docs/contracts/vllm.md#layerwise-loads)."""
     min_load_tokens: Tokens = 0
-    """A hit of fewer tokens is not loaded: they are computed. vLLM only, as the two below; SGLang has its own
-    `prefetch_threshold`. A request may say otherwise (docs/requests.md)."""
+    """A smaller hit is computed instead of loaded. vLLM only, like the two below; SGLang has its own
+    `prefetch_threshold`. A request may override it (docs/requests.md)."""
     min_store_tokens: Tokens = 0
-    """A prompt of fewer tokens is not stored; with `save_decode`, a request of fewer."""
+    """A shorter prompt is not stored; with `save_decode`, a shorter request."""
     max_store_tokens: Tokens = 0
-    """What is beyond so many tokens of a request is not stored; 0: everything is."""
+    """Tokens of a request beyond this number are not stored; 0: no limit."""
     stores_in_flight_bytes: Bytes = 2 << 30
     """How much each worker may have on its way from its device to the pool while the engine goes on with the next
     steps. What is beyond is not stored. 0: a step ends when all it stores is in the pool. vLLM only; a CPU copies at
     once, whatever is said here."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
-    """What is below the host pool, hottest first: of each its type (disk, redis, valkey, s3, mooncake, shared_fs,
-    peers, dram or a third party's), name, write (through, back or never) and threads, and the options of the type."""
+    """The tiers below the host pool, hottest first: for each its type (disk, redis, valkey, s3, mooncake, shared_fs,
+    peers, dram or another package's), name, write (through, back or never) and threads, and the options of the type."""
     cold: ColdConfig = ColdConfig()
     cost: CostConfig = CostConfig()
     handover: HandoverConfig = HandoverConfig()
     tenants: list[dict[str, Any]] = []
-    """Who has a part of the pool alone: of each a name, one of salt_file (0600), salt and tag, and quota_bytes. The
-    salt is the cache_salt that the tenant's requests carry."""
+    """Tenants with names and quotas: for each a name, one of salt_file (0600), salt and tag, and quota_bytes. The salt
+    is the cache_salt of the tenant's requests."""
     observe: ObserveConfig = ObserveConfig()
     server: ServerSettings = ServerSettings()
     peers: PeersConfig = PeersConfig()

@@ -21,7 +21,7 @@ from kv_tiers.settings import Settings
 _log = limited_logger(__name__)
 
 KEY: Final = "kv_tiers"
-"""Under which ours are, so that they do not meet the names of other connectors."""
+"""The key of our options, which keeps them apart from other connectors'."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 TagName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
@@ -33,23 +33,23 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a request may say. None: as the settings have it."""
 
     load: bool = True
-    """False: nothing is loaded for it."""
+    """False: nothing is loaded."""
     use: Literal["auto", "always", "never"] | None = None
-    """When what is held is used: where it pays, always, or never, as `load: false`."""
+    """When held chunks are used: if it pays, always, or never, like `load: false`."""
     promote: bool = True
-    """False: it loads only what is in the pool, and never waits for the tiers below."""
+    """False: only what is in the pool is loaded, without waiting for lower tiers."""
     store: bool = True
-    """False: nothing of it is stored."""
+    """False: nothing is stored."""
     save_decode: bool | None = None
     """Whether its generated tokens are stored too."""
     min_load_tokens: Tokens | None = None
-    """A hit of fewer tokens is not loaded."""
+    """A smaller hit is not loaded."""
     min_store_tokens: Tokens | None = None
     """If fewer tokens could be stored, none are."""
     max_store_tokens: Tokens | None = None
-    """What is beyond so many tokens is not stored. 0: everything is."""
+    """Tokens beyond this number are not stored. 0: no limit."""
     tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
-    """What sets its chunks apart: only requests with the same tags find them."""
+    """Only requests with the same tags share chunks."""
 
 
 _FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(RequestOptions)}

@@ -11,7 +11,7 @@ _SOURCES: Final[Mapping[str, CacheHitSource]] = {
     "dram": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
 }
-"""By type. What is elsewhere has no word of its own there: vLLM means by its fallback "a remote store" too."""
+"""By type. Other tiers use vLLM's fallback, which also means "a remote store"."""
 
 
 class HitSources:

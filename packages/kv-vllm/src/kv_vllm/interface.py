@@ -13,7 +13,7 @@ from kv_tiers.attach.interface import call_differences, field_differences, unkno
 _log = limited_logger(__name__)
 
 TESTED: Final = "0.32"
-"""The vLLM that this was written against and is tested with."""
+"""The version of vLLM that this was written for and tested with."""
 
 CALLS: Final[Mapping[str, Sequence[str]]] = {
     "register_kv_caches": ["kv_caches"],
@@ -42,7 +42,7 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "build_kv_connector_stats": ["data"],
     "build_prom_metrics": ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
 }
-"""vLLM's calls of a connector as `KVTiersConnector` implements them."""
+"""The calls of a connector that `KVTiersConnector` implements."""
 
 
 def interface_differences() -> Iterator[str]:

@@ -35,9 +35,10 @@ from vllm.v1.core.kv_cache_utils import (
 from kv_vllm.block_tree import BlockTree
 
 _MAX_EXPECTED: Final = 1 << 12
-"""Chunks that requests are about to store. Those that were held or refused never come, and go when others follow."""
+"""Limit of chunks that requests are about to store. Those that were held or refused never arrive, and are dropped when
+others follow."""
 ChunkId = bytes
-"""A key without its share: whose chunk of which prefix it is."""
+"""A key without its group and shard: the tenant, and the chunk of a prefix."""
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from kv_vllm.states import read_states
 from kv_vllm.version import vllm_version
 
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""What vLLM calls its quantised caches of one number a byte and one scale a layer, and what is in the byte. Its other
-quantised caches have scales among the numbers, and only their whole blocks can be kept."""
+"""vLLM's quantised caches with one byte per element and one scale per layer, and the dtype of the byte. Its other
+quantised caches have scales among the elements, and only their whole blocks can be stored."""
 
 _TILES: Final = {
     "vLLM CPU, AMX": ((16, 2), (2, 16)),

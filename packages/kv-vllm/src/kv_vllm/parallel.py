@@ -15,7 +15,8 @@ from kv_tiers.attach.ranks import RankShare, share_of
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 _REPLICA = re.compile(r"_dp(\d+)$")
-"""How vLLM marks the engine id of each data-parallel replica, also where its configuration says that it is alone."""
+"""The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration says that
+it is alone."""
 
 
 def rank_share(vllm_config: Any) -> RankShare:

@@ -158,7 +158,7 @@ class SchedulerFigures:
 
 
 OFF: Final[Mapping[str, int]] = {"on": 0}
-"""What the scheduler's half says once when the cache has been turned off."""
+"""Reported once by the scheduler half when the cache has been turned off."""
 
 
 class WorkerFigures:

@@ -64,7 +64,7 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
 )
 
 _WATCHES: "dict[str, Weights]" = {}
-"""By vLLM's engine id, those of this process."""
+"""The watches of this process by vLLM's engine id."""
 _LOCK: Final = threading.Lock()
 
 

@@ -18,12 +18,12 @@ class StateKind(Enum):
 
 
 _BEFORE: Final = {StateKind.JUNCTION: 8.0, StateKind.TAIL: 8.0, StateKind.STEP: 1.0}
-"""Hits that each kind is taken to have brought, of 8 states, before anything is known."""
+"""Prior: hits per 8 states that each kind is assumed to bring before anything is known."""
 _PRIOR_STATES: Final = 8.0
 _MIN_WORTH: Final = 1 / 8
-"""Of the best kind's."""
+"""Fraction of the best kind's hits below which a kind is not worth storing."""
 _TRIED: Final = 16
-"""Every how many of a kind that is not worth it are stored."""
+"""Of a kind that is not worth it, one in this many is stored all the same."""
 _REMEMBERED: Final = 1 << 16
 _HALVED_AT: Final = 1024.0
 

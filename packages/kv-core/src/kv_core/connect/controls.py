@@ -44,4 +44,4 @@ class Controls:
 
 
 NO_CONTROLS: Final = Controls()
-"""Of a request without options."""
+"""The controls of a request without options."""

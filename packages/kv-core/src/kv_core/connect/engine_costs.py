@@ -15,14 +15,14 @@ from kv_core.cost import Costs, Measured, Use
 from kv_core.estimate import Estimator
 
 MIN_PREFILL_TOKENS = 16
-"""A step in which no request computes so many tokens says nothing of prompts."""
+"""A step in which no request computes this many tokens is not a sample of prefill speed."""
 _MAX_UNDER_WAY = 64
 _RETRY_S = 10.0
 _RETRY_SOON_S = 0.5
 _MAX_RETRY_S = 600.0
 _MAX_MEASURED = 256
 _SURPRISE = 0.67
-"""A load that takes a smaller part of what was estimated asks for another test soon."""
+"""A load that takes less than this fraction of its estimate brings the next test forward."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from kv_core.transfer import TransferPlan
 _log = limited_logger(__name__)
 
 LoadMode = Literal["async", "layerwise", "auto"]
-"""How chunks get into the engine's blocks: between its steps; in a step, layer by layer; or as pays better."""
+"""How chunks get into the engine's blocks: between its steps; within a step, layer by layer; or whichever is better."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
 
 
 NO_BLOCK = 0
-"""The entry of a block table that stands for no block (vLLM's null block), in groups without need of a whole prefix."""
+"""The block table entry for a missing block (vLLM's null block), in groups that do not need the whole prefix."""
 
 
 def load_from(group: GroupShape, first_token: int, last_token: int) -> int:

@@ -13,11 +13,11 @@ from kv_core.extent import HostExtent
 from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 
 Plain: TypeAlias = Any
-"""Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would say no more to a reader.)"""
+"""Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
 STEP_VERSION = 7
 NO_SPACE = bytes(SPACE_ID_BYTES)
-"""Of a plan with nothing in it, made before the scheduler knew its key space."""
+"""The key space of an empty plan that was made before the scheduler knew its own."""
 
 
 @dataclass(frozen=True, slots=True)

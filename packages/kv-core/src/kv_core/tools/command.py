@@ -8,7 +8,7 @@ import signal
 from importlib import import_module
 
 INTERRUPTED = 130
-"""The exit status that shells give to what SIGINT has ended."""
+"""The exit status that shells report for a process ended by SIGINT."""
 
 
 def run_command(module: str) -> int:

@@ -40,10 +40,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SCRATCH_BYTES = 4 << 20
 _MAX_WORD_BYTES = 8
 _MAX_SHORT_TILE = 4
-"""Tokens side by side up to which a scatter takes them one by one."""
+"""Largest tile, in adjacent tokens, that a scatter copies token by token."""
 
 _MAX_PAGES = 16
-"""Of a chunk, up to which each is moved by itself."""
+"""Largest number of pages of a chunk that are moved one by one."""
 
 _DONE = DoneEvent()
 
@@ -83,7 +83,7 @@ class _Part:
     dims: tuple[int, int]
     transposed: bool
     interleaved: bool
-    """A tile is a few tokens that lie side by side."""
+    """A tile is a few adjacent tokens."""
     pages: tuple[_Pages, ...] = ()
 
 

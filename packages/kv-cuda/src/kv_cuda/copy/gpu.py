@@ -33,9 +33,9 @@ _RING_SLOTS = 4
 _RING_SLOT_BYTES = 4 << 20
 _LIST_TOKENS = 1 << 16
 _PROGRAMS_ON_BUS = 16
-"""Multiprocessors that a kernel reading or writing host memory may hold. The bus is full with fewer."""
+"""Multiprocessors for a kernel that reads or writes host memory. Fewer already saturate the bus."""
 _PROGRAMS_ON_DEVICE = 32
-"""The same between ring and blocks: a few microseconds a piece."""
+"""The same between ring and blocks, which takes a few microseconds per piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kv_cuda.copy.numa import node_of
 from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 
 _PAGE_BYTES = 4096
-"""Chunks begin at multiples of it in every pool."""
+"""Chunks begin at multiples of this in every pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
-"""The call's number: libc has no name for it."""
+"""The system call's number: libc has no function for it."""
 _PREFERRED: Final = 1
 _MOVE: Final = 1 << 1
 _MAX_NODES: Final = 1024

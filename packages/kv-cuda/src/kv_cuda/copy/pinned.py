@@ -23,7 +23,7 @@ from kv_cuda.copy import numa
 _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
-"""The first use of a slice waits until its pages are there and locked, some tens of milliseconds."""
+"""The first use of a slice waits until its pages exist and are locked, some tens of milliseconds."""
 _ALREADY_REGISTERED: Final = 712
 
 

@@ -22,7 +22,7 @@ from kv_core.tools.doctor import version_of
 from kv_cuda.files.host_files import Files, OpenFile, Transfer
 
 _THREADS: Final = 8
-"""Of kvikio, which cuts a transfer into tasks of 4 MiB; each holds one call of cuFile."""
+"""Threads of kvikio, which divides a transfer into tasks of 4 MiB; each makes one call of cuFile at a time."""
 
 
 @dataclass(frozen=True, slots=True)

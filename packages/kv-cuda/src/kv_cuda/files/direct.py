@@ -85,7 +85,7 @@ class _Chunk:
 
 _Failures = dict[int, Damaged | ReadFailed]
 _Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
-"""Load or store chunks by a ring; why some were not, by their `at`, goes into the last."""
+"""Loads or stores chunks through a ring; reasons for failures, by their `at`, are put into the last argument."""
 
 
 class DirectCopier:

@@ -13,11 +13,11 @@ from typing import Final, Protocol
 import torch
 
 PAGE_BYTES: Final = 4096
-"""What offsets, lengths and addresses must be multiples of to go past the system's cache."""
+"""Offsets, lengths and addresses must be multiples of this to bypass the page cache."""
 _MEMORY_ALIGNED: Final = 64 << 10
-"""A page of a GPU's memory, as cuFile registers it."""
+"""The page size of GPU memory as cuFile registers it."""
 _THREADS: Final = 4
-"""As many as a disk wants at once; each holds one call of the system."""
+"""As many as keep a disk busy; each makes one system call at a time."""
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 

@@ -56,7 +56,7 @@ class Plane:
 
 
 Coder = Callable[[Plane], tuple[Numbers, int]]
-"""What comes back of a plane, and the bytes that it takes."""
+"""The decoded plane, and its size in bytes."""
 
 
 class Rival:

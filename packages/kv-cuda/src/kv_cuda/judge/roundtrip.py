@@ -19,7 +19,7 @@ _APPROXIMATE_SHARE: Final = 4
 """The first part of a payload ends within the chunk's size divided by this."""
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer its keys and values, each [1, heads, tokens, head_dim]."""
+"""For each layer its keys and values, each [1, heads, tokens, head_dim]."""
 
 
 @dataclass(slots=True)

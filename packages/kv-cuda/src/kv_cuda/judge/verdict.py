@@ -88,7 +88,7 @@ def read_verdict(path: Path) -> Verdict:
 
 
 FIRST_PARTS: Final = "progressive"
-"""The codec whose first parts may be read alone: its entry point among `kv_tiers.codecs`, and its name in findings."""
+"""The codec whose first parts may be read alone: the name of its entry point in `kv_tiers.codecs`, and in findings."""
 
 
 def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False) -> None:

@@ -25,7 +25,7 @@ product is thereby never a subnormal float32, which devices may or may not flush
 LARGEST_SCALE: Final = 2.0**118
 """Chunks with a number beyond the largest code times this are refused. No product is thereby ever infinite."""
 _EXPONENTS: Final = (-40, 120)
-"""Of a channel, the least and the most."""
+"""The range of a channel's exponent."""
 _PIECE_NUMBERS: Final = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 

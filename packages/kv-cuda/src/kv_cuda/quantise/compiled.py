@@ -14,7 +14,7 @@ from kv_core.format import ChunkFormat
 from numpy.typing import NDArray
 
 GROUP: Final = "kv_cuda.kernels"
-"""The entry points' group. Each names a function that answers `Kernels`, or None where there are none."""
+"""The entry-point group. An entry point names a function that returns `Kernels`, or None if there are none."""
 
 
 class Kernels(Protocol):

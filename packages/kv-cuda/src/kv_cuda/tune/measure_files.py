@@ -19,7 +19,7 @@ from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, aligned_zeros
 from kv_cuda.tune.measure import Sizes, paired_s
 
 CHUNKS = 16
-"""Of 32 MiB, so that the halves of the ring are used several times."""
+"""Number of chunks of 32 MiB, so that each half of the ring is used several times."""
 
 
 @dataclass(frozen=True, slots=True)

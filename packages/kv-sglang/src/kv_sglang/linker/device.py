@@ -16,7 +16,7 @@ from kv_sglang import TESTED
 from kv_sglang.pools import PoolPages, format_of_pages
 
 _PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
-"""Exactly these: what derives from them keeps its rows otherwise, or something beside."""
+"""Exactly these classes: subclasses store their rows differently, or more than rows."""
 
 
 @dataclass(frozen=True, slots=True)

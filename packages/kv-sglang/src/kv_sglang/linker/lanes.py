@@ -24,7 +24,8 @@ from kv_sglang.pages import PageStore, PoolBinding
 from kv_sglang.pools import first_slots
 
 MAX_WAITING_PAGES: Final = 4096
-"""Pages whose stores may wait. SGLang keeps them on the device until their turn, so what is beyond is not stored."""
+"""Limit of pages waiting to be stored. SGLang keeps them on the device until their turn; pages beyond are not
+stored."""
 _END_S: Final = 30.0
 
 TurnOff = Callable[[str, BaseException], None]

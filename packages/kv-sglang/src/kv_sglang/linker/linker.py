@@ -47,7 +47,7 @@ _CALLS: Final = {
     "reset": [],
     "close": [],
 }
-"""SGLang's calls as they are implemented here. More behind them is no matter."""
+"""The calls of SGLang that are implemented here. Additional arguments are ignored."""
 
 
 class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classes are untyped here

@@ -29,7 +29,7 @@ from kv_tiers.attach.identity import content_of
 _log = limited_logger(__name__)
 
 _MAX_ADAPTERS: Final = 4096
-"""Those beyond are not cached."""
+"""Further adapters are not cached."""
 
 
 @dataclass(slots=True)

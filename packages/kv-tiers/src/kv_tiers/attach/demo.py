@@ -31,7 +31,7 @@ PROMPT_TOKENS = (700, 620)
 NEW_TOKENS = 32
 TINY: Final = "tiny"
 CHUNK_TOKENS_OF_BOTH: Final = 128
-"""vLLM's blocks on a CPU have so many tokens, and SGLang's page, which is a chunk, may have."""
+"""A chunk size that both engines support: vLLM's block on a CPU has this many tokens, and SGLang's page may."""
 _CAPACITY: Final = 1 << 29
 _RESULT = "KV-DEMO "
 _PHASES = {

@@ -46,7 +46,7 @@ from kv_tiers.settings import Settings
 _log = limited_logger(__name__)
 
 _SEPARATOR = "; "
-"""Between the names of layouts, which hold spaces and commas."""
+"""Separates the names of layouts, which contain spaces and commas."""
 
 
 class EngineCopier(LayerwiseCopier, Protocol):
@@ -400,7 +400,7 @@ class Engine(OffSwitch):
 
 
 _ENGINES: dict[str, Engine] = {}
-"""The engines of this process by their ids. A process has one, or a few in tests."""
+"""The engines of this process by id. A process has one, or a few in tests."""
 
 
 def engines() -> Mapping[str, Engine]:

@@ -20,10 +20,10 @@ from kv_tiers.attach.private_json import cache_directory, read_private, write_pr
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 _BESIDE: Final = re.compile(r".*quant.*\.json|.*\.index\.json|adapter_config\.json|.*\.py")
-"""What says how weights are read: scales and methods of quantisation, which file has which layer, code of the model."""
+"""Files that say how weights are read: scales and methods of quantisation, the index of layers, the model's code."""
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _SEGMENT_BYTES: Final = 64 * 1024**2
-"""Files are hashed in parts of this size, several at a time. It is part of what a digest means."""
+"""Files are hashed in parts of this size, several at a time. The digest depends on it."""
 _READ_BYTES: Final = 1024**2
 _MAX_THREADS: Final = 4
 _SETTLED_NS: Final = 2 * 10**9

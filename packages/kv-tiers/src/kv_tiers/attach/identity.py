@@ -38,10 +38,11 @@ from kv_tiers.attach.file_digests import (
 _log = limited_logger(__name__)
 
 SHARED_ARCHITECTURES: Final = frozenset({"LlamaForCausalLM"})
-"""Those of which `tests/engine_sglang` shows that vLLM and SGLang keep the same KV, byte for byte up to rounding."""
+"""Architectures for which `tests/engine_sglang` shows that vLLM and SGLang store the same KV, byte for byte up to
+rounding."""
 
 _ADAPTER: Final = "adapter_config.json"
-"""What it is scaled by and which layers it changes."""
+"""The adapter's configuration: its scaling, and the layers that it changes."""
 _TRANSIENT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
 

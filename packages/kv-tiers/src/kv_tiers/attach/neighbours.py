@@ -26,10 +26,10 @@ from kv_tiers.settings import Settings
 _log = limited_logger(__name__)
 
 _NAMING: Final = ("directory", "url", "bucket", "endpoint", "prefix")
-"""The options of tiers that say where they are."""
+"""The options of tiers that identify the tier."""
 _MAX_NOTES: Final = 1000
 _LAST_S: Final = 30 * 86400.0
-"""An engine that has not been started for so long is not beside us any more."""
+"""An engine that has not been started for this long is ignored."""
 
 
 @dataclass(frozen=True, slots=True)

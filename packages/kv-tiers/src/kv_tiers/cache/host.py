@@ -31,7 +31,7 @@ _log = limited_logger(__name__)
 
 TIER = "host"
 AT_ONCE: Final = 256
-"""Chunks that a new quota moves or evicts before it lets others have the lock: well under a millisecond's worth."""
+"""Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 
 _MAX_KEY_SPACES: Final = 64
-"""Of which is known what an engine said of itself."""
+"""Key spaces for which an engine's costs are remembered."""
 
 
 class LocalCache:

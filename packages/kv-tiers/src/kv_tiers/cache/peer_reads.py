@@ -26,7 +26,7 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
 
 _STAGED: Final = 4
-"""Chunks of lower tiers that all peers together may have in memory beside the pool."""
+"""Chunks of lower tiers that all peers together may have in memory outside the pool."""
 
 
 @dataclass(frozen=True, slots=True)

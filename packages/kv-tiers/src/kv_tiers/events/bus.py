@@ -51,17 +51,17 @@ class Source:
 
     def __init__(self, bus: "EventBus", name: str, group_bytes: Sequence[int], chunk_tokens: int = 0) -> None:
         self.name = name
-        """Tells this cache apart from others on the same bus."""
+        """Distinguishes this cache from others on the same bus."""
         self.sizes = PayloadSizes(group_bytes)
-        """How large its chunks are."""
+        """The sizes of its chunks."""
         self.chunk_tokens = chunk_tokens
-        """Tokens of one chunk; 0 until an engine has said."""
+        """Tokens of one chunk; 0 until an engine has reported it."""
         self.on = False
-        """Somebody wants events: a subscriber, or a reader of `changes_since`."""
+        """Events are wanted, by a subscriber or a reader of `changes_since`."""
         self.on_requests = False
         """A subscriber wants the events of every request: lookups, loads and ends of holders."""
         self.is_logged = False
-        """A subscriber writes what an operator must know to a log, so that the cache does not."""
+        """A subscriber logs what an operator should know, so that the cache does not."""
         self._is_subscribed = False
         self._changes: ChangeLog | None = None
         self._queue, self._max_queued = bus._queue, bus._max_queued
@@ -106,10 +106,10 @@ class Subscriber(ABC):
     """Receives events. Called on the bus's thread only, until `close`."""
 
     wants_requests = True
-    """False: it has no use for `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not get them. They are
-    most of all events, and keep every prompt's keys alive until they are delivered."""
+    """False: it does not need `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not get them. These are
+    the majority of events, and keep every prompt's keys alive until they are delivered."""
     writes_log = False
-    """It logs what an operator must know: a tier that fails or is back, and damage."""
+    """It logs what an operator should know: a tier that fails or recovers, and damage."""
 
     @abstractmethod
     def take(self, occurred: Occurred) -> None:
@@ -271,4 +271,4 @@ class EventBus:
 
 
 UNWATCHED: Final = EventBus().source()
-"""The source of a cache that has no bus."""
+"""The source of a cache without a bus."""

@@ -17,7 +17,7 @@ from kv_core.keys import ChunkKey
 from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten
 
 MAX_KEYS: Final = 1 << 16
-"""Some 6 MB."""
+"""About 6 MB."""
 POOL: Final = "host"
 
 

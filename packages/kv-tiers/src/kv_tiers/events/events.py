@@ -15,8 +15,8 @@ from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
 EvictedFor = Literal["store", "promotion", "watermark", "quota"]
-"""Why room was needed: for a chunk to store, for one on its way up, for the free slots that `write: back` keeps, or for
-a tenant's quota."""
+"""Why room was needed: for a store, for a promotion, for the free slots that `write: back` keeps, or for a tenant's
+quota."""
 
 LoadEnding = Literal["released", "forgotten", "ended"]
 

@@ -16,7 +16,7 @@ from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 
 _MOST_GROUPS = 1 << 12
-"""That are remembered; those of models beyond are left to the policy."""
+"""Number of groups that are remembered; further ones are left to the policy."""
 
 
 class BoundedGroups:

@@ -20,11 +20,11 @@ from kv_tiers.eviction.prefix import PrefixPolicy
 from kv_tiers.plugins import load_plugin
 
 PolicySpec = str | dict[str, Any]
-"""What settings say: a name, or a mapping of `name` and parameters."""
+"""As in the settings: a name, or a mapping of `name` and parameters."""
 
 PolicyFactory = Callable[[int, Mapping[str, object]], EvictionPolicy]
-"""(the tier's capacity in chunks, the parameters that the user wrote) → a policy that has seen nothing. It raises
-`ConfigError` for parameters that it does not take."""
+"""(the tier's capacity in chunks, the parameters that the user wrote) → a new policy. It raises `ConfigError` for
+parameters that it does not take."""
 
 GROUP: Final = "kv_tiers.policies"
 DEFAULT_POLICY: Final = "prefix"

@@ -72,7 +72,7 @@ class Shares:
         """
         self.common = Share(policy, slots, is_common=True)
         self.over: set[Share] = set()
-        """Shares that have more than they may, since a quota was set."""
+        """Shares that exceed their size since a quota was set."""
         self._make_policy = make_policy
         self._own: dict[bytes, Share] = {}
         self._accounts: dict[bytes, _Account] = {}

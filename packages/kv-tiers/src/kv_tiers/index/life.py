@@ -11,7 +11,7 @@ from typing import Final
 from kv_core.errors import MisuseError
 
 BEING_WRITTEN: Final = "being written"
-"""What people read of a chunk that is `RESERVED`, where they read a tier's name of others."""
+"""Shown to people for a `RESERVED` chunk, in place of a tier's name."""
 
 
 class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks looks into the table a thousand times

@@ -20,7 +20,7 @@ from kv_core.outcome import LoadOutcome, StoreOutcome
 from kv_tiers.tier import Read
 
 MAX_DISCARDS: Final = 100_000
-"""More keys than this to be discarded by a tier that does not answer, and it is cleared instead when it does."""
+"""If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,13 @@
 """A lane: the bounded queue and the few threads in front of one tier. Nothing else calls a tier.
 
 Submitting never waits: a lane that is full or closed, or whose tier is down or stuck, refuses, and what it refuses
-costs a miss and nothing more. The order of jobs, and what is hidden meanwhile, are in `kv_tiers.lanes.jobs`.
+costs a miss and nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and what is hidden meanwhile.
 
-Chunks are turned into headers and payloads on the way out, and verified and decoded on the way back (`payloads`). A
-wrong one is discarded at once, so that the next lookup is a miss and not the same fault again.
+Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
+one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
-What happens to the tier and its chunks is published as events. The lane logs it only if no subscriber does.
-
-A tier that raises is down: nothing is sent to it until a probe succeeds. Probes are frequent at first and then ever
-rarer. A job that does not return within `stuck_s` has the same effect until it does; its memory stays lent, because the
-thread may still write there.
+A tier that raises is down: nothing is sent to it until a probe succeeds. Probes become ever rarer. A job that does not
+return within `stuck_s` has the same effect until it does; its memory stays lent, as its thread may still write there.
 """
 
 import logging
@@ -73,14 +70,12 @@ class Lane:
         approximate: first parts alone may be read of chunks that have parts. Only for a tier that `ReadsPrefixes`.
         only_hides: others fill this tier: what is discarded or cleared stays there, but is no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
-        clock: times the back-off and detects calls that hang. Drains and closes wait for threads, and so use the
-            system's clock.
-        """
+        clock: for the back-off, and for calls that hang. Drains and closes use the system's clock."""
         self.tier = tier
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
-        """Where its health and damage are published; the cache above sets it."""
+        """Where its health and damage are published; set by the cache above."""
         self._noticed = Health.UP
         self._payloads = Payloads(format_id, codec, find_codec)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
@@ -134,11 +129,9 @@ class Lane:
         return self._submit(Store(list(chunks), done))
 
     def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
-        """The expected time to load chunks of these sizes if they were requested now, including decoding; None while
-        unknown.
+        """The expected time to load chunks of these sizes, if requested now, with decoding; None while unknown.
 
-        share: of `shares`; None: the smallest part of each.
-        last_bytes: as for `LoadSpeed.seconds`.
+        share: as for `load`. last_bytes: as for `LoadSpeed.seconds`.
         """
         with self._changed:
             return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
@@ -366,9 +359,7 @@ class Lane:
         return _nothing
 
     def _load(self, job: Load) -> tuple[list[Arrival], list[str]]:
-        """The outcome of each read; and why some could not be read, which is a fault of the device and not of the
-        chunks.
-        """
+        """The outcome of each read; and why some could not be read, which is a fault of the device."""
         reads = job.reads
         arrivals = []
         wrong = []

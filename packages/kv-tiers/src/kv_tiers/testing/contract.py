@@ -1,5 +1,4 @@
-"""The contracts of `CacheService` and `EvictionPolicy`, as test classes. Inherit one, say how to make yours, and run
-pytest.
+"""The contracts of `CacheService` and `EvictionPolicy`, as test classes: inherit one, define `make`, and run pytest.
 
 Plain assertions on purpose: they are read by authors of new caches and policies.
 """
@@ -23,11 +22,8 @@ GROUP_BYTES = (CHUNK_BYTES, 40)
 
 
 class ServiceContract:
-    """Define `make`: a service with the given number of slots for chunks of `CHUNK_BYTES`, leases of 300 s by the given
-    clock.
-
-    It also returns the view in which extents are offsets. Override `teardown_method` to close what you made.
-    """
+    """Define `make`: a service with this many slots for chunks of `CHUNK_BYTES`, leases of 300 s by that clock, and
+    the view in which extents are offsets. Override `teardown_method` to close what you made."""
 
     def make(self, slots: int, clock: HandClock) -> tuple[CacheService, memoryview]:
         raise NotImplementedError
@@ -495,11 +491,10 @@ def assert_adds_up(counts: CacheCounts) -> None:
 
 
 def refuses(call: Callable[[], object]) -> None:
-    """The call is a bug of its caller and is told so, in words."""
+    """The call is a misuse, and raises `MisuseError` with a text."""
     try:
         call()
     except MisuseError as refusal:
-        said = str(refusal)
+        assert str(refusal)
     else:
         raise AssertionError("wrong use was accepted")
-    assert said

@@ -30,10 +30,12 @@ from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry
 _log = limited_logger(__name__)
 
 _MAX_SLOTS_AHEAD: Final = 16
-"""Emptied by one store for the next, so that a full tier need not wait for a wipe to last: a third of all waiting."""
+"""Slots that one store empties for the next, so that a full tier does not wait for a wipe to be durable: a third of all
+waiting."""
 _FULL_DISK_REST_S: Final = 60.0
 _UNREADABLE_REST_S: Final = 60.0
-"""A chunk that could not be read is passed over for so long, lest a bad sector rests the whole tier at each request."""
+"""A chunk that could not be read is skipped for this long, so that a bad sector does not take the whole tier down at
+each request."""
 
 
 def geometry_of(context: TierContext) -> Geometry:

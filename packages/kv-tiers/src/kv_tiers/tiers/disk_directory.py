@@ -64,11 +64,11 @@ _RECORD_LAYOUT: Final = np.dtype(
 )
 _SLAB_BYTES: Final = 1 << 30
 _MAX_SLABS: Final = 64
-"""Larger slabs for larger directories: every slab is an open file."""
+"""Larger directories have larger slabs, because every slab is an open file."""
 _RECORDS_AT_ONCE: Final = 2048
 _INDEX_STEPS: Final = 64
 _MIN_INDEX_STEP_BYTES: Final = 16 << 10
-"""The index grows in so many steps, none smaller than this: most of its room is only for payloads that are small."""
+"""The index grows in steps of at least this size: most of its room is needed only for small payloads."""
 _SLAB_NAME: Final = re.compile(r"slab-[0-9]{4}|slab-[1-9][0-9]{4,8}")
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -86,7 +86,7 @@ class DiskDirectory:
         self.slots = slots
         self._geometry = geometry
         self.notes: list[str] = []
-        """What the user should read of what was found; for the log."""
+        """Remarks for the user on what was found; for the log."""
         self._growing = threading.Lock()
         self._slabs: dict[int, File] = {}
         self._backed: dict[int, int] = {}  # bytes that have room on the medium, by slab

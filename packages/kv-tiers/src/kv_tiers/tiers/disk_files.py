@@ -11,7 +11,7 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.private_files import open_own_file
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What systems say of a medium that has no room."""
+"""Errors of a medium without space."""
 
 
 class File:
@@ -26,7 +26,7 @@ class File:
         self.path = path
         self.direct = direct
         self.in_doubt = False
-        """A sync failed: nobody knows what of the last writes has reached the medium."""
+        """A sync failed: it is unknown which of the last writes have reached the medium."""
         self._syncing = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
         self.fd = open_own_file(path, flags, "remove it or choose another directory", directory=directory)

@@ -36,7 +36,7 @@ class ChunkRecords:
         self._wipes = 0
         self._last_wipe = [0] * len(directories)
         self._durable = [0] * len(directories)
-        """By directory: wipes up to this number last."""
+        """By directory: wipes up to this number are durable."""
         self._next_number = 0
 
     def take_over(self) -> Iterator[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]:

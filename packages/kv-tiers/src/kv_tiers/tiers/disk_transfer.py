@@ -14,7 +14,7 @@ from kv_tiers.tier import Read, Write
 from kv_tiers.tiers.disk_files import File
 
 _MAX_BUFFERS: Final = 1000
-"""Of one call; every Linux takes 1024."""
+"""Buffers in one call; every Linux accepts 1024."""
 
 Segment = tuple[File, int, int]
 """File, offset and size."""

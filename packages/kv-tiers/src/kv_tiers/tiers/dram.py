@@ -21,7 +21,7 @@ from kv_tiers.tiers.space import Geometry, runs
 
 _SLOT_UNITS: Final = 16
 _LINE_BYTES: Final = 64
-"""Memory has no need for units of whole pages: of the processor's lines will do."""
+"""Memory does not need units of whole pages; cache lines suffice."""
 
 
 class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

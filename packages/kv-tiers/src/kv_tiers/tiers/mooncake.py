@@ -42,9 +42,9 @@ _NOT_FOUND: Final = -704
 _TRANSFER_FAILED: Final = -800
 
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""What Mooncake's client takes for itself; we read and write through buffers of our own."""
+"""Memory that Mooncake's client allocates for itself; we read and write through our own buffers."""
 _BUFFERS_S: Final = 30.0
-"""How long a call waits for others' transfers to end."""
+"""How long a call waits for other transfers to end."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,19 +54,19 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """host:port of `mooncake_master`."""
     prefix: str = "kv"
     metadata: str = "P2PHANDSHAKE"
-    """Where nodes find each other: their addresses are in each other's messages, or the URL of a metadata server."""
+    """How nodes find each other: addresses in their own messages, or the URL of a metadata server."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""
     """Names, separated by commas; empty: Mooncake chooses."""
     local_host: str = ""
     """This host's name or address for other nodes; empty: the address from which the master is reached."""
     contribute_bytes: int = 0
-    """Memory of this process that becomes part of the store."""
+    """Memory that this process contributes to the store."""
     transfers: int = 8
-    """Chunks on their way at once, of all calls together. Each has a buffer of a chunk's size."""
+    """Chunks in flight at once, over all calls. Each has a buffer of a chunk's size."""
     connect_timeout_s: float = 2.0
     dead_node_s: float = 30.0
-    """For how long a node that did not answer is left out."""
+    """How long a node that did not answer is left out."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", self.prefix):

@@ -26,10 +26,10 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
 _DELETED_AT_ONCE: Final = 1000
-"""The most that one request of the protocol may name."""
+"""The most objects that one request of the protocol may name."""
 
 _STREAM_BYTES: Final = 1 << 20
-"""A reply is copied into the lent pages in pieces of about this size: so much of it lies in memory twice."""
+"""A reply is copied into the borrowed pages in pieces of about this size, which is what is in memory twice."""
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -46,24 +46,24 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     region: str = "us-east-1"
     access_key_id: str = ""
     secret_access_key_file: str = ""
-    """Read once, at the start. Closed to all others (0600)."""
+    """Read once at start. Must be closed to all others (0600)."""
     anonymous: bool = False
-    """Requests are not signed."""
+    """Do not sign requests."""
     unsigned_payload: bool = False
-    """Do not hash what is stored a second time for the signature. For https, and stores that allow it."""
+    """Do not hash bodies a second time for the signature. For https, and stores that allow it."""
     virtual_hosted: bool = False
-    """The bucket is part of the host's name and not of the path."""
+    """The bucket is part of the host name instead of the path."""
     bulk_delete: bool = True
-    """Off for stores that know no request for many."""
+    """Off for stores without bulk deletion."""
     tls_ca_file: str = ""
-    """An authority beside the system's."""
+    """An authority in addition to the system's."""
     requests: int = 32
-    """In flight at once, of all calls together."""
+    """In flight at once, over all calls."""
     connect_timeout_s: float = 2.0
     timeout_s: float = 10.0
-    """For one request, its body, and what is tried again of it."""
+    """For one request, including its body and retries."""
     retries: int = 2
-    """Of a request that failed for a reason that may pass."""
+    """Of requests that failed for a reason that may be temporary."""
 
     def __post_init__(self) -> None:
         if not self.bucket or "/" in self.bucket:

@@ -36,18 +36,18 @@ from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_c
 from kv_tiers.tiers.timed_socket import Buffer
 
 _COMMANDS_AT_ONCE: Final = 1000
-"""Small commands in one round trip."""
+"""Small commands per round trip."""
 
 _AHEAD_BYTES: Final = 8 << 20
-"""Values are requested so far ahead of the one that arrives; a server keeps that much in its memory for us. Over a unix
-socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
+"""How far ahead of the arriving value further ones are requested; a server keeps that much in memory for us. Over a
+unix socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
 
 _ASKING: Final = command(b"ASKING")
 
 T = TypeVar("T")
 Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
-"""Of a conversation about those of a call's chunks that one server keeps, as their numbers. The flag: the server is
-about to take them over, and wants ASKING before every command."""
+"""A conversation with one server about those of a call's chunks that it stores, given by their numbers. The flag: the
+server is about to take them over, and wants ASKING before every command."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:

@@ -44,13 +44,14 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     url: str
     """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
-    Several hosts, separated by commas, for a cluster or its sentinels. No user and no password in here."""
+    Several hosts, separated by commas, for a cluster or its sentinels. Must not contain a user or password."""
     mode: Literal["single", "cluster", "sentinel"] = "single"
     sentinel_master: str = ""
-    """What the sentinels call the master."""
+    """The master's name at the sentinels."""
     username: str = ""
     password_file: str = ""
-    """Read at every connection, so that a password may be changed while we run. Closed to all others (0600)."""
+    """Read at every connection, so that the password may be changed at run time. Must be closed to all others
+    (0600)."""
     password_env: str = ""
     """Or the name of an environment variable."""
     tls_ca_file: str = ""
@@ -58,18 +59,18 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tls_cert_file: str = ""
     tls_key_file: str = ""
     prefix: str = "kv"
-    """Every key's beginning: letters, digits and . _ -"""
+    """Prefix of every key: letters, digits and . _ -"""
     piece_bytes: int = 4 << 20
-    """A chunk travels in values of this size at most: one reply does not hold up others for long."""
+    """Size of the largest value, so that one reply does not delay others for long."""
     ttl_s: int = 0
-    """A chunk is forgotten so long after it was stored; 0: when the server needs room."""
+    """Chunks expire this long after they were stored; 0: when the server needs room."""
     refresh_ttl: bool = False
-    """Every load begins the time anew."""
+    """Every load restarts the time to live."""
     connections: int = 8
     """Kept open to each server between calls."""
     connect_timeout_s: float = 1.0
     timeout_s: float = 5.0
-    """For sending one value, and for one reply; up to twice that when it dribbles in."""
+    """For sending one value, and for one reply; up to twice that if it arrives slowly."""
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):

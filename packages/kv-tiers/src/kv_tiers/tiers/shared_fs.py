@@ -49,8 +49,8 @@ _PAGE_BYTES: Final = 4096
 
 _KEYS_A_THREAD: Final = 32
 _SLOW_S: Final = 50e-6
-"""A look at a file that is known on this host takes 6 µs, and threads would double that; one at another host's takes a
-fraction of a millisecond, and they divide it. So the first few are timed."""
+"""A lookup of a file that is cached on this host takes 6 µs, which threads would double; one on another host takes a
+fraction of a millisecond, which they divide. So the first few are timed."""
 
 _SWEPT_AT_ONCE: Final = 64
 """Files that one store checks besides its own."""

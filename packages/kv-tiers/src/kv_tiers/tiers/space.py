@@ -21,7 +21,7 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 MAX_UNITS: Final = 24
 _MIN_UNITS: Final = 12
 CHUNKS_A_SLOT: Final = 4
-"""As many chunks as have room in so many slots on average, however small they are: each costs memory and a record."""
+"""Limit of chunks, in this many per slot, however small they are: each costs memory and a record."""
 _SLOTS_LOOKED_AT: Final = 8
 
 
@@ -51,8 +51,8 @@ class Geometry:
 
 
 PackedUnits = int | tuple[int, ...]
-"""A whole slot's units as the first of them: of many chunks that costs half the memory, and the garbage collector
-nothing."""
+"""A whole slot's units, represented by the first: for many chunks this takes half the memory, and no work of the
+garbage collector."""
 
 
 def pack(units: Sequence[int]) -> PackedUnits:
@@ -85,7 +85,7 @@ class Space:
     def __init__(self, slots: int, slot_units: int) -> None:
         self._slots, self._slot_units = slots, slot_units
         self.grows = True
-        """Slots that were never used may be given."""
+        """Unused slots may be handed out."""
         self._untouched_from = 0
         self._whole: deque[int] = deque()
         self._parts: dict[int, list[int]] = {}  # the free units of slots of which others are taken

@@ -7,7 +7,7 @@ from pathlib import Path
 from kv_core.errors import InputError
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
-"""By policy: capacity in chunks, and the hit ratio there."""
+"""By policy: capacity in chunks, and the hit ratio at it."""
 
 _KINDS = (".svg", ".png", ".pdf")
 

@@ -39,7 +39,7 @@ class Explanation:
 
 
 _Looked = tuple[str, Fate | None, bool]
-"""Of one chunk: where it is, what became of it, and whether the prompt diverges there."""
+"""For one chunk: where it is, what happened to it, and whether the prompt diverges there."""
 
 
 def explain(

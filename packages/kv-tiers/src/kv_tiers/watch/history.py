@@ -74,7 +74,7 @@ class Memory:
         self._old_next: dict[int, int] = {}
         self._key_prefixes: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
         self.is_whole = True
-        """Nothing has been forgotten so far."""
+        """Nothing has been dropped so far."""
         self.cleared_s: float | None = None
 
     def __len__(self) -> int:

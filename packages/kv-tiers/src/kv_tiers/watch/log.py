@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 REFUSED_FOR_S: Final = 10.0
-"""Seconds for which all stores must find no room before that is logged; a single one is nothing."""
+"""Seconds for which all stores must find no room before that is logged."""
 
 Say = Callable[[int, str, dict[str, Any]], None]
 """Level, text, and the same as fields."""

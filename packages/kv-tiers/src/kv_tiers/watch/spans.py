@@ -44,7 +44,7 @@ except ImportError:
     raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
 
 MAX_OPEN: Final = 4096
-"""Spans that have not ended. Beyond this number the oldest is ended."""
+"""Limit of open spans. Beyond it the oldest is ended."""
 
 _Value = str | int | float | Sequence[str] | Sequence[int]
 _Place = TypeVar("_Place")

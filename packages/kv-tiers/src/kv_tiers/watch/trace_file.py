@@ -21,7 +21,7 @@ from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 
 TRACE_VERSION: Final = 1
-"""Of what `observe.record` writes. The meaning of a version never changes."""
+"""Version of the format of `observe.record`. The meaning of a version never changes."""
 
 
 @dataclass(frozen=True, slots=True)

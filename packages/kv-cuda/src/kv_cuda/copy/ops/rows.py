@@ -26,11 +26,11 @@ from kv_cuda.copy.plan import CopyShape
 from kv_cuda.layout import PagedLayout
 
 PLANE_FIELDS = 4
-"""Of a plane in the table: address, bytes between blocks, between tokens, between runs."""
+"""Fields of a plane in the table: address, and bytes between blocks, between tokens, and between runs."""
 Span = tuple[int, int]
-"""Some planes: the first, and how many."""
+"""A range of planes: the first, and their number."""
 _TILE_BYTES = 16 << 10
-"""What a program moves at a time: 128 threads with eight words of 16 bytes each."""
+"""Bytes that a program moves at a time: 128 threads with eight words of 16 bytes each."""
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 

@@ -19,12 +19,12 @@ import triton.language as tl
 from kv_core.errors import InputError
 
 MIN_BYTES: Final = 241
-"""Shorter inputs are hashed in another way, which no chunk is worth."""
+"""Shorter inputs use another algorithm, which is not needed for chunks."""
 _BLOCK_BYTES: Final = 1024
 _STRIPE_BYTES: Final = 64
 TILE_BLOCKS: Final = 16
 AHEAD: Final = 16
-"""Sums that `fold_blocks` has on their way at once: it waits for memory otherwise, and has nothing else to do."""
+"""Sums that `fold_blocks` prefetches, because it would otherwise wait for memory."""
 
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"

@@ -22,22 +22,22 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 Trait = tuple[int, ...]
-"""Which one, with which value; what it consists of is its user's affair."""
+"""A trait and its value, both defined by the caller."""
 
 _PER_OCTAVE: Final = 2
 _INTERVALS: Final = 18
 _AT_CAPACITY: Final = 10
-"""The interval that ends where the age is the tier's capacity; the first ends at a 32nd of it, the last at 11 times."""
+"""The interval that ends at the age of the tier's capacity; the first ends at a 32nd of it, the last at 11 times."""
 _PRIOR_SAMPLES: Final = 16.0
-"""What an interval counts for in the next one, in samples."""
+"""The weight of an interval as the prior of the next one, in samples."""
 _PRIOR_RETURNS: Final = 8.0
-"""Returns, seen and expected alike, that a factor begins with: that many must come before it is far from 1."""
+"""Returns, both observed and expected, with which a factor starts: about as many are needed to move it far from 1."""
 _NEVER: Final = 2e-4
-"""What is believed before anything is known: next to nobody comes back."""
+"""The prior probability: almost nothing returns."""
 _STEPS_PER_OCTAVE: Final = 2
 _MAX_STEPS: Final = 12
 _MOST: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
-"""Chances are judged in steps of half an octave, from a 64th of the role's to 64 times as much."""
+"""Probabilities are quantised in steps of half an octave, from a 64th of the role's to 64 times as much."""
 _REFRESH_EVERY: Final = 100
 _LOST: Final = -1
 _ALL: Final = -1

@@ -25,7 +25,7 @@ class Role(IntEnum):
 MAX_OWN_BRANCHES: Final = 3
 """A segment with more branches belongs to no single session."""
 _MAX_TURNS: Final = 8
-"""A session with more turns counts as one with so many."""
+"""A session with more turns is treated as one with this many."""
 
 
 class Segment:

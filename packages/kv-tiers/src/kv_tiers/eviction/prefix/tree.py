@@ -31,7 +31,7 @@ class PrefixTree:
         self._owner = owner
         self._segment_of: dict[int, Segment] = {}
         self.now = 0
-        """The time: chunks added ever."""
+        """The time, in chunks ever added."""
 
     def segment_of(self, slot: int) -> Segment:
         return self._segment_of[slot]
