@@ -17,8 +17,7 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.testing.side_by_side import side_by_side
 
 CHUNK_BYTES = 96
-GROUP_BYTES = (CHUNK_BYTES, 40)
-"""For services whose groups differ in size."""
+GROUP_BYTES = (CHUNK_BYTES, 40)  # of services whose groups differ in size
 
 
 class ServiceContract:
@@ -495,6 +494,7 @@ def refuses(call: Callable[[], object]) -> None:
     try:
         call()
     except MisuseError as refusal:
-        assert str(refusal)
+        said = str(refusal)
     else:
         raise AssertionError("wrong use was accepted")
+    assert said
