@@ -4,8 +4,8 @@
 
 The numbers are drawn for each channel from a normal distribution of its own width. `limit` of speeds is a copy of the
 same bytes, with a codec in C as a comparison (zstd at level 1) in rows of their own. Codecs with kernels are measured
-with each kind that is here; targets are for the fastest. --recorded: a file of real keys
-and values in bfloat16 instead, in the canonical order.
+with each kind that is here; targets are for the fastest. `int8` is the chunk format, in C and by torch. --recorded: a
+file of real keys and values in bfloat16 instead, in the canonical order.
 """
 
 import sys
@@ -13,9 +13,13 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from kv_core.format import ChunkFormat
+from kv_cuda.quantise.codes import Codes
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.kernels import kernels_here
@@ -30,6 +34,8 @@ LAYERS, TOKENS, CHANNELS = 16, 256, 512
 LEAST_RATIO = {"bfloat16": 1.4, "float16": 1.1, "float32": 1.15}
 LEAST_ENCODE_GBS, LEAST_DECODE_GBS = 0.8, 2.0
 """Of bfloat16; README says what is reached."""
+LEAST_INT8_GBS = 5.0
+HEADS, HEAD_DIM = 4, 128
 
 
 def drawn(dtype: str) -> bytes:
@@ -77,6 +83,29 @@ def rows_of(codec: Codec, dtype: str, chunk: bytes, kernels: str = "", *, judged
     ]
 
 
+def int8_rows(chunk: bytes) -> list[Row]:
+    """Of the chunk format `int8`, from bfloat16."""
+    torch.set_num_threads(1)
+    tokens = 256
+    layers = len(chunk) // (4 * tokens * HEADS * HEAD_DIM)
+    exact = ChunkFormat("canonical", ("k", "v"), layers, tokens, HEADS, HEAD_DIM, "bfloat16", 2)
+    stored = replace(exact, kind="int8", dtype="int8", itemsize=1, exact_itemsize=2)
+    source = torch.frombuffer(bytearray(chunk[: exact.nbytes]), dtype=torch.uint8)
+    out, back, largest = torch.zeros(stored.nbytes, dtype=torch.uint8), torch.zeros_like(source), torch.zeros(())
+    rows = []
+    for name, may_compile in (("C", True), ("torch", False)):
+        codes = Codes(exact, stored, torch.device("cpu"), may_compile=may_compile)
+        for what, work in (
+            ("encode", lambda codes=codes: codes.encode(source, out, largest)),
+            ("decode", lambda codes=codes: codes.decode(out, back, 0, tokens)),
+        ):
+            speed = exact.nbytes / median_s(work) / 1e9
+            target = 1 if may_compile else 0
+            label = f"int8, bfloat16, {name}: {what}"
+            rows.append(Row(label, speed, "GB/s", LEAST_INT8_GBS, speed / LEAST_INT8_GBS, target, at_most=False))
+    return rows
+
+
 def main() -> int:
     made = parser(__doc__ or "")
     made.add_argument("--recorded", type=Path, metavar="FILE", help="real keys and values, bfloat16")
@@ -93,6 +122,7 @@ def main() -> int:
                 rows += rows_of(codec, dtype, chunk, kernels.name, judged=number == 0)
     for dtype, chunk in chunks.items():
         rows += rows_of(make_zstd_codec({}, ANY_CHUNKS), dtype, chunk)
+    rows += int8_rows(chunks["bfloat16"])
     return report(rows, options.json)
 
 

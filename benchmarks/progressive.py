@@ -8,7 +8,8 @@ is asked each of them once, over a link that brings only so many bytes in a seco
 estimated to pay, as by default; the others load whatever is held, and show what loading costs. The first few prompts
 of an engine are for it to learn what computing and loading take, and do not count.
 
---bandwidth: of these links alone. --prompts: how many count.
+--bandwidth: of these links alone. --prompts: how many count. --tokens: of each prompt. What is computed whatever is
+loaded, the prompt's tail and a step's own cost, is the same for all: with short prompts it hides what loading gains.
 """
 
 import sys
@@ -30,7 +31,9 @@ from benchmarks._report import Row, parser, report
 ROOT = Path(__file__).parents[1]
 BANDWIDTHS = {"1 GB/s": 1e9, "200 MB/s": 2e8, "50 MB/s": 5e7}
 SLOWEST = "50 MB/s"
-PROMPT_TOKENS = 1600  # six chunks and a tail
+PROMPT_TOKENS = 1600
+"""Six chunks and a tail."""
+MOST_TOKENS = 8192
 LEARNING = 5
 """Prompts that an engine computes, and as many that it loads, before any counts."""
 NEVER_SLOWER = 1.05
@@ -69,7 +72,7 @@ def cache_over(directory: Path, way: Way, bytes_per_s: float) -> dict[str, Any]:
 
 def serve(model: str, cache: dict[str, Any] | None) -> None:
     """A child: one engine, asked by lines of JSON. It ends when everything is stored."""
-    engine = _engines.vllm(model, cache, dtype="bfloat16", max_num_batched_tokens=2048)
+    engine = _engines.vllm(model, cache, dtype="bfloat16", max_model_len=MOST_TOKENS, max_num_batched_tokens=2048)
     _child.serve(lambda prompt: _engines.ask_vllm(engine, prompt, 1)[0])
     if cache is not None:
         from kv_tiers.attach.engine import engines
@@ -78,14 +81,14 @@ def serve(model: str, cache: dict[str, Any] | None) -> None:
             inner.cache.lower.drain(60.0)
 
 
-def prompts(model: str, count: int) -> list[list[int]]:
+def prompts(model: str, count: int, prompt_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Different text of this repository's documents each."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     pages = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
     tokens = tokenizer.encode("\n\n".join(page.read_text(encoding="utf-8") for page in pages))
-    made = [tokens[at : at + PROMPT_TOKENS] for at in range(0, len(tokens) - PROMPT_TOKENS, PROMPT_TOKENS)]
+    made = [tokens[at : at + prompt_tokens] for at in range(0, len(tokens) - prompt_tokens, prompt_tokens)]
     if len(made) < count:
         raise SystemExit(f"the documents make {len(made)} prompts, and {count} are needed: fewer --prompts")
     return made[:count]
@@ -125,10 +128,11 @@ def main() -> int:
     made.add_argument("--model", required=True, help="a model's folder, as `scripts/setup.sh smollm2` prints it")
     made.add_argument("--prompts", type=int, default=10, help="how many count (default: 10)")
     made.add_argument("--bandwidth", action="append", choices=BANDWIDTHS, help="of these links alone")
+    made.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of each prompt (default: 1600)")
     options = made.parse_args()
     from kv_tiers.testing.throttled import offer
 
-    asked = prompts(options.model, 2 * LEARNING + options.prompts)
+    asked = prompts(options.model, 2 * LEARNING + options.prompts, options.tokens)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as folder:
         scratch = Path(folder)
