@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from benchmarks._report import Row, parser, report
 
 LIMIT_S = 30e-6
-REQUESTS = (1, 8, 32)
+REQUESTS = (1, 8, 32, 128)
 STEPS = 3000
 
 

@@ -213,6 +213,32 @@ class Oracle:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def run_until_it_waits(self, request_id: str, steps: int = 500) -> None:
+        """Step until this streaming session waits for its next input."""
+        for _ in range(steps):
+            if self.scheduler.requests[request_id].status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self.drain()
+                return
+            self.step()
+        raise AssertionError(f"{request_id} does not wait after {steps} steps")
+
+    def go_on(self, request_id: str, prompt: list[int], new_tokens: int) -> None:
+        """The next input of a streaming session that waits. What it generated is prompt now, but for its last token."""
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        self.scheduler.add_request(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=sampling,
+                pooling_params=None,
+                resumable=True,
+            )
+        )
+        request = self.scheduler.requests[request_id]
+        self.tokens[request_id] = list(request.all_token_ids)
+        self.prompt_tokens[request_id] = request.num_prompt_tokens
+        self.generated[request_id] = []
+
     def run(self, steps: int = 500) -> None:
         """Step until nothing is left; a scheduler that starves is a failure, not a hang."""
         for _ in range(steps):

@@ -214,7 +214,7 @@ def test_a_generated_tokens_kv_under_a_reference_window_is_not_a_prompts(
     tiny_llama: str, linear_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr("kv_vllm.connector.keeps_prompts_only", lambda config: False)
+    monkeypatch.setattr("kv_vllm.translate.keeps_prompts_only", lambda config: False)
     oracle = built(("reference:64",), tiny_llama, linear_model, save_decode=True)
     ask(oracle, "a", SHARED[:200], 100)
     with pytest.raises(AssertionError, match="wrong K: request b"):

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def request(**fields: Any) -> Request:
     [
         {"prompt_token_ids": None, "prompt_embeds": torch.zeros(3, 4)},
         {"prompt_embeds": torch.zeros(3, 4), "prompt_is_token_ids": [True, False, True]},
-        {"resumable": True},
+        {"resumable": True, "mm_features": [SimpleNamespace(identifier="an image")]},
         {"sampling": {"skip_reading_prefix_cache": True}},
         {"sampling": {"prompt_logprobs": 1}},
         {"lora_request": LoRARequest("a", 1, "/adapters/a", load_inplace=True)},

@@ -1,6 +1,7 @@
 """One cache, many engines: what crosses the socket means what it means in one process."""
 
 import os
+from collections import Counter
 from unittest import mock
 
 from hypothesis import settings
@@ -50,6 +51,10 @@ class RemoteMachine(ServiceMachine):
     def close(self) -> None:
         assert not self.behind._leases.holders()
         assert not any(self.behind._index._leases)
+        resident = self.behind.admin.resident_keys()
+        held = self.behind.admin.held()
+        assert held.payload_bytes == self.behind.pool.sizes.total(resident)
+        assert held.chunks == max(Counter(key[24:28] for key in resident).values(), default=0)
         self.cache.close()
         self.served.close()
 
@@ -173,5 +178,12 @@ def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedSer
     assert worker.counts.chunks_stored == 2 * len(shape.groups)
     keys = SPACE.keys(digests, groups=len(shape.groups))
     assert cache.lookup(keys, "asker", shape=shape.chunk).chunks == 2
+    cache.end("asker")
+    (behind,) = served.server.caches.values()
+    assert behind.admin.held() == (2, 2 * len(shape.groups) * CHUNK_BYTES)  # a chunk is counted once
+    cache.forget(keys[:1])
+    assert behind.admin.held() == (2, (2 * len(shape.groups) - 1) * CHUNK_BYTES)
+    cache.clear()
+    assert behind.admin.held() == (0, 0)
     worker.close()
     cache.close()

@@ -14,11 +14,9 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.held import HeldBlocks
 from kv_core.connect.inputs import RequestTokens
 from kv_core.connect.layerwise import LayerwiseReport
@@ -49,11 +47,11 @@ from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
-from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
+from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
-from kv_vllm.translate import request_tokens, served_model
+from kv_vllm.translate import request_reader, served_model
 from kv_vllm.weights import Weights, adapter_identity
 
 _log = limited_logger(__name__)
@@ -104,7 +102,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         check_parallelism(vllm_config)
-        self._read = partial(request_tokens, settings=self._settings, prompts_only=keeps_prompts_only(kv_cache_config))
+        self._read = request_reader(vllm_config, kv_cache_config, self._settings)
         self._engine = engine_of(str(transfer.engine_id))
         if not self.off and (why := check_interface()):
             self._engine.refuse(why)
@@ -112,6 +110,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._steps: StepReader | None = None
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
+        self._sessions = Sessions()
         self._kv_cache_manager: Any = None
         self._held: HeldBlocks | None = None
         self._in_process = in_one_process(vllm_config)
@@ -426,12 +425,21 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.allocated(request.request_id, num_external_tokens, tables)
 
     def _known(self, request: Any) -> RequestTokens | None:
+        if self._sessions.is_another(request):
+            self._drop(request.request_id)
         known = self._requests.get(request.request_id)
         if known is None:
             if (tokens := self._read(request, adapter_identity=adapter_identity(self._engine.weights))) is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]
+
+    def _drop(self, request_id: str) -> None:
+        """What is known of it holds no more."""
+        self._requests.pop(request_id, None)
+        self._promised.forget(request_id)
+        if self._scheduler is not None:
+            self._scheduler.finished(request_id)
 
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
@@ -442,12 +450,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
             time.sleep(_IDLE_STEP_S)
+        for request_id in self._sessions.follow(scheduler_output, self._requests):
+            self._drop(request_id)
         assert self._steps is not None
         step = self._steps.read(scheduler_output, self._requests)
         plan = self._scheduler.build_step(step.scheduled)
-        if (costs := self._scheduler.costs) is not None:
-            counts = step.most_tokens >= MIN_PREFILL_TOKENS and not plan.loads
-            costs.step_scheduled(step.tokens, step.pairs, counts=counts)
+        self._steps.planned(step, plan)
         if self._events is not None:
             self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
         return plan
@@ -466,12 +474,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._step = StepPlan(number=metadata.number)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._requests.pop(request.request_id, None)
-        self._promised.forget(request.request_id)
+        self._sessions.forget(request.request_id)
         half, settings = self._scheduler, self._settings
         answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
-        if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
+        self._drop(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:
             # vLLM's API server kills this process without a chance for last words, so they come when it falls idle.
             self._engine.log_summary()

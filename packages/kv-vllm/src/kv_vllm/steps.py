@@ -8,6 +8,7 @@ from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.quiet import QuietSteps
 from kv_core.connect.scheduler import SchedulerHalf
+from kv_core.connect.step import StepPlan
 
 from kv_vllm.states import settled_states
 
@@ -66,6 +67,12 @@ class StepReader:
             self._quiet.looked_at(known, computed_tokens)
         self._look_at_absent(given, requests)
         return Step(scheduled, tokens, most, pairs)
+
+    def planned(self, step: Step, plan: StepPlan) -> None:
+        """The step is handed to the workers with this plan."""
+        if (costs := self._half.costs) is not None:
+            counts = step.most_tokens >= MIN_PREFILL_TOKENS and not plan.loads
+            costs.step_scheduled(step.tokens, step.pairs, counts=counts)
 
     def _look_at_absent(self, given: Mapping[str, int], requests: Mapping[str, tuple[Any, RequestTokens]]) -> None:
         """Requests that run without being in this step may be in the next."""

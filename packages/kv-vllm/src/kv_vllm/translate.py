@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from kv_core.connect.inputs import RequestTokens
@@ -11,7 +12,18 @@ from kv_tiers.settings import Settings
 
 from kv_vllm.controls import chosen
 from kv_vllm.handover import with_handover
+from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.parallel import draft_model
+
+
+def request_reader(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Callable[..., RequestTokens | None]:
+    """`request_tokens` with all of its arguments but the request and `adapter_identity`."""
+    return partial(
+        request_tokens,
+        settings=settings,
+        prompts_only=keeps_prompts_only(kv_cache_config),
+        pools_parts=bool(vllm_config.model_config.is_prefix_caching_supported),
+    )
 
 
 def request_tokens(
@@ -20,24 +32,25 @@ def request_tokens(
     *,
     adapter_identity: Callable[[Any], str | None] | None = None,
     prompts_only: bool = False,
+    pools_parts: bool = False,
 ) -> RequestTokens | None:
     """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
-    Without one are prompts given as embeddings, sessions whose earlier tokens are replaced while they stream, adapters
-    that are reloaded in place or whose files have not been read yet, and requests that ask not to read caches. Pooling
-    requests are excluded too: some poolers fail on a prompt of which only a part is computed, and it cannot be seen
-    from here which ones.
+    Without one are prompts given as embeddings, streaming sessions with media, adapters that are reloaded in place or
+    whose files have not been read yet, and requests that ask not to read caches, as those do that pool every token.
 
     settings: the defaults of requests.
     adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
         one.
     prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
+    pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
+        requests are excluded.
     """
     lora = request.lora_request
-    if request.pooling_params is not None:
+    if request.pooling_params is not None and not pools_parts:
         return None
     named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
-    if not named_by_tokens or request.resumable or request.skip_reading_prefix_cache:
+    if not named_by_tokens or request.skip_reading_prefix_cache or (request.resumable and request.mm_features):
         return None
     adapter = None
     if lora is not None:

@@ -16,7 +16,7 @@ from kv_core.service import CacheService
 
 from kv_tiers.cache.hits import find_hit, needed_count
 from kv_tiers.cache.holds import Holds
-from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
+from kv_tiers.cache.host import AT_ONCE, TIER, Held, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.events import events
 from kv_tiers.eviction.shares import Shares
@@ -148,6 +148,11 @@ class Administration:
         with self._host.lock:
             self._host.check_open()
             return self._index.keys()
+
+    def held(self) -> Held:
+        """How many chunks a lookup could find in the pool now, and their bytes."""
+        with self._host.lock:
+            return self._host.held()
 
     def where(self, keys: Sequence[ChunkKey]) -> list[str]:
         """The fastest tier that holds each key, `BEING_WRITTEN`, or "" for nowhere. Leases and touches nothing.

@@ -93,6 +93,9 @@ class CacheReport:
     tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most.
     tenants_known: how many there are in all.
     handed_over: chunks that are kept for another engine now (`kv_tiers.cache.holds`).
+    chunks: that lookups can find in the pool, each once, however many groups and shards are held of it. `counts` count
+        every group and shard by itself, but for lookups.
+    payload_bytes: of all of these; slots may be larger.
     """
 
     chunk_bytes: int
@@ -105,6 +108,8 @@ class CacheReport:
     tenants: list[TenantReport] = field(default_factory=list)
     tenants_known: int = 0
     handed_over: int = 0
+    chunks: int = 0
+    payload_bytes: int = 0
 
 
 @dataclass(slots=True)

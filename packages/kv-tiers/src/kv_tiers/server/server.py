@@ -322,6 +322,7 @@ class CacheServer:
                 _tiers(cache),
                 *_tenants(cache, self._names),
                 cache.holds.chunks,
+                *cache.admin.held(),
             )
             for (group_bytes, fingerprint), cache in self._caches.by_format().items()
         ]

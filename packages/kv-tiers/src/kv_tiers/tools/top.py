@@ -67,30 +67,33 @@ class Watch:
 
 def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -> CacheRow:
     counts, nbytes = cache.counts, cache.chunk_bytes
+    # Groups of layers differ in size, and a lookup counts a chunk once, whatever it has of them.
+    stored_bytes = cache.payload_bytes / counts.chunks_resident if counts.chunks_resident else nbytes
+    found_bytes = cache.payload_bytes / cache.chunks if cache.chunks else nbytes
     recent = None
     pool_in = pool_out = None
     if before is not None:
         hit = counts.chunks_hit - before.counts.chunks_hit
         recent = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
-        pool_in = (counts.chunks_committed - before.counts.chunks_committed) * nbytes / seconds
-        pool_out = hit * nbytes / seconds
+        pool_in = (counts.chunks_committed - before.counts.chunks_committed) * stored_bytes / seconds
+        pool_out = hit * found_bytes / seconds
     pool = TierRow(
         TIER,
         Health.UP.name.lower(),
         counts.slots_used * nbytes,
         counts.slots_total * nbytes,
-        counts.chunks_resident,
+        cache.chunks,
         pool_in,
         pool_out,
         0,
     )
     old = {tier.name: tier for tier in before.tiers} if before is not None else {}
-    tiers = [_tier_row(tier, old.get(tier.name), nbytes, seconds) for tier in cache.tiers]
+    tiers = [_tier_row(tier, old.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
     ever = _ratio(counts.chunks_hit, counts.chunks_asked)
     return CacheRow(cache.fingerprint, nbytes, cache.sessions, recent, ever, [pool, *tiers])
 
 
-def _tier_row(tier: TierReport, before: TierReport | None, nbytes: int, seconds: float) -> TierRow:
+def _tier_row(tier: TierReport, before: TierReport | None, nbytes: float, seconds: float) -> TierRow:
     health = tier.health.lower() + (f": {tier.why}" if tier.why and tier.health != Health.UP.name else "")
     return TierRow(
         tier.name,

@@ -1,0 +1,50 @@
+"""Streaming sessions: requests of vLLM's whose prompt goes on while they live.
+
+When a turn has ended, vLLM keeps the tokens that it has computed, drops the last one that it sampled, and appends what
+comes next; all of that is the prompt from then on. Nothing that is named by then changes: only computed tokens are
+stored, and the prompt of a lookup is computed before the turn ends. The exception is a session that lost its blocks
+before its next input came: vLLM then begins it anew, and so do we.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from kv_core.connect.inputs import RequestTokens
+
+
+class Sessions:
+    """The sessions of one scheduler, by how long their prompts were when they were looked at last."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[str, int] = {}
+
+    def is_another(self, request: Any) -> bool:
+        """Whether vLLM begins it anew with another prompt than it had when it was looked at last. Asked where vLLM
+        looks a request up, which it does only if the request has no blocks."""
+        return request.resumable and self._look(request) not in (None, request.num_prompt_tokens)
+
+    def follow(self, output: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> list[str]:
+        """Give the sessions that go on in this step their longer prompts. Returns those that have no name of ours from
+        now on, as media came with their input.
+
+        output: vLLM's `SchedulerOutput`. requests: ours, by id.
+        """
+        dropped = []
+        for new in output.scheduled_new_reqs:
+            request, known = requests.get(new.req_id, (None, None))
+            if request is None or known is None or not request.resumable:
+                continue
+            before = self._look(request)
+            if request.mm_features:
+                dropped.append(new.req_id)
+            elif known.keep_tokens == before:  # else generated tokens are kept as well
+                requests[new.req_id] = (request, replace(known, keep_tokens=request.num_prompt_tokens))
+        return dropped
+
+    def forget(self, request_id: str) -> None:
+        self._prompt_tokens.pop(request_id, None)
+
+    def _look(self, request: Any) -> int | None:
+        before = self._prompt_tokens.get(request.request_id)
+        self._prompt_tokens[request.request_id] = request.num_prompt_tokens
+        return before
