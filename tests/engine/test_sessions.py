@@ -92,9 +92,8 @@ async def _answers(model: str, cache: dict[str, Any] | None, sessions: list[list
             kv_connector_extra_config=cache,
         )
     arguments: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "enable_prefix_caching": False}
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(model=model, skip_tokenizer_init=True, kv_transfer_config=transfer, **arguments)
-    )
+    arguments |= {"enforce_eager": True, "skip_tokenizer_init": True}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, kv_transfer_config=transfer, **arguments))
     sampling = SamplingParams(
         temperature=0, max_tokens=8, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
