@@ -176,9 +176,9 @@ def test_exact_formats_need_no_verdict() -> None:
     [
         ("", "Expecting value"),
         ("[]", "is no file of `kv judge`"),
-        ('{"version": 2}', "another version"),
-        ('{"version": 1, "findings": [{"kl": 1}]}', "is no file of `kv judge`"),
-        (json.dumps({"version": 1, "findings": [], "heads": [[1]]}), "is no file of `kv judge`"),
+        ('{"version": 1}', "other versions of the formats"),
+        ('{"version": 2, "findings": [{"kl": 1}]}', "is no file of `kv judge`"),
+        (json.dumps({"version": 2, "findings": [], "heads": [[1]]}), "is no file of `kv judge`"),
     ],
 )
 def test_what_is_no_verdict_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any, Final
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Changes whenever the bytes of a judged format do, because findings on the old ones do not hold for the new. 1 judged
+`int8` and `fp8` with scales of rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def read_verdict(path: Path) -> Verdict:
         raise ConfigError(f"judge.verdict {path}: {error}; `kv judge MODEL --out {path}` writes one") from error
     try:
         if said.pop("version") != VERSION:
-            raise ConfigError(f"judge.verdict {path} is of another version; write it again with `kv judge`")
+            raise ConfigError(f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`")
         findings = tuple(Finding(**finding) for finding in said.pop("findings"))
         heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
         return Verdict(heads=heads, findings=findings, **said)
