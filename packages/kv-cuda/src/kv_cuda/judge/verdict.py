@@ -81,7 +81,9 @@ def read_verdict(path: Path) -> Verdict:
         raise ConfigError(f"judge.verdict {path}: {error}; `kv judge MODEL --out {path}` writes one") from error
     try:
         if said.pop("version") != VERSION:
-            raise ConfigError(f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`")
+            raise ConfigError(
+                f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`"
+            )
         findings = tuple(Finding(**finding) for finding in said.pop("findings"))
         heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
         return Verdict(heads=heads, findings=findings, **said)
