@@ -39,11 +39,22 @@ def test_the_tiers_it_shows_can_be_written_so() -> None:
         read_options(OPTIONS[tier["type"]], own, tier["type"])
 
 
-def test_every_link_in_the_documents_leads_to_a_file() -> None:
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_link_in_the_documents_leads_to_a_file_and_a_heading() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]:
-        for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
-            if not target.startswith(("http:", "https:")):
-                assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text()):
+            if target.startswith(("http:", "https:")):
+                continue
+            link = f"{document.relative_to(ROOT)} links to {target}#{anchor}"
+            found = document.parent / target if target else document
+            assert found.exists(), link
+            assert not anchor or found.suffix != ".md" or anchor in headings(found), link
 
 
 def test_no_path_of_a_machine_and_no_lock_is_committed() -> None:

@@ -1,9 +1,9 @@
-"""Streaming sessions: requests of vLLM's whose prompt goes on while they live.
+"""Streaming sessions: requests of vLLM whose prompt grows while they live.
 
-When a turn has ended, vLLM keeps the tokens that it has computed, drops the last one that it sampled, and appends what
-comes next; all of that is the prompt from then on. Nothing that is named by then changes: only computed tokens are
-stored, and the prompt of a lookup is computed before the turn ends. The exception is a session that lost its blocks
-before its next input came: vLLM then begins it anew, and so do we.
+When a turn has ended, vLLM keeps the computed tokens, drops the last sampled one, and appends the next input; all of
+that is the prompt from then on. Nothing that was stored becomes wrong: only computed tokens are stored, and the prompt
+of a lookup is computed before the turn ends. The exception is a session that lost its blocks before its next input
+came: vLLM then starts it anew, and so do we.
 """
 
 from dataclasses import replace
@@ -13,21 +13,23 @@ from kv_core.connect.inputs import RequestTokens
 
 
 class Sessions:
-    """The sessions of one scheduler, by how long their prompts were when they were looked at last."""
+    """The sessions of one scheduler, with the length of their prompts when they were last examined."""
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[str, int] = {}
 
     def is_another(self, request: Any) -> bool:
-        """Whether vLLM begins it anew with another prompt than it had when it was looked at last. Asked where vLLM
-        looks a request up, which it does only if the request has no blocks."""
+        """Whether vLLM starts the session anew with another prompt than before. Called when vLLM looks the request up,
+        which it does only if the request has no blocks.
+        """
         return request.resumable and self._look(request) not in (None, request.num_prompt_tokens)
 
     def follow(self, output: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> list[str]:
-        """Give the sessions that go on in this step their longer prompts. Returns those that have no name of ours from
-        now on, as media came with their input.
+        """Give the sessions that continue in this step their longer prompts. Returns those that can no longer be named,
+        because media came with their input.
 
-        output: vLLM's `SchedulerOutput`. requests: ours, by id.
+        output: vLLM's `SchedulerOutput`.
+        requests: ours, by id.
         """
         dropped = []
         for new in output.scheduled_new_reqs:

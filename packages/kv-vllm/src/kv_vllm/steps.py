@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has put into a step, in `kv_core.connect`'s words."""
+"""Translates what vLLM's scheduler has put into a step for `kv_core.connect`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from kv_vllm.states import settled_states
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """scheduled: the requests that may have something to store.
+    """A step. scheduled: the requests that may have something to store.
 
-    tokens: that the step computes, of all requests.
+    tokens: computed by the step, of all requests.
     most_tokens: of one request.
-    pairs: of tokens and what they attend to, of our requests; 0 where nobody computes a prompt.
+    pairs: of tokens and what they attend to, of our requests; 0 if no prompt is computed.
     """
 
     scheduled: list[Scheduled]
@@ -29,7 +29,7 @@ class Step:
 
 
 class StepReader:
-    """Of one scheduler."""
+    """Reads the steps of one scheduler."""
 
     def __init__(self, vllm_config: Any, half: SchedulerHalf) -> None:
         self._vllm_config = vllm_config
@@ -38,7 +38,7 @@ class StepReader:
         self._seen: set[str] = set()
 
     def look_again(self) -> None:
-        """What was stored of some request may not count any more."""
+        """Examine every request in the next step, because what was stored of some may no longer count."""
         self._quiet.end()
 
     def read(self, output: Any, requests: Mapping[str, tuple[Any, RequestTokens]]) -> Step:
@@ -75,7 +75,7 @@ class StepReader:
             costs.step_scheduled(step.tokens, step.pairs, counts=counts)
 
     def _look_at_absent(self, given: Mapping[str, int], requests: Mapping[str, tuple[Any, RequestTokens]]) -> None:
-        """Requests that run without being in this step may be in the next."""
+        """Requests that are running but not in this step may be in the next."""
         self._seen.update(given)
         self._seen &= requests.keys()
         for request_id in self._seen - given.keys():

@@ -1,8 +1,8 @@
-"""What a cache keeps for other engines, announced to the servers of other hosts while the prompt is still computed.
+"""The feed of handed-over chunks, announced to the servers of other hosts while the prompt is still being computed.
 
-Each announcement has a number. A follower says which one it has seen last and waits for those after it, so it misses
-none, whatever becomes of a connection. What it has not fetched when the time is over, it does not need to hear of: the
-list is short, and a follower that is told too little finds the chunks by its next lookup.
+Announcements are numbered. A follower names the last one that it has seen and waits for those after it, so it misses
+none, whatever happens to a connection. Announcements whose hold has expired are dropped, and the list is bounded; a
+follower that misses some finds the chunks by its next lookup.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 
 _MAX_KEYS: Final = 1 << 16
-"""Keys in all announcements together: some megabytes."""
+"""Limit of keys in all announcements together: some megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class HandedOver:
 
     number: of the announcement, from 1.
     chain: the prompt's keys of one group and shard, up to the last of these chunks.
-    first: the place of the first one in the chain. Not all from there on need be held.
-    until_s: how long they are kept, by the cache's clock.
+    first: the position of the first one in the chain. Not all from there on need be held.
+    until_s: how long they are held, by the cache's clock.
     """
 
     number: int
@@ -37,11 +37,11 @@ class HandedOver:
 
 
 class HandOverFeed:
-    """Of one cache, for any thread."""
+    """The feed of one cache. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self.name = secrets.token_bytes(16)
-        """Of this feed and no other, ever: numbers of another one mean nothing here."""
+        """Unique to this feed for ever, because the numbers of another feed mean nothing here."""
         self._clock = clock
         self._changed = threading.Condition()
         self._announced: deque[HandedOver] = deque()
@@ -59,12 +59,13 @@ class HandOverFeed:
             self._changed.notify_all()
 
     def seconds_left(self, announced: HandedOver) -> float:
-        """How much longer these chunks are kept."""
+        """How much longer these chunks are held."""
         return max(0.0, announced.until_s - self._clock.now_s())
 
     def after(self, number: int, timeout_s: float, max_keys: int) -> tuple[int, list[HandedOver]]:
-        """The announcements after this one that still count, oldest first, as many as have so many keys together; and
-        the number up to which that is all. It waits until there is one, or the time is over."""
+        """The valid announcements after this one, oldest first, up to the given number of keys; and the number up to
+        which these are all. Waits until there is one, or the time is up.
+        """
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while self._number <= number and (left_s := until_s - time.monotonic()) > 0:

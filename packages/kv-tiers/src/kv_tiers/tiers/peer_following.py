@@ -1,8 +1,9 @@
-"""What engines of other hosts hand over, heard of while they still compute it; and what of it is needed no longer.
+"""Follows the hand-overs of other hosts' engines while they compute, and tells them what is no longer needed.
 
-Each peer is asked what it has to say, on a thread of its own: its server answers as soon as there is something, and
-after `_WAIT_S` in any case. Chunks are fetched as soon as they can be read there, so when the prompt is computed only
-its last chunk is still to come (docs/adr/0028). A peer that fails is asked again after its rest, from where it ended.
+Each peer is queried on a thread of its own by long polling: its server answers as soon as there is an announcement, and
+after `_WAIT_S` at the latest. Chunks are fetched as soon as they can be read there, so that only the last chunk is
+still to come when the prompt is computed (docs/adr/0028). A peer that fails is queried again after its back-off, from
+where it stopped.
 """
 
 import queue
@@ -32,22 +33,25 @@ from kv_tiers.tiers.peers_wire import (
 _log = limited_logger(__name__)
 
 _WAIT_S: Final = 1.0
-"""How long one question may wait, and so how long closing may take."""
+"""How long one long poll may wait, and so how long closing may take."""
 _LOOK_S: Final = 0.5
-"""How often it is looked whether there are other peers now."""
+"""How often the list of peers is checked."""
 _RETRY_S: Final = 0.1
 _MAX_UNSAID: Final = 256
 
 OnAnswer = Callable[[Peer, float, Followed], None]
-"""Which peer answered, when it was asked (`time.monotonic`), and what."""
+"""Arguments: the peer that answered, when it was asked (`time.monotonic`), and the answer."""
 
 
 class Following:
-    """Of one tier. Safe to call from any thread."""
+    """The followed peers of one tier. Thread-safe."""
 
     def __init__(self, hosts: PeerHosts, namespace: str, *, answer_s: float, on_answer: OnAnswer) -> None:
-        """Asks nobody yet. answer_s: how long an answer may take beyond what it waits for. on_answer: called on the
-        peer's thread; what is malformed in an answer it raises as `InputError`."""
+        """Queries nobody yet.
+
+        answer_s: how long an answer may take beyond the time of the long poll.
+        on_answer: called on the peer's thread; it raises `InputError` if an answer is malformed.
+        """
         self._hosts = hosts
         self._namespace = namespace
         self._answer_s = answer_s
@@ -63,7 +67,9 @@ class Following:
         self._run(self._follow_all, "kv-peers-follow")
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell all peers that are up. Where too much waits to be said it is not: the chunks' time will be over."""
+        """Tell all peers that are up. If too many messages are waiting this one is dropped, and the holds expire by
+        themselves.
+        """
         with self._lock:
             if not self._says and not self._closed.is_set():
                 self._says = True
@@ -75,7 +81,7 @@ class Following:
                 return
 
     def close(self) -> None:
-        """Ask nothing any more. Whoever waits for an answer has it, or gives up, within its deadline."""
+        """Stop. Threads that wait for an answer end within their deadline."""
         self._closed.set()
         with suppress(queue.Full):  # or it will look before it says the next
             self._unsaid.put_nowait(None)
@@ -89,13 +95,13 @@ class Following:
             self._start(work, name)
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        """Under the lock."""
+        """Called under the lock."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(thread := threading.Thread(target=work, name=name, daemon=True))
         thread.start()
 
     def _follow_all(self) -> None:
-        """Have a thread for each peer there is."""
+        """Run a thread for each peer."""
         followed: set[Peer] = set()
         while not self._closed.is_set():
             peers = set(self._hosts.peers())
