@@ -24,6 +24,7 @@ def over(directory: Path, **options: Any) -> dict[str, Any]:
     return {"host": {"capacity_bytes": "16MiB"}, "tiers": [disk], "cold": {"wait_s": 20.0}}
 
 
+@pytest.mark.slow
 def test_cold_warm_after_a_restart_and_approximate(tiny_llama: str, tmp_path: Path, verdict: Path) -> None:
     """A hit's tokens are compared with a hit's of the same length, as in bfloat16 computing rounds otherwise."""
 

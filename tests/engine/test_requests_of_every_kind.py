@@ -68,6 +68,7 @@ def test_as_many_guesses_are_right_from_the_cache_as_without(tiny_llama: str, tm
     assert rates[2] == pytest.approx(rates[0], abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_draft_models_layers_are_part_of_the_key(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
     """Two drafts of one shape, whose layers lie in chunks of one format: neither finds what the other has stored."""
     drafts = [str(TinyLlama(layers=1, seed=seed).write(tmp_path / f"draft{seed}")) for seed in (1, 2)]
@@ -96,6 +97,7 @@ def test_a_producer_never_loads_and_a_consumer_never_stores(
         assert consumer.hits == WARM_HITS
 
 
+@pytest.mark.slow
 def test_windows_are_cached_with_and_without_vllms_hybrid_manager_and_never_confused(
     tiny_gemma: str, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def joined(server: ServerProcess) -> dict[str, Any]:
     return {"server": {"socket": str(server.socket)}}
 
 
+@pytest.mark.slow
 def test_a_worker_in_a_process_of_its_own(tiny_llama: str, reference: list[Answer]) -> None:
     """vLLM's default on CPUs: scheduler and worker meet at a private server."""
     with started(tiny_llama, cache=CACHE, own_process=True) as apart:
