@@ -1,14 +1,14 @@
-"""Numbers as codes of one byte with scales, and back: what `int8` and `fp8` chunks hold.
+"""Quantisation for `int8` and `fp8`: numbers to codes of one byte with scales, and back.
 
-A row here is what one head has for one token in one layer of one part; a channel is one number of the head, over the
-chunk's tokens. Each channel is divided by a power of two, so that its largest magnitude is below 1, and then each row
-by a scale, so that it uses the whole range of codes. So neither a channel that is far larger than its neighbours, as
-Gemma's keys have, nor a row that is far smaller than others costs the rest its precision. A chunk's first tokens are
-kept as they are. docs/formats/quantised.md has the bytes and the bounds on the error.
+A row is what one head has for one token in one layer of one part; a channel is one element of the head over the chunk's
+tokens. Each channel is divided by a power of two, so that its largest magnitude is below 1, and then each row by a
+scale, so that it uses the whole range of codes. Thus neither a channel that is far larger than its neighbours, as in
+Gemma's keys, nor a row that is far smaller than others costs the rest its precision. A chunk's first tokens are stored
+exactly. docs/formats/quantised.md specifies the bytes and the bounds on the error.
 
-Torch's own operations on whatever device the bytes are, some planes at a time through scratch that is kept, so that on
-a CPU the passes over it stay in the processor's cache, and on a GPU nothing is allocated. `int8` from bfloat16 on a CPU
-runs in C, many times as fast and to the same bytes, where kv-tiers is installed and was built with a compiler.
+It uses torch operations on whatever device the bytes are, a few planes at a time through scratch memory that is reused,
+so that on a CPU the passes stay in the processor's cache, and on a GPU nothing is allocated. On a CPU, `int8` from
+bfloat16 runs in C, many times as fast and with the same bytes, if kv-tiers is installed and was built with a compiler.
 """
 
 from typing import Final
@@ -112,7 +112,7 @@ class Codes:
                 numbers[piece, as_they_are] = kept[piece, as_they_are]
 
     def _of_channels(self, wide: torch.Tensor) -> torch.Tensor:
-        """[planes, heads, head_dim], the largest magnitudes over tokens; in scratch of ours."""
+        """[planes, heads, head_dim], the largest magnitudes over tokens; in reused scratch memory."""
         peaks, others = self._peaks[: len(wide)], self._others[: len(wide)]
         torch.amax(wide, 1, out=peaks)
         torch.amin(wide, 1, out=others)

@@ -1,7 +1,7 @@
-"""`int8` from bfloat16 in C, on a CPU: the same bytes as torch's operations make (`kv_cuda.quantise.codes`).
+"""`int8` from bfloat16 in C, on a CPU, with the same bytes as the torch operations of `kv_cuda.quantise.codes`.
 
-The functions are in the library that kv-tiers is built with (docs/adr/0026). It is found by an entry point, as neither
-package needs the other; where it is absent, torch does the work.
+The functions are in the library that is built with kv-tiers (docs/adr/0026). It is found by an entry point, because
+neither package depends on the other; without it, torch does the work.
 """
 
 from functools import cache

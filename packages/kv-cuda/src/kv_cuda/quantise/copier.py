@@ -1,13 +1,13 @@
-"""Chunks in one byte an element: bus, pool and every tier below carry half of bfloat16, a quarter of float32.
+"""The copier for quantised chunks: bus, pool and lower tiers carry half of bfloat16, a quarter of float32.
 
-Around the copier of the exact, canonical bytes. On the way out that one gathers a chunk into staging memory on the
-tensors' own device, torch turns it into codes and scales there, and only these cross to the host; on the way in the
-reverse. So the numbers are worked on where they are, by every layout and copier there is. Two chunks of staging a
-direction let one be carried while the other is worked on; they are made when a direction is first used and kept. The
-order is the queues' business: nothing waits for the device, and on a CPU everything has happened on return.
+It wraps the copier of the exact, canonical bytes. For a store, that copier gathers a chunk into staging memory on the
+tensors' own device, torch computes codes and scales there, and only these cross to the host; a load is the reverse. So
+the computation runs where the numbers are, with every layout and copier. Two staging buffers per direction let one
+chunk be transferred while another is computed; they are allocated on first use and kept. Ordering is by streams:
+nothing waits for the device, and on a CPU everything is complete on return.
 
-What cannot be kept is not kept wrongly: a chunk with an infinity, a NaN or a number beyond what the scales reach fails
-its store, of which the host learns when it asks the store's event, as it must before it commits.
+A chunk that cannot be represented is not stored: one with an infinity, a NaN or a number beyond the range of scales
+fails its store. The host learns this from the store's event, which it must query before it commits.
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class PeerReads:
         return held
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """What is kept of these for another engine is needed no longer."""
+        """These need no longer be held for another engine."""
         with self._host.lock:
             self._host.check_open()
             self._holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])

@@ -55,12 +55,12 @@ class Worth:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What can be done if so much of each chunk is read.
+    """What can be done if a given share of each chunk is read.
 
     chosen: what is worth waiting for; None: nothing.
-    won_s: seconds until the first token that it saves, as against computing.
+    won_s: seconds saved until the first token, compared with computing.
     waiting: seconds by tier for all that `best` needs.
-    all_s: the same of the slowest.
+    all_s: of the slowest of them.
     is_known: all of these tiers have been measured.
     """
 

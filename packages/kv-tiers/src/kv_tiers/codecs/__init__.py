@@ -1,1 +1,1 @@
-"""Codecs that come with kv-tiers, each found by its entry point."""
+"""The built-in codecs, each found by its entry point."""

@@ -1,7 +1,7 @@
-"""The entropy coder of codecs of numbers: bytes in frames of zstandard, by its Huffman coder.
+"""The entropy coder of the numeric codecs: zstandard frames, for their Huffman coder.
 
-Its search for repetitions is as good as off: planes of numbers have none, and looking for them would cost four times
-the time of the coder.
+Its search for repetitions is practically off: planes of numbers have none, and searching would take four times as long
+as coding.
 """
 
 from typing import Final
@@ -45,11 +45,11 @@ class ByteCoder:
         return frame
 
     def decode(self, frame: memoryview, symbols: int) -> Bytes:
-        """So many symbols. Nothing that the frame says is believed before it is checked: decoding takes the memory
-        that it names.
+        """Decode exactly this many symbols. The frame's claims are verified first, because decoding allocates the
+        memory that it names.
 
         Raises:
-            CodecError: it is no frame of so many.
+            CodecError: it is not a frame of that many symbols.
         """
         try:
             said = self._zstandard.get_frame_parameters(frame)

@@ -1,8 +1,8 @@
-"""The kernels in C, from a library that this package's build compiles where there is a compiler.
+"""The kernels in C, from a library that this package's build compiles if there is a compiler.
 
 The sources are `kernels.c`, and `int8.c` for `kv_cuda.quantise`, which finds it by the entry point `kv_cuda.kernels`.
 
-Called through ctypes, which gives up the interpreter's lock for the length of a call. Every array travels with its
+They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
 size, and the C functions compare all sizes before they touch anything.
 """
 
@@ -130,7 +130,7 @@ class CompiledKernels:
 
 @cache
 def installed_kernels() -> CompiledKernels | None:
-    """Those that were built with this package. None: there are none for this machine."""
+    """The kernels that were built with this package. None: there are none for this machine."""
     if not LIBRARY.exists():
         return None
     try:

@@ -1,9 +1,10 @@
-"""Floating point numbers, lossless: their exponents take two or three bits each, and nothing else gets smaller.
+"""The codec `floats`, lossless: codes the exponents of floating-point numbers in two or three bits each.
 
-Keys and values have few exponents, often, and signs and mantissas that are as good as random. So the exponents are
-entropy coded (zstandard's Huffman coder, its search for repetitions as good as off) and the rest is stored as it is:
-bfloat16 becomes a third smaller, float32 a sixth. What the numbers are is found out chunk by chunk, from a sample: a
-codec need not be told, and a wrong guess costs bytes, never correctness. docs/formats/floats.md has the bytes.
+Keys and values have few distinct exponents, while their signs and mantissas are practically random. So the exponents
+are entropy coded (by zstandard's Huffman coder, with its search for repetitions practically off) and the rest is stored
+unchanged: bfloat16 shrinks by a third, float32 by a sixth. The type of the numbers is determined for each chunk from a
+sample: the codec need not be told, and a wrong guess costs space, never correctness. docs/formats/floats.md specifies
+the bytes.
 
 Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
 """
@@ -107,8 +108,9 @@ class FloatsCodec:
         tail[:] = payload[at:]
 
     def _likeliest(self, chunk: memoryview) -> int | None:
-        """What its numbers are: as what they would get smallest, by a sample. None: they would not, whatever they
-        are."""
+        """The type of its numbers: the one with the smallest result, judged by a sample. None: no type makes it
+        smaller.
+        """
         best, most = None, _WORTH_BITS / 32
         for kind, word in _WORDS.items():
             itemsize = _itemsize(kind)
@@ -129,10 +131,10 @@ class FloatsCodec:
 
 
 def _itemsize(kind: int) -> int:
-    """Of a number, in bytes."""
+    """The size of a number in bytes."""
     return np.dtype(_WORDS[kind]).itemsize
 
 
 def _rest_bytes(kind: int, numbers: int) -> int:
-    """What is stored as it is of so many numbers."""
+    """Bytes of this many numbers that are stored unchanged."""
     return (_itemsize(kind) - 1) * numbers

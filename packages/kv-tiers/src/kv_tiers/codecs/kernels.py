@@ -1,7 +1,7 @@
-"""The passes over numbers of the codecs `floats` and `progressive`, and who computes them.
+"""The inner loops of the codecs `floats` and `progressive`, and the choice of their implementation.
 
-Two ways to the same bytes: numpy, which is always there, and C (`compiled_kernels`), which is many times as fast and
-there where this package was built with a compiler. docs/adr/0026 says why and how.
+There are two implementations that produce the same bytes: numpy, which is always available, and C (`compiled_kernels`),
+which is many times as fast and available if this package was built with a compiler. docs/adr/0026 says why and how.
 """
 
 from typing import Any, Final, Protocol
@@ -26,7 +26,7 @@ ALL_MISSING: Final = 8
 
 
 def packed_room(numbers: int) -> int:
-    """Bytes that the missing bits of so many numbers may take while they are packed."""
+    """Bytes that the missing bits of this many numbers may take while they are packed."""
     return numbers // 8 * 7 + 8
 
 

@@ -1,6 +1,6 @@
-"""The kernels in numpy: what they mean, and what runs where nothing was compiled.
+"""The kernels in numpy: their definition, and the implementation where nothing was compiled.
 
-Only integers and exact conversions, so the bytes are the same on every processor.
+They use only integers and exact conversions, so the bytes are the same on every processor.
 """
 
 from typing import Final

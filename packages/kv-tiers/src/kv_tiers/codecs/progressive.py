@@ -1,14 +1,14 @@
-"""Chunks of bfloat16 in three parts: the first quarter alone is an approximation, all of it is every bit.
+"""The codec `progressive`: bfloat16 in three parts, of which the first quarter alone is an approximation.
 
-A number is cut at a step, a power of two that each block of 256 numbers has for itself: how many whole steps it is, the
-next four bits behind them, and what is left down to its last bit. The first part holds the whole steps and signs,
-entropy coded; the steps are chosen so coarse that it ends within the first quarter of the chunk's size. Each further
-part refines all numbers. docs/formats/progressive.md has the bytes, docs/quality.md what the first part costs.
+A number is split by a step, a power of two chosen for each block of 256 numbers: into the number of whole steps, the
+next four bits, and the remaining bits. The first part contains the whole steps and signs, entropy coded; steps are
+chosen so coarse that it ends within a quarter of the chunk's size. Each further part refines all numbers, and all parts
+together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md what the first part costs.
 
-Why a step for each 256 numbers, from the mean of their exponents: a channel that is far larger than its neighbours
-then does not spoil them, and the first tokens, whose values are small, keep their precision (the judge's table).
+The step of each block follows the mean of its exponents, so that a channel that is far larger than its neighbours does
+not spoil them, and the first tokens, whose values are small, keep their precision (see the judge's table).
 
-The passes over the numbers are `kernels`; here is what goes where, and what of it a reader believes.
+The inner loops are in `kernels`; this module lays out the parts, and validates what it reads.
 """
 
 import struct
@@ -69,7 +69,9 @@ def make_progressive_codec(options: Mapping[str, object], context: TierContext) 
 
 
 class ProgressiveCodec:
-    """What is no bfloat16 comes back as well, if it gets smaller at all; only its approximation means nothing."""
+    """A chunk that is not bfloat16 comes back exactly too, if it gets smaller at all; only its approximation is
+    meaningless.
+    """
 
     name = "progressive"
     is_lossless = True
@@ -110,7 +112,7 @@ class ProgressiveCodec:
             raise CodecError(f"it ends behind {len(payload)} bytes, within its parts")
 
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
-        """As `decode`, of the first bytes of a payload: from those parts that they hold whole. How many that are."""
+        """Like `decode`, from the parts that are complete in the first bytes of a payload. Returns their number."""
         parts, is_longer = _parts_in(prefix, len(out))
         missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
@@ -185,15 +187,16 @@ class ProgressiveCodec:
         return self._coder.decode(frame, symbols) if symbols else np.empty(0, np.uint8)
 
     def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
-        """The numbers with this mark, of which there are so many, as the part has them."""
+        """The numbers with this mark, of the given count, as the part stores them."""
         values = self._frame(cursor, count).astype("<u2") << 8
         values |= np.frombuffer(cursor.take(count), np.uint8)
         if count:
             self.kernels.place(values, marks, mark, words)
 
     def _offsets_that_may_fit(self, words: Words, room: int) -> range:
-        """How far the steps may be above the mean exponents for the first part to take so many bytes, by a sample: the
-        likeliest, and those that are coarser. Empty: they are no numbers of which it could become so small."""
+        """How far the steps may be above the mean exponents for the first part to fit into this many bytes, by a
+        sample: the likeliest offset, and coarser ones. Empty: the numbers cannot become so small.
+        """
         blocks = words.reshape(-1, SCALED_NUMBERS)
         sample = np.ascontiguousarray(blocks[:: max(1, len(blocks) // _SAMPLED)]).reshape(-1)
         if not sample.size:
@@ -249,7 +252,7 @@ class _Scratch:
         self.nibbles = self.packed = np.empty(0, np.uint8)
 
     def grow(self, numbers: int) -> None:
-        """For a chunk of so many."""
+        """Make room for a chunk of this many numbers."""
         if self.nibbles.size < numbers // 2:
             self.nibbles = np.empty(numbers // 2, np.uint8)
             self.packed = np.empty(-(-numbers // _SECTION) * packed_room(_SECTION), np.uint8)

@@ -1,7 +1,7 @@
-"""Zstandard: general and lossless. Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
+"""The codec `zstd`: general-purpose and lossless. Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
 
-Keys and values of a model hold little that a general codec finds: expect a tenth to a quarter less (measure it on
-yours), for a tenth of a disk's speed. It is here for tiers that are slow or small, and as the proof of the way.
+Keys and values have little redundancy that a general codec finds: expect a tenth to a quarter less (measure it on
+yours), at a tenth of a disk's speed. It suits tiers that are slow or small.
 """
 
 import threading
@@ -79,7 +79,7 @@ class Contexts(threading.local):
     """zstandard's compressor and decompressor for each thread, as neither is of two threads at a time."""
 
     def __init__(self, zstandard: Any, parameters: Any, max_window_size: int) -> None:
-        """As the library has them. A thread's are made when it first looks."""
+        """As the library has them. A thread's contexts are created on first use."""
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_size)
 

@@ -30,15 +30,15 @@ _FADES: Final = 0.1
 
 @dataclass(slots=True)
 class _UnderWay:
-    """One load.
+    """One load in progress.
 
     began_s: when it was submitted.
-    chunk_bytes: of its chunks, as they will be in the pool.
-    share: as of `LoadSpeed.seconds`.
-    link_bytes: what is expected to be read; once it has been, what was.
-    upto_bytes: those with what had been submitted before and was not read yet.
-    expected_s: what was estimated for it.
-    read_s: when it had been read; None: it has not, or nobody said.
+    chunk_bytes: size of its chunks in the pool.
+    share: as for `LoadSpeed.seconds`.
+    link_bytes: bytes expected to be read; once read, the actual number.
+    upto_bytes: those plus what had been submitted before and was not read yet.
+    expected_s: the estimate for it.
+    read_s: when it had been read; None: not yet, or not reported.
     """
 
     began_s: float
@@ -90,7 +90,7 @@ class LoadSpeed:
         self._under_way[number] = _UnderWay(now_s, nbytes, share, link_bytes, self._bytes, expected_s)
 
     def was_read(self, number: int, nbytes: int, now_s: float) -> None:
-        """The tier has brought so many bytes more of it; what remains is to decode them."""
+        """The tier has delivered this many more bytes of it; what remains is to decode them."""
         if (load := self._under_way.get(number)) is None:
             return
         if load.read_s is None:
@@ -133,7 +133,7 @@ class LoadSpeed:
         return None if known is None else (known[0], known[1] * self._link_bytes(1 << 30, share) / (1 << 30))
 
     def _link_bytes(self, nbytes: int, share: int) -> int:
-        """What crosses the link of chunks of so many bytes."""
+        """Bytes that cross the link for chunks of this size."""
         of_chunk = self._of_chunk.get(share)
         if of_chunk is None:
             of_chunk = min(1.0 / share, self._of_chunk.get(1, 1.0))
@@ -145,8 +145,9 @@ class LoadSpeed:
             self._of_chunk[share] = before + _FADES * (of_chunk - before)
 
     def _decoding_s(self, nbytes: int, share: int) -> float:
-        """Of one load. A share that has not been decoded yet is taken to follow the square root of what is read, which
-        is about what the codec `progressive` takes."""
+        """Decoding time of one load. A share that has not been decoded yet is assumed to follow the square root of what
+        is read, which is about right for the codec `progressive`.
+        """
         if share in self._decoding:
             return self._decoding[share].seconds((1.0, nbytes)) or 0.0
         known = min(self._decoding, key=lambda other: abs(other - share), default=None)

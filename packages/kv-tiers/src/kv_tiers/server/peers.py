@@ -1,9 +1,9 @@
-"""The second address of a server: other hosts' servers ask here what it holds, and read it (`tiers.peers_wire`).
+"""The second address of a server, at which other hosts' servers look up and read its chunks (`tiers.peers_wire`).
 
-A peer only reads: nothing that it says stores, moves, evicts or forgets a chunk. Each connection has a thread of its
-own, beside the serving thread, which never waits for one. A thread has one chunk leased at a time, sends it from where
-it lies, and gives up a peer that is too slow. There are as many connections as the settings allow; who comes then is
-turned away, and is served by nobody else's expense.
+A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
+has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where
+it is, and gives up a peer that is too slow. The number of connections is limited; further ones are refused, and cost
+the others nothing.
 """
 
 import socket
@@ -90,7 +90,7 @@ class PeerServer:
             return replace(self._counts, connections=len(self._connected))
 
     def close(self) -> None:
-        """Accept nobody, and end what is being answered: when this returns, no chunk is leased for a peer."""
+        """Accept no more connections and end those in progress: when this returns, no chunk is leased for a peer."""
         self._ending.set()
         _shut(self._listener)
         if self._accepting.is_alive():
@@ -235,6 +235,6 @@ class PeerServer:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Have every call on it return, on whatever thread."""
+    """Make every call on it return, on whatever thread."""
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under its thread

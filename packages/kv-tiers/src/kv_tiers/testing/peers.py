@@ -1,4 +1,4 @@
-"""Peers for tests: real servers that other hosts may ask, and one that says what a test has it say."""
+"""Peers for tests: real servers that other hosts may read, and a fake one that answers as a test tells it."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ from kv_tiers.tiers.peers_wire import Held, Holds, PeerStream, Request, unpack_k
 
 
 def own_nobody(patch: pytest.MonkeyPatch) -> None:
-    """Have tiers of this process take servers of this process for peers."""
+    """Let tiers of this process treat servers of this process as peers."""
     patch.setattr(peer_hosts, "PROCESS", bytes(16))
 
 
@@ -38,14 +38,14 @@ def address_of(server: ThreadedServer) -> str:
 
 
 def served_by(server: ThreadedServer) -> PeersServed:
-    """What the server says of its peers."""
+    """The server's counts of what it served to peers."""
     served = server.report().peers
     assert served is not None
     return served
 
 
 def reads_of(context: TierContext, keys: Sequence[ChunkKey]) -> list[Read]:
-    """As a lane lends them."""
+    """Reads as a lane makes them."""
     return [
         Read(key, bytearray(HEADER_BYTES), aligned_pages(context.slot_bytes), context.chunk_bytes, context.chunk_bytes)
         for key in keys
@@ -53,7 +53,7 @@ def reads_of(context: TierContext, keys: Sequence[ChunkKey]) -> list[Read]:
 
 
 def is_whole(context: TierContext, read: Read) -> bool:
-    """What came is what `content` makes of the key, and its header says so."""
+    """Whether what arrived is what `content` makes for the key, and its header says so."""
     chunk = read.pages[: context.chunk_bytes]
     damage = check(read.header, chunk, key=read.key, format_id=format_id(context.fingerprint))
     return damage is None and chunk == content(read.key, context.chunk_bytes)
@@ -76,7 +76,7 @@ class FakePeer:
         return f"127.0.0.1:{self.port}"
 
     def hold(self, request: Holds) -> bytes:
-        """What it answers: a byte a key."""
+        """What it answers: one byte per key."""
         return b"\1" * len(unpack_keys(request))
 
     def close(self) -> None:

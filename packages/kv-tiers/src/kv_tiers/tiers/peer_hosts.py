@@ -1,8 +1,8 @@
-"""Who the peers of a tier are, the connections to each, and how long one that fails is left alone.
+"""The peers of a tier, the connections to each, and the back-off after failures.
 
-Names are looked up again and again, on a thread of their own that nobody waits for but at first. A peer that fails
-rests, at first for a moment and then ever longer; meanwhile others serve. Idle connections are kept, and one that turns
-out to be dead is replaced at once, as the peer may have been started anew.
+Names are resolved periodically, on a separate thread for which nobody waits except at first. A peer that fails is left
+alone, briefly at first and then ever longer; meanwhile the others serve. Idle connections are kept, and a dead one is
+replaced at once, because the peer may have been restarted.
 """
 
 import socket
@@ -25,8 +25,8 @@ _log = limited_logger(__name__)
 _IDLE: Final = 4
 """Connections that are kept to each peer; its lane's threads have one each."""
 _MAX_AT_ONCE: Final = 16
-_MIN_REST_S: Final = 0.1
-_MAX_REST_S: Final = 5.0
+_MIN_BACKOFF_S: Final = 0.1
+_MAX_BACKOFF_S: Final = 5.0
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Peer:
         self._connect_s = connect_s
         self._lock = threading.Lock()
         self._idle: list[PeerStream] = []
-        self._rest_s = self._rests_until_s = 0.0
+        self._backoff_s = self._retry_at_s = 0.0
         self._is_closed = False
         self.is_self = False
         self.last_failure = ""
@@ -56,15 +56,15 @@ class Peer:
         return str(HostPort(*self._address))
 
     def is_up(self) -> bool:
-        """It may be asked now. One that has failed may again after its rest, and rests longer if it fails then."""
-        return not self.is_self and time.monotonic() >= self._rests_until_s
+        """Whether it may be asked now. After a failure it may after its back-off, which grows if it fails again."""
+        return not self.is_self and time.monotonic() >= self._retry_at_s
 
     def talk(self, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
         """The result of a conversation, given its deadline: so much later than it begins on a connection. `work` is
         begun again on a new one if an idle one turns out to be dead before anything came.
 
         Raises:
-            OSError, InputError: it failed, and the peer rests.
+            OSError, InputError: it failed, and is left alone for a while.
         """
         with self._lock:
             idle = self._idle.pop() if self._idle else None
@@ -97,7 +97,7 @@ class Peer:
             stream.close()
             raise
         with self._lock:
-            self._rest_s = self._rests_until_s = 0.0
+            self._backoff_s = self._retry_at_s = 0.0
             keep = len(self._idle) < _IDLE and not self._is_closed
             if keep:
                 self._idle.append(stream)
@@ -132,10 +132,10 @@ class Peer:
         self._drop()
         with self._lock:
             self.last_failure = str(error) or type(error).__name__
-            self._rest_s = min(_MAX_REST_S, 2 * self._rest_s or _MIN_REST_S)
-            self._rests_until_s = time.monotonic() + self._rest_s
+            self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s or _MIN_BACKOFF_S)
+            self._retry_at_s = time.monotonic() + self._backoff_s
         if not self.is_self:
-            _log.warning("peer %s rests: %s", self, self.last_failure)
+            _log.warning("peer %s is left alone for a while: %s", self, self.last_failure)
 
 
 class PeerHosts:
@@ -162,7 +162,9 @@ class PeerHosts:
         self._is_closed = False
 
     def peers(self) -> list[Peer]:
-        """Those that are known, but for this process itself. Waits for names only the first time, and not for long."""
+        """The known peers except this process itself. Waits for name resolution only the first time, for a bounded
+        time.
+        """
         with self._lock:
             if time.monotonic() >= self._resolve_at_s and not self._is_closed:
                 self._resolve_at_s = time.monotonic() + self._resolve_s
@@ -172,11 +174,13 @@ class PeerHosts:
             return [peer for peer in self._peers.values() if not peer.is_self]
 
     def each(self, peers: Sequence[Peer], work: Callable[[Peer], T]) -> dict[Peer, T]:
-        """What `work` says of each peer, at once; nothing of those it fails for. None is at work when this returns."""
+        """The results of `work` for each peer, run concurrently; without those that failed. All calls have ended when
+        this returns.
+        """
         answers: dict[Peer, T] = {}
 
         def run(peer: Peer) -> None:
-            with suppress(OSError, InputError):  # it rests, and says why
+            with suppress(OSError, InputError):  # it is left alone for a while, and has logged why
                 answers[peer] = work(peer)
 
         futures = []
@@ -202,7 +206,7 @@ class PeerHosts:
             peer.close()
 
     def _resolve(self) -> None:
-        """Look all names up. Of one that cannot be, the addresses of before stay."""
+        """Resolve all names. A name that cannot be resolved keeps its previous addresses."""
         found: dict[tuple[str, str, int], Peer | None] = {}
         for host in self._hosts:
             try:

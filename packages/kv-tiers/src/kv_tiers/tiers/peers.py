@@ -1,9 +1,9 @@
-"""Other hosts' servers as a tier: what one of them holds is found here, and read over the network.
+"""The peers tier: finds chunks in other hosts' servers and reads them over the network.
 
-Every peer is asked at once which chunks it has, and a chunk is read from one that said so. The protocol is in
-`tiers.peers_wire`, connections and peers that fail are in `tiers.peer_hosts`. This side only reads: nothing is stored
-at a peer, and what is discarded or cleared here is hidden from us, wherever it stays. After a clear, a peer counts
-again once it has been cleared later than that: nobody knows of its chunks whether they are of before.
+All peers are asked at once which chunks they have, and a chunk is read from one that has it. The protocol is in
+`tiers.peers_wire`, connections and failing peers in `tiers.peer_hosts`. This side only reads: nothing is stored at a
+peer, and what is discarded or cleared here is hidden from us but stays there. After a clear, a peer is not used again
+until it has been cleared later than that, because it is unknown whether its chunks are older.
 """
 
 import threading
@@ -48,7 +48,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who the peers are, how they are known, and how long they may take."""
+    """The peers, how they are authenticated, and how long they may take."""
 
     hosts: list[str]
     """A host and a port of each, such as 10.0.0.2:9500. A name may have several addresses, as a headless service of
@@ -87,7 +87,7 @@ class PeersTier:
     is_read_only: Literal[True] = True
 
     def __init__(self, config: PeersTierConfig, context: TierContext, *, name: str = "peers") -> None:
-        """Connects to nobody yet. Raises `ConfigError`."""
+        """Does not connect yet. Raises `ConfigError`."""
         self.name = name
         addresses = [read_host_port(host, f"{name}: hosts") for host in config.hosts]
         if not addresses:
@@ -191,9 +191,9 @@ class PeersTier:
             self._on_handed_over(chain, given.first, given.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
-        """Who holds these, as far as anybody does: all peers that are up are asked at once.
+        """Which peers hold these: all peers that are up are asked at once.
 
-        anybody: ask those that rest as well.
+        anybody: ask those that are backing off as well.
 
         Raises:
             TierDown: no peer answers.

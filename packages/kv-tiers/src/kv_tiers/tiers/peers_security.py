@@ -1,4 +1,4 @@
-"""How two peers make sure of each other: certificates of one authority, a token that both have, or loopback."""
+"""Authentication between peers: certificates of one authority, a shared token, or loopback alone."""
 
 import hmac
 import ssl
@@ -18,7 +18,7 @@ _MIN_TOKEN_BYTES: Final = 16
 def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where: str) -> None:
     """
     Raises:
-        ConfigError: one of the addresses is not of this machine alone, and anybody could be there.
+        ConfigError: an address is reachable from other machines, and nothing authenticates them.
     """
     if security.tls_ca_file or security.token_file or security.unprotected:
         return
@@ -71,7 +71,7 @@ def tls_context(security: PeerSecurity, where: str, *, is_server: bool) -> ssl.S
 
 
 def prove(token: bytes, side: bytes, nonces: bytes) -> bytes:
-    """That this side of this conversation has the token; nothing where there is none."""
+    """The proof that this side of this conversation has the token; empty if there is no token."""
     return hmac.digest(token, side + nonces, "sha256") if token else b""
 
 

@@ -64,7 +64,7 @@ Namespace = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Challenge(Message, tag="challenge"):
-    """process: as of `PROCESS`."""
+    """process: as for `PROCESS`."""
 
     nonce: Nonce
     process: Nonce
@@ -108,10 +108,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Follow(Message, tag="follow"):
-    """What engines there hand over after what was told. It waits until there is something, or the time is over.
+    """Asks what engines there have handed over since. Waits until there is something, or the time is up.
 
-    feed: whose numbers `after` counts, as the last answer said; empty at first.
-    after: the number of that answer.
+    feed: the feed to which `after` belongs, as the last answer said; empty at first.
+    after: the number in that answer.
     """
 
     namespace: Namespace
@@ -134,7 +134,10 @@ class Given(Message):
 
 
 class Followed(Message, tag="followed"):
-    """feed: empty where the server has no such cache. upto: what to ask from next. cleared_s: as of `Held`."""
+    """feed: empty if the server has no such cache.
+    upto: where to continue.
+    cleared_s: as for `Held`.
+    """
 
     feed: Feed
     upto: Count
@@ -143,7 +146,7 @@ class Followed(Message, tag="followed"):
 
 
 class Taken(Message, tag="taken"):
-    """These need not be kept any more for the engine that they were handed over to."""
+    """These need no longer be held for the engine that they were handed over to."""
 
     namespace: Namespace
     keys: Keys
