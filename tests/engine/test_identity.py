@@ -132,7 +132,7 @@ def test_two_ranks_that_update_their_weights_agree_on_the_new_key_space(
         of_tuned = plain.ask_in_turn(ASKED)
     assert all(one != other for one, other in zip(of_tuned, of_model, strict=True))
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "256MiB"}
-    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}, "server": {"answer_s": 20}}
     with started(str(model), cache=cache, **two) as engine:
         warm(engine, of_model)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tuned)})
