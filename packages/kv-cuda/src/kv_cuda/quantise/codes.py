@@ -76,6 +76,7 @@ class Codes:
             self._raise(largest, torch.amax(peaks, (0, 1, 2), out=self._peak))
             bits = peaks.view(torch.int32)  # of numbers that are not negative: their exponents, and what is behind them
             bits.bitwise_right_shift_(23).sub_(126).clamp_(*_EXPONENTS)
+            self._level(bits)
             exponents[piece] = bits.flatten(1)
             wide.mul_(bits.neg_().add_(127).bitwise_left_shift_(23).view(torch.float32).unsqueeze(1))
             # Twice over memory at hand is many times faster on a CPU than torch's norm and aminmax. NaN stays NaN.
@@ -117,6 +118,17 @@ class Codes:
         torch.amax(wide, 1, out=peaks)
         torch.amin(wide, 1, out=others)
         return torch.maximum(peaks, others.neg_(), out=peaks)
+
+    def _level(self, exponents: torch.Tensor) -> None:
+        """Give a head's channels its largest exponent if theirs differ by at most one: scales of rows alone serve that
+        head better. exponents: int32 [planes, heads, head_dim]."""
+        count = len(exponents)
+        top, alike = (scratch[:count, 0].view(torch.int32) for scratch in (self._high, self._low))
+        torch.amax(exponents, -1, out=top)
+        torch.amin(exponents, -1, out=alike).sub_(top).add_(2).clamp_(0, 1)
+        step = self._others[:count].view(torch.int32)
+        step.copy_(top.unsqueeze(-1).expand_as(step)).sub_(exponents).mul_(alike.unsqueeze(-1))
+        exponents.add_(step)
 
     def _raise(self, largest: torch.Tensor, peak: torch.Tensor) -> None:
         torch.maximum(largest, peak.div_(_LARGEST_CODE[self._quantised.kind]), out=largest)

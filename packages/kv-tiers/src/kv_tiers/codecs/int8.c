@@ -56,6 +56,26 @@ INLINE uint32_t magnitudes(const u16 *restrict in, size_t tokens, size_t channel
     return most;
 }
 
+INLINE int32_t exponent_of(uint16_t peak) {
+    int32_t own = (int32_t)(peak >> 7) - 126;
+    return own < LEAST_OF_CHANNEL ? LEAST_OF_CHANNEL : own > MOST_OF_CHANNEL ? MOST_OF_CHANNEL : own;
+}
+
+/* Of a head: the exponents of its channels, or the largest of them where they differ by one at most. */
+INLINE void level(const u16 *peaks, size_t dim, u8 *exponents, f32 *factors) {
+    int32_t least = MOST_OF_CHANNEL, most = LEAST_OF_CHANNEL;
+    for (size_t i = 0; i < dim; i++) {
+        int32_t own = exponent_of(peaks[i]);
+        least = own < least ? own : least;
+        most = own > most ? own : most;
+    }
+    for (size_t i = 0; i < dim; i++) {
+        int32_t own = most - least <= 1 ? most : exponent_of(peaks[i]);
+        exponents[i] = (u8)own;
+        factors[i] = float_of((uint32_t)(127 - own) << 23);
+    }
+}
+
 INLINE float quantise_row(const u16 *restrict in, const f32 *restrict factors, size_t dim, u8 *restrict codes) {
     uint32_t most = 0;
     for (size_t i = 0; i < dim; i++) {
@@ -91,12 +111,8 @@ EXPORT VERSIONS int64_t kv_quantise(const int64_t *said, size_t said_bytes, cons
         if (largest > LARGEST_MAGNITUDE)
             return largest;
         memset(out + shape.plane_bytes - 4, 0, 4);
-        for (size_t i = 0; i < shape.channels; i++) {
-            int32_t own = (int32_t)(peaks[i] >> 7) - 126;
-            own = own < LEAST_OF_CHANNEL ? LEAST_OF_CHANNEL : own > MOST_OF_CHANNEL ? MOST_OF_CHANNEL : own;
-            exponents[i] = (u8)own;
-            factors[i] = float_of((uint32_t)(127 - own) << 23);
-        }
+        for (size_t head = 0; head < shape.heads; head++)
+            level(peaks + head * shape.dim, shape.dim, exponents + head * shape.dim, factors + head * shape.dim);
         memset(out, 0, shape.kept * shape.channels);
         memset(out + shape.scales_at, 0, 4 * shape.kept * shape.heads);
         memcpy(out + shape.kept_at, in, 2 * shape.kept * shape.channels);
