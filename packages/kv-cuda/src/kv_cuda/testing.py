@@ -13,7 +13,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
 
 
 def reach(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What the error bounds of `int8` and `fp8` are parts of: c · m of docs/formats/quantised.md, for each number.
+    """The reference of the error bounds of `int8` and `fp8`: c · m of docs/formats/quantised.md, for each number.
 
     numbers: of one chunk, [..., tokens, heads, head_dim].
     """
@@ -21,6 +21,8 @@ def reach(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
     kept = 4 if numbers.shape[-3] >= 128 else 0
     peaks = magnitudes[..., kept:, :, :].max(-3, keepdims=True)
     exponents = np.where(peaks > 0, np.frexp(peaks)[1], -40).clip(-40, 120)
+    top = exponents.max(-1, keepdims=True)
+    exponents = np.where(top - exponents.min(-1, keepdims=True) <= 1, top, exponents)
     in_channels = np.ldexp(magnitudes, -exponents)
     reached: NDArray[np.float64] = np.ldexp(in_channels.max(-1, keepdims=True), exponents)
     return reached
