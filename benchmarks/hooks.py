@@ -39,10 +39,10 @@ def main() -> int:
 
 
 def measured(model: str, requests: int) -> list[Row]:
-    oracle = Oracle(model, blocks=600, sequences=requests)
+    oracle = Oracle(model, blocks=20 * requests + 600, sequences=requests, batch_tokens=max(96, 2 * requests))
     for number in range(requests):
         oracle.submit(f"r{number}", [3 + number] * 70, 200)
-    for _ in range(40):
+    for _ in range(40 + requests):  # until all of them decode
         oracle.step()
     scheduler, worker = oracle.scheduler.connector, oracle.worker
     assert worker is not None
