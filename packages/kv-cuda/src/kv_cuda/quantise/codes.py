@@ -54,14 +54,14 @@ class Codes:
         """Fill a chunk's codes and scales from its numbers, both uint8 of their format's size.
 
         largest: float32 scalar, raised to the chunk's largest magnitude divided by the largest code. The chunk is
-            worthless, and must not be kept, unless that is at most `LARGEST_SCALE`; a chunk with an infinity or a NaN
+            worthless, and must not be stored, unless that is at most `LARGEST_SCALE`; a chunk with an infinity or a NaN
             makes it one itself.
         """
         if self._compiled is not None:
             self._raise(largest, torch.tensor(self._compiled.encode(exact, quantised)))
             return
         first_tokens, largest_code = self._quantised.exact_tokens, _LARGEST_CODE[self._quantised.kind]
-        numbers, (codes, scales, kept, exponents) = self._numbers(exact), self._codes(quantised)
+        numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
         quantised.view(self._planes, -1)[:, -SCALE_BYTES:] = 0  # what aligns the next plane; exponents come over it
         for first in range(0, self._planes, self._step):
             piece = slice(first, min(first + self._step, self._planes))
@@ -69,7 +69,7 @@ class Codes:
             wide, scale, low = self._wide[:count], self._high[:count], self._low[:count]
             wide.copy_(numbers[piece])
             if first_tokens:
-                kept[piece] = numbers[piece, :first_tokens]
+                leading[piece] = numbers[piece, :first_tokens]
                 self._raise(largest, torch.amax(self._of_channels(wide[:, :first_tokens]), (0, 1, 2), out=self._peak))
                 wide[:, :first_tokens] = 0.0
             peaks = self._of_channels(wide[:, first_tokens:])
@@ -96,7 +96,7 @@ class Codes:
             return
         tokens = slice(first_token, last_token)
         as_they_are = slice(first_token, min(last_token, self._quantised.exact_tokens))
-        numbers, (codes, scales, kept, exponents) = self._numbers(exact), self._codes(quantised)
+        numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
         for first in range(0, self._planes, self._step):
             piece = slice(first, min(first + self._step, self._planes))
             wide, peaks = (
@@ -110,7 +110,7 @@ class Codes:
             wide.mul_(peaks.unsqueeze(1))
             numbers[piece, tokens] = wide
             if as_they_are.start < as_they_are.stop:
-                numbers[piece, as_they_are] = kept[piece, as_they_are]
+                numbers[piece, as_they_are] = leading[piece, as_they_are]
 
     def _of_channels(self, wide: torch.Tensor) -> torch.Tensor:
         """[planes, heads, head_dim], the largest magnitudes over tokens; in reused scratch memory."""
@@ -146,12 +146,12 @@ class Codes:
         planes = quantised.view(self._planes, described.layer_bytes)
         rows = (described.chunk_tokens, described.heads)
         sizes = [described.codes_bytes, described.scales_bytes, described.exact_bytes, described.exponents_bytes]
-        codes, scales, kept, exponents = torch.split(planes, sizes, 1)
+        codes, scales, leading, exponents = torch.split(planes, sizes, 1)
         channels = described.heads * described.head_dim
         shape = (described.exact_tokens, *self._channels)
         return (
             codes.view(getattr(torch, described.dtype)).unflatten(1, (*rows, -1)),  # type: ignore[no-untyped-call]
             scales.view(torch.float32).unflatten(1, rows),  # type: ignore[no-untyped-call]
-            kept.view(getattr(torch, self._exact.dtype)).unflatten(1, shape),  # type: ignore[no-untyped-call]
+            leading.view(getattr(torch, self._exact.dtype)).unflatten(1, shape),  # type: ignore[no-untyped-call]
             exponents[:, :channels].view(torch.int8),
         )

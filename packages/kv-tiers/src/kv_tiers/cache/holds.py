@@ -1,11 +1,11 @@
 """Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed.
 
-They were stored for a prompt that one engine has computed and another goes on with (docs/adr/0025). The engine that
-stored them may have ended by then, so nobody's lease keeps them: the cache does, for a time that was said beforehand.
-They may be half of the pool, or half of a tenant's quota, at most.
+They belong to a prompt that one engine has computed and another will decode (docs/adr/0025). The engine that stored
+them may have ended by then, so no lease of a holder keeps them in place: the cache holds them itself, for a given time.
+Holds take at most half of the pool, or half of a tenant's quota.
 
-A prompt is stored in several steps, and each step names all of its chunks so far. So a chunk that has been read is not
-kept again before the time that it was kept for is over.
+A prompt is stored in several steps, and each step names all of its chunks so far. A chunk that has been read is
+therefore not held again before the deadline of its first hold.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ class Holds:
         self._shares = shares
         self._until_s: dict[int, float] = {}  # by slot, each leased once
         self._deadlines: list[tuple[float, int]] = []  # a heap, with some that were renewed or have ended
-        self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: which chunk was read, and kept until when
+        self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
 
     @property
     def chunks(self) -> int:
-        """How many are kept now."""
+        """How many are held now."""
         return len(self._until_s)
 
     def hold(self, slots: Sequence[int], until_s: float, now_s: float) -> list[int]:
-        """Keep the leading ones of these resident slots that there is room for, until then at least; those that were
-        not kept before."""
+        """Hold the leading ones of these resident slots for which there is room, at least until then. Returns those
+        that were not held before."""
         room: dict[int, int] = {}
         new: list[int] = []
         for slot in slots:
@@ -59,11 +59,11 @@ class Holds:
         return new
 
     def read(self, slots: Sequence[int]) -> None:
-        """They have been read, or are not needed: they are kept no longer."""
+        """End the holds of these, which have been read or are not needed."""
         if self._until_s:
-            kept = [slot for slot in slots if slot in self._until_s]
-            self._read.update((slot, (self._index.key_at(slot), self._until_s[slot])) for slot in kept)
-            self._let_go(kept)
+            held = [slot for slot in slots if slot in self._until_s]
+            self._read.update((slot, (self._index.key_at(slot), self._until_s[slot])) for slot in held)
+            self._let_go(held)
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""

@@ -1,6 +1,6 @@
 /* Chunks of bfloat16 in the format `int8`, and back, as kv_cuda's quantise/codes.py has it with torch's operations: that
- * file says what is computed, this one only computes it faster, and a test holds both to the same bytes
- * (docs/formats/quantised.md). What kernels.c says of buffers holds here too.
+ * file defines the computation, this one only makes it faster, and a test compares the bytes of both
+ * (docs/formats/quantised.md). The rules of kernels.c for buffers apply here too.
  */
 #include "kernels.h"
 
@@ -9,23 +9,23 @@ enum { LARGEST_MAGNITUDE = 0x7dfe }; /* of a bfloat16: 127 times the largest sca
 
 /* Sizes in numbers, and where things lie in a plane, in bytes. */
 typedef struct {
-    size_t planes, tokens, heads, dim, kept, channels, first, last, scales_at, kept_at, exponents_at, plane_bytes;
+    size_t planes, tokens, heads, dim, exact, channels, first, last, scales_at, exact_at, exponents_at, plane_bytes;
 } Shape;
 
-static int shape_of(const int64_t *said, size_t said_bytes, size_t words_bytes, size_t chunk_bytes, size_t scratch_bytes,
+static int shape_of(const int64_t *sizes, size_t sizes_bytes, size_t words_bytes, size_t chunk_bytes, size_t scratch_bytes,
                     Shape *shape) {
-    if (said_bytes != 7 * sizeof *said)
+    if (sizes_bytes != 7 * sizeof *sizes)
         return 0;
     for (int i = 0; i < 7; i++)
-        if (said[i] < (i < 4) || said[i] > 1 << 24)
+        if (sizes[i] < (i < 4) || sizes[i] > 1 << 24)
             return 0;
-    size_t planes = (size_t)said[0], tokens = (size_t)said[1], heads = (size_t)said[2], dim = (size_t)said[3];
-    size_t kept = (size_t)said[4], first = (size_t)said[5], last = (size_t)said[6], channels = heads * dim, numbers;
-    if (kept >= tokens || first > last || last > tokens || __builtin_mul_overflow(channels, tokens, &numbers) ||
+    size_t planes = (size_t)sizes[0], tokens = (size_t)sizes[1], heads = (size_t)sizes[2], dim = (size_t)sizes[3];
+    size_t exact = (size_t)sizes[4], first = (size_t)sizes[5], last = (size_t)sizes[6], channels = heads * dim, numbers;
+    if (exact >= tokens || first > last || last > tokens || __builtin_mul_overflow(channels, tokens, &numbers) ||
         numbers > SIZE_MAX / 16 / planes)
         return 0;
-    size_t kept_at = numbers + 4 * tokens * heads, exponents_at = kept_at + 2 * kept * channels;
-    *shape = (Shape){planes, tokens, heads, dim, kept, channels, first, last, numbers, kept_at, exponents_at,
+    size_t exact_at = numbers + 4 * tokens * heads, exponents_at = exact_at + 2 * exact * channels;
+    *shape = (Shape){planes, tokens, heads, dim, exact, channels, first, last, numbers, exact_at, exponents_at,
                      exponents_at + (channels + 3) / 4 * 4};
     return words_bytes == 2 * numbers * planes && chunk_bytes == planes * shape->plane_bytes &&
            scratch_bytes == 6 * channels;
@@ -90,22 +90,22 @@ INLINE float quantise_row(const u16 *restrict in, const f32 *restrict factors, s
     return scale;
 }
 
-/* shape: planes, tokens, heads, numbers of a head, first tokens that are kept as they are, and two that are not used.
+/* shape: planes, tokens, heads, numbers of a head, first tokens that are stored exactly, and two that are not used.
  * The largest magnitude, as the bits of a bfloat16; where that is above LARGEST_MAGNITUDE the chunk is worthless. */
-EXPORT VERSIONS int64_t kv_quantise(const int64_t *said, size_t said_bytes, const u8 *words, size_t words_bytes,
+EXPORT VERSIONS int64_t kv_quantise(const int64_t *sizes, size_t sizes_bytes, const u8 *words, size_t words_bytes,
                                     u8 *restrict chunk, size_t chunk_bytes, u8 *restrict scratch, size_t scratch_bytes) {
     Shape shape;
-    if (!shape_of(said, said_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
+    if (!shape_of(sizes, sizes_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
         return KV_MISFIT;
     f32 *factors = (f32 *)scratch;
     u16 *peaks = (u16 *)(scratch + 4 * shape.channels);
     uint32_t largest = 0;
     for (size_t plane = 0; plane < shape.planes; plane++) {
-        const u16 *in = (const u16 *)words + plane * shape.tokens * shape.channels, *coded = in + shape.kept * shape.channels;
+        const u16 *in = (const u16 *)words + plane * shape.tokens * shape.channels, *coded = in + shape.exact * shape.channels;
         u8 *out = chunk + plane * shape.plane_bytes, *exponents = out + shape.exponents_at;
         f32 *scales = (f32 *)(out + shape.scales_at);
-        uint32_t first = magnitudes(in, shape.kept, shape.channels, peaks);
-        uint32_t rest = magnitudes(coded, shape.tokens - shape.kept, shape.channels, peaks);
+        uint32_t first = magnitudes(in, shape.exact, shape.channels, peaks);
+        uint32_t rest = magnitudes(coded, shape.tokens - shape.exact, shape.channels, peaks);
         first = first < rest ? rest : first;
         largest = largest < first ? first : largest;
         if (largest > LARGEST_MAGNITUDE)
@@ -113,10 +113,10 @@ EXPORT VERSIONS int64_t kv_quantise(const int64_t *said, size_t said_bytes, cons
         memset(out + shape.plane_bytes - 4, 0, 4);
         for (size_t head = 0; head < shape.heads; head++)
             level(peaks + head * shape.dim, shape.dim, exponents + head * shape.dim, factors + head * shape.dim);
-        memset(out, 0, shape.kept * shape.channels);
-        memset(out + shape.scales_at, 0, 4 * shape.kept * shape.heads);
-        memcpy(out + shape.kept_at, in, 2 * shape.kept * shape.channels);
-        for (size_t row = shape.kept * shape.heads; row < shape.tokens * shape.heads; row++)
+        memset(out, 0, shape.exact * shape.channels);
+        memset(out + shape.scales_at, 0, 4 * shape.exact * shape.heads);
+        memcpy(out + shape.exact_at, in, 2 * shape.exact * shape.channels);
+        for (size_t row = shape.exact * shape.heads; row < shape.tokens * shape.heads; row++)
             scales[row] = quantise_row(in + row * shape.dim, factors + row % shape.heads * shape.dim, shape.dim,
                                        out + row * shape.dim);
     }
@@ -124,14 +124,14 @@ EXPORT VERSIONS int64_t kv_quantise(const int64_t *said, size_t said_bytes, cons
 }
 
 /* shape: as of kv_quantise, and of the tokens to be written the first and the one after the last. */
-EXPORT VERSIONS int64_t kv_dequantise(const int64_t *said, size_t said_bytes, const u8 *chunk, size_t chunk_bytes,
+EXPORT VERSIONS int64_t kv_dequantise(const int64_t *sizes, size_t sizes_bytes, const u8 *chunk, size_t chunk_bytes,
                                       u8 *restrict words, size_t words_bytes, u8 *restrict scratch,
                                       size_t scratch_bytes) {
     Shape shape;
-    if (!shape_of(said, said_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
+    if (!shape_of(sizes, sizes_bytes, words_bytes, chunk_bytes, scratch_bytes, &shape))
         return KV_MISFIT;
     f32 *factors = (f32 *)scratch;
-    size_t kept = shape.last < shape.kept ? shape.last : shape.kept;
+    size_t exact = shape.last < shape.exact ? shape.last : shape.exact;
     for (size_t plane = 0; plane < shape.planes; plane++) {
         const u8 *in = chunk + plane * shape.plane_bytes;
         u16 *restrict out = (u16 *)words + plane * shape.tokens * shape.channels;
@@ -145,9 +145,9 @@ EXPORT VERSIONS int64_t kv_dequantise(const int64_t *said, size_t said_bytes, co
                 out[row * shape.dim + i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
             }
         }
-        if (shape.first < kept)
-            memcpy(out + shape.first * shape.channels, in + shape.kept_at + 2 * shape.first * shape.channels,
-                   2 * (kept - shape.first) * shape.channels);
+        if (shape.first < exact)
+            memcpy(out + shape.first * shape.channels, in + shape.exact_at + 2 * shape.first * shape.channels,
+                   2 * (exact - shape.first) * shape.channels);
     }
     return 0;
 }

@@ -146,18 +146,18 @@ class Residency:
         """
         freed = [slot for slot in slots if self._life[slot] is Life.ORPHANED] if self._orphans else []
         self._orphans -= len(freed)
-        kept_keys, kept = list(keys), list(slots)
+        live_keys, live = list(keys), list(slots)
         if freed:
-            kept_keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in freed]
-            kept = [slot for slot in slots if slot not in freed]
+            live_keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in freed]
+            live = [slot for slot in slots if slot not in freed]
         self._move(slots, Event.COMMIT)
-        for key, slot in zip(kept_keys, kept, strict=True):
+        for key, slot in zip(live_keys, live, strict=True):
             del self._writing[key]
             self._key_at[slot] = key
-        self._slot_of.update(zip(kept_keys, kept, strict=True))
-        if kept:
-            self._runs[kept[0]] = kept
-            self._policy.added(kept_keys, kept)
+        self._slot_of.update(zip(live_keys, live, strict=True))
+        if live:
+            self._runs[live[0]] = live
+            self._policy.added(live_keys, live)
         return freed
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:

@@ -161,7 +161,7 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
 
     one = (404, 409, 503)
     return [
-        Operation("GET", "/prefixes", "What is pinned, and what was asked for", prefixes, Prefixes, failures=(503,)),
+        Operation("GET", "/prefixes", "Pins, files and recent jobs", prefixes, Prefixes, failures=(503,)),
         Operation("GET", "/prefixes/jobs/{id}", "What has become of a job", job, Job, failures=(404,)),
         Operation("POST", "/prefixes/pin", "Keep a prefix in the pool", pin, Pinned, Prefix, failures=one),
         Operation(
@@ -229,10 +229,15 @@ def _files(archive_directory: str) -> list[str]:
 
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float, shape: ChunkShape) -> Outcome:
-    chunks, asked = cache.admin.warm_up(keys, name, timeout_s=timeout_s, shape=shape), len(keys) // shape.keys_per_chunk
+    chunks, requested = (
+        cache.admin.warm_up(keys, name, timeout_s=timeout_s, shape=shape),
+        len(keys) // shape.keys_per_chunk,
+    )
     if not chunks:
-        raise _nothing("nothing was warmed up or pinned: no tier holds", asked, "see what pins keep (GET /prefixes)")
-    return chunks, "" if chunks == asked else f"{chunks} of {asked} chunks could be brought up and pinned"
+        raise _nothing(
+            "nothing was warmed up or pinned: no tier holds", requested, "see what pins keep (GET /prefixes)"
+        )
+    return chunks, "" if chunks == requested else f"{chunks} of {requested} chunks could be promoted and pinned"
 
 
 def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
@@ -244,10 +249,10 @@ def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
 
 def _export(cache: LocalCache, keys: Sequence[ChunkKey], path: Path, fingerprint: str, shape: ChunkShape) -> Outcome:
     chunks = export_prefix(cache, keys, path, fingerprint=fingerprint, shape=shape)
-    asked = len(keys) // shape.keys_per_chunk
+    requested = len(keys) // shape.keys_per_chunk
     if not chunks:
-        raise _nothing("nothing was exported or written: the pool does not hold", asked, "warm the prefix up first")
-    return chunks, "" if chunks == asked else f"the pool holds {chunks} of {asked} chunks; warm up the rest"
+        raise _nothing("nothing was exported or written: the pool does not hold", requested, "warm the prefix up first")
+    return chunks, "" if chunks == requested else f"the pool holds {chunks} of {requested} chunks; warm up the rest"
 
 
 def _import(cache: LocalCache, path: Path, fingerprint: str) -> Outcome:
