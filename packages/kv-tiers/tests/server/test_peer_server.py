@@ -51,12 +51,6 @@ def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     own_nobody(monkeypatch)
 
 
-@pytest.fixture
-def ending() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def filled(ending: ExitStack, **options: object) -> ThreadedServer:
     """A server that peers may ask, and that has `KEYS`."""
     server = listening(peers=options)

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,12 +32,6 @@ KEYS = key_chain(4)
 def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     own_nobody(monkeypatch)
     monkeypatch.setattr(peer_following, "_WAIT_S", 0.1)  # which closing may take
-
-
-@pytest.fixture
-def ending() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,6 @@ CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 @pytest.fixture(autouse=True)
 def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     own_nobody(monkeypatch)
-
-
-@pytest.fixture
-def ending() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
