@@ -1,7 +1,7 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-layerwise bench-serve bench-handover bench-peer \
-  format clean
+.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+  wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -35,6 +35,7 @@ test: lint test-packages test-engine test-sglang ## everything but `test-engines
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
 	@scripts/setup.sh browser
+	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
 	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) packages tests \
 	  --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
@@ -94,6 +95,11 @@ bench-hooks: ## what our hooks cost a step of vLLM's that has nothing for us (JS
 	@scripts/setup.sh vllm
 	@$(ONE_THREAD) $(VLLM)/python benchmarks/hooks.py $(if $(JSON),--json)
 
+bench-shift: ## hits of prompts that share a prefix of any length, on a model with states: ours, vLLM's own, LMCache's
+	@scripts/setup.sh vllm
+	@scripts/setup.sh lmcache
+	@$(VLLM)/python benchmarks/shift.py
+
 bench-layerwise: ## what of a load is hidden behind the computation, layer by layer, on a slow device (JSON=1)
 	@scripts/setup.sh vllm
 	@$(VLLM)/python benchmarks/layerwise.py $(if $(JSON),--json)
@@ -115,6 +121,10 @@ bench-peer: ## side by side with LMCache, which is installed into an environment
 	@scripts/setup.sh workspace
 	@scripts/setup.sh lmcache
 	@$(WORKSPACE)/python benchmarks/peer.py $(if $(JSON),--json)
+
+wheels: ## of all packages, into dist, with links to where they are published (URL=https://…)
+	@scripts/setup.sh workspace
+	$(WORKSPACE)/python scripts/wheels.py --url "$(URL)"
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace

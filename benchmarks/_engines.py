@@ -20,8 +20,10 @@ def threads_environ(threads: int) -> dict[str, str]:
     return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 
-def vllm(model: str, cache: dict[str, Any] | None, *, dtype: str = "float32", **arguments: Any) -> Any:
-    """A `vllm.LLM`, its own prefix caching off. cache: our settings; None: without us."""
+def vllm(
+    model: str, cache: dict[str, Any] | None, *, dtype: str = "float32", engine_id: str | None = None, **arguments: Any
+) -> Any:
+    """A `vllm.LLM`, its own prefix caching off. cache: our settings; None: without us. engine_id: its name for us."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -32,6 +34,7 @@ def vllm(model: str, cache: dict[str, Any] | None, *, dtype: str = "float32", **
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=cache,
+            engine_id=engine_id,
         )
     chosen: dict[str, Any] = {
         "dtype": dtype,

@@ -23,12 +23,12 @@ import _engines
 from _child import Child, progress
 from _report import Row, parser, report
 from models import BY_NAME
+from shift import REQUESTS, hits
 
 CACHE: dict[str, Any] = {"use": "always", "host": {"capacity_bytes": "512MiB"}}
 SMALL: dict[str, Any] = {"host": {"capacity_bytes": "24MiB"}}
 """Full after a few prompts, as a pool that has served for a while is."""
 KNOWN_TOKENS = 2048
-REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
 SHIFTS = range(0, 256, 25)
 
 
@@ -88,21 +88,14 @@ def fewest_hits(name: str, model: str) -> Row:
     """With us, vLLM's own cache is emptied before each request, so that what is found is found with us."""
     fewest = {}
     for with_us in (True, False):
-        child, hits = started(name, model, CACHE if with_us else None), []
+        child, found = started(name, model, CACHE if with_us else None), []
         try:
             for shift in SHIFTS:
                 progress(f"hits of {REQUESTS}, {'with us' if with_us else 'without'}, shift {shift}")
-                shared = [3 + (7919 * i + shift) % 2000 for i in range(SHARED_TOKENS - shift)]
-                found = 0
-                for number in range(REQUESTS):
-                    own = [3 + (104729 * i + 31 * number + shift) % 2000 for i in range(TOKENS - len(shared))]
-                    if with_us:
-                        child.forget()
-                    found += child.ask(shared + own)[1] >= len(shared) // 256 * 256
-                hits.append(found)
+                found.append(hits(child, shift, empties=with_us))
         finally:
             child.close()
-        fewest[with_us] = min(hits)
+        fewest[with_us] = min(found)
     value, limit = float(fewest[True]), float(fewest[False])
     return Row(
         f"{name}, hits of {REQUESTS} at the worst shift", value, "", limit, value / REQUESTS, 52 / 64, at_most=False

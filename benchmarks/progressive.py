@@ -6,7 +6,7 @@ by `progressive`, and as an approximation.
 An engine stores this repository's documents on a disk, and for every way of reading another one, whose pool is empty,
 is asked each of them once, over a link that brings only so many bytes in a second. Ways with `auto` load what is
 estimated to pay, as by default; the others load whatever is held, and show what loading costs. The first few prompts
-of an engine are for it to learn what computing and loading take, and do not count.
+of an engine are for it to learn what computing and loading take, and do not count. Times are medians.
 
 --bandwidth: of these links alone. --prompts: how many count. --tokens: of each prompt. What is computed whatever is
 loaded, the prompt's tail and a step's own cost, is the same for all: with short prompts it hides what loading gains.
@@ -21,6 +21,7 @@ import json
 import statistics
 import tempfile
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,12 @@ def started(model: str, cache: dict[str, Any] | None, scratch: Path) -> Child:
     return Child(__file__, [model, json.dumps(cache)], environ)
 
 
-def first_tokens_s(
-    label: str, model: str, cache: dict[str, Any] | None, asked: list[list[int]], scratch: Path
-) -> list[float]:
-    """Of those prompts that count."""
-    stored = asked[LEARNING:]
+def first_token_s(label: str, model: str, cache: dict[str, Any] | None, asked: list[list[int]], scratch: Path) -> float:
+    """The median of those prompts that count."""
     child = started(model, cache, scratch)
     try:
         seconds = []
-        for number, prompt in enumerate([*asked[:LEARNING], *stored]):
+        for number, prompt in enumerate(asked):
             progress(f"{label}: {number + 1} of {len(asked)}")
             took, found = child.ask(prompt)
             seconds.append(took)
@@ -115,8 +113,9 @@ def first_tokens_s(
                 raise SystemExit(f"{label}: prompt {number} was not found, so the figures would mean nothing")
     finally:
         child.close()
-    print(f"\r{label}: {statistics.fmean(seconds[2 * LEARNING :]):.3f} s", file=sys.stderr)
-    return seconds[2 * LEARNING :]
+    median = statistics.median(seconds[2 * LEARNING :])
+    print(f"\r{label}: {median:.3f} s, {max(seconds[2 * LEARNING :]):.3f} at most", file=sys.stderr)
+    return median
 
 
 def main() -> int:
@@ -144,25 +143,22 @@ def main() -> int:
                 progress(f"storing {codec or 'raw'}: {number + 1}")
                 child.ask(prompt)
             child.close()
+        engines = count()
         for name in options.bandwidth or BANDWIDTHS:
-            took = {
-                which: statistics.fmean(
-                    first_tokens_s(
-                        f"{name}, {which}",
-                        options.model,
-                        None if way is None else cache_over(scratch, way, BANDWIDTHS[name]),
-                        asked,
-                        scratch,
-                    )
+            took = {}
+            for which, way in WAYS.items():
+                cache = None if way is None else cache_over(scratch, way, BANDWIDTHS[name])
+                # Each engine computes prompts that no engine before it has stored.
+                new = [[next(engines), *prompt[1:]] for prompt in asked[:LEARNING]]
+                took[which] = first_token_s(
+                    f"{name}, {which}", options.model, cache, [*new, *asked[LEARNING:]], scratch
                 )
-                for which, way in WAYS.items()
-            }
             rows += rows_of(name, took)
     return report(rows, options.json)
 
 
 def rows_of(link: str, took: dict[str, float]) -> list[Row]:
-    """took: mean seconds by way."""
+    """took: seconds by way."""
     better = min(took["raw"], took["computing"])
     made = []
     for which, value in took.items():

@@ -11,6 +11,7 @@
 #   scripts/setup.sh nixl         what vLLM's NixlConnector needs, some 340 MB, for `make bench-handover`
 #   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
 #   scripts/setup.sh mooncake     a Mooncake Store for its tier's tests, into .venv; its libraries from apt, as root
+#   scripts/setup.sh arm64        a compiler for 64-bit Arm and an emulator, for the kernels' tests; from apt, as root
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -70,15 +71,26 @@ write_trained() {
   touch "$folder/.written"
 }
 
+# Debian's packages, and options of apt-get before them. Fails where they cannot be installed, or not by this user.
+apt_install() {
+  { [ "$(id -u)" = 0 ] && command -v apt-get; } >/dev/null || return
+  say "installing ${*: -1}, by apt"
+  { apt-get install -qq -y "$@" || { apt-get update -qq && apt-get install -qq -y "$@"; }; } >/dev/null 2>&1
+}
+
 find_browser() {
   if command -v chromium || command -v chromium-browser || command -v google-chrome; then return; fi
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "installing Chromium"
-    { apt-get install -qq -y chromium || { apt-get update -qq && apt-get install -qq -y chromium; }; } >/dev/null 2>&1 && return
-  fi
-  say "there is no Chromium and it cannot be installed here, so the tests of the server's page are skipped"
+  apt_install chromium ||
+    say "there is no Chromium and it cannot be installed here, so the tests of the server's page are skipped"
 }
 if [ "${1:-}" = browser ]; then find_browser >/dev/null; exit; fi
+
+find_arm64() {
+  if command -v aarch64-linux-gnu-gcc && { command -v qemu-aarch64-static || command -v qemu-aarch64; }; then return; fi
+  apt_install --no-install-recommends libc6-dev-arm64-cross gcc-aarch64-linux-gnu qemu-user-static ||
+    say "there is no compiler for Arm, or no emulator, and none can be installed here, so the tests of the kernels there are skipped"
+}
+if [ "${1:-}" = arm64 ]; then find_arm64 >/dev/null; exit; fi
 
 packages=()
 for package in kv-core kv-tiers kv-cuda kv-vllm kv-sglang; do packages+=(-e "packages/$package"); done
@@ -98,11 +110,7 @@ sglang)
   if ! command -v g++ >/dev/null || [ ! -e /usr/include/openssl/sha.h ]; then
     # SGLang compiles its page hash when it is first used.
     say "SGLang needs a C++ compiler and OpenSSL's headers"
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      { apt-get update -qq && apt-get install -qq -y g++ libssl-dev; } >/dev/null
-    else
-      say "install them (Debian: g++ libssl-dev), then repeat"; exit 1
-    fi
+    apt_install g++ libssl-dev || { say "install them (Debian: g++ libssl-dev), then repeat"; exit 1; }
   fi
   if has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then
     install .venvs/sglang 'sglang>=0.5.23,<0.5.24' "${packages[@]}" --group engine-tests
@@ -126,10 +134,7 @@ nixl)
 dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
 mooncake)
   if ! .venv/bin/python -c 'import mooncake.store' 2>/dev/null; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      libraries=(libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1)
-      { apt-get install -qq -y "${libraries[@]}" || { apt-get update -qq && apt-get install -qq -y "${libraries[@]}"; }; } >/dev/null 2>&1 || true
-    fi
+    apt_install libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1 || true
     "$uv" pip install --quiet --python .venv/bin/python 'mooncake-transfer-engine-non-cuda>=0.3.13,<0.4' || true
     .venv/bin/python -c 'import mooncake.store' 2>/dev/null ||
       say "Mooncake's client cannot be installed here, so the tests of its tier are skipped"
@@ -146,5 +151,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
 esac

@@ -16,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = [f"src/kv_tiers/codecs/{name}" for name in ("kernels.h", "kernels.c", "int8.c")]
+SOURCES = [f"src/kv_tiers/codecs/{name}" for name in ("kernels.h", "kernels.c", "int8.c", "copies.c")]
 """All in one folder."""
 LIBRARY = "_kernels.so"
 COMPILE_S = 120

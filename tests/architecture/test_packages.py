@@ -62,12 +62,8 @@ def test_every_third_party_requirement_has_an_upper_bound() -> None:
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("wheels")
-    for package in PACKAGES:
-        subprocess.run(
-            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(package)],
-            check=True,
-            capture_output=True,
-        )
+    build = [sys.executable, "scripts/wheels.py", "--url", "https://example.org/kv/", "--directory", made]
+    subprocess.run(build, check=True, capture_output=True, cwd=ROOT)
     return made
 
 
@@ -168,7 +164,16 @@ def _borrow(site: Path, names: set[str]) -> None:
                 todo.add(requirement.name)
 
 
-def test_the_wheels_carry_their_types_and_licence_and_no_tests(wheels: Path) -> None:
+@pytest.mark.parametrize("url", ["http://example.org/kv", "https://", "https://example.org/kv#a", 'https://e.org/"'])
+def test_wheels_name_no_address_that_is_none(url: str, tmp_path: Path) -> None:
+    build = [sys.executable, "scripts/wheels.py", "--url", url, "--directory", tmp_path]
+    refused = subprocess.run(build, capture_output=True, text=True, cwd=ROOT)
+    assert refused.returncode == 2
+    assert f"{url!r} is not the address of a project" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wheels_carry_their_types_licence_and_addresses_and_no_tests(wheels: Path) -> None:
     for package in PACKAGES:
         module = package.name.replace("-", "_")
         (wheel,) = wheels.glob(f"{module}-*.whl")
@@ -180,6 +185,11 @@ def test_the_wheels_carry_their_types_and_licence_and_no_tests(wheels: Path) -> 
             assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
         assert metadata["License-Expression"] == "Apache-2.0"
         assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+        assert metadata.get_all("Project-URL") == [
+            "Homepage, https://example.org/kv",
+            "Source, https://example.org/kv",
+            "Issues, https://example.org/kv/issues",
+        ]
         assert f"{module}/py.typed" in names
         assert ("kv_tiers/server/http/page.html" in names) == (module == "kv_tiers")
         assert not [name for name in names if name.startswith("tests/")]

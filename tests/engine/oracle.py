@@ -9,12 +9,12 @@ Of a sliding window the context is what it still sees. Of a linear layer it is t
 which each step takes from the block where vLLM keeps it and leaves in the block of its own last token. A reference
 window (R-SWA) shows a generated token less than it would see in a prompt, so its KV is another.
 
-With guesses a step computes tokens that may turn out wrong (`guessed_states` has their states).
+With guesses a step computes tokens that may turn out wrong (`guessed_states` has their states), and one that was
+scheduled ahead is corrected when its turn comes (`work`).
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from work import BlockTables, StepsAhead, Work
 
 BLOCK_TOKENS = 32
 KV_HEADS = 2
@@ -58,24 +59,8 @@ _NO_TOKEN = 2
 """A guess that is never right."""
 
 
-@dataclass(slots=True)
-class Work:
-    """One request's share of a step, as it stood when the step was scheduled. guesses: its last tokens, as far as they
-    are guessed."""
-
-    request_id: str
-    start: int
-    end: int
-    tables: list[list[int]]
-    samples: bool
-    guesses: list[int]
-
-    @property
-    def settled(self) -> int:
-        """The request's tokens up to the first guess."""
-        return self.end - len(self.guesses)
-
-
+NGRAM = {"method": "ngram", "prompt_lookup_max": 2}
+"""The drafter that needs no model."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Both halves of the connector are here, and vLLM would have them apart on a CPU."""
 
@@ -97,11 +82,12 @@ class Oracle:
         kinds: Sequence[str] = ("full",),
         events: bool = False,
         guesses: int = 0,
+        drafter: Mapping[str, Any] = NGRAM,
         **extra: Any,
     ) -> None:
         """kinds: of each group of layers: full, window:TOKENS, reference:TOKENS or state. sequences: how many requests
-        run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to all are right; not
-        with an asynchronous scheduler, whose positions a real runner corrects."""
+        run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to all are right.
+        drafter: how vLLM is told that they are guessed; not every method goes with an asynchronous scheduler."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -123,9 +109,7 @@ class Oracle:
             distributed_executor_backend=ONE_PROCESS,
             kv_transfer_config=transfer if connector else None,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
-            speculative_config={"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 2}
-            if guesses
-            else None,
+            speculative_config={"num_speculative_tokens": guesses} | dict(drafter) if guesses else None,
         ).create_engine_config()
         self.vllm_config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off on a CPU
         self.vllm_config.cache_config.num_gpu_blocks = blocks
@@ -136,6 +120,8 @@ class Oracle:
         self.kinds = tuple(kinds)
         self.guesses = guesses
         self._guessed_states = GuessedStates(BLOCK_TOKENS)
+        self._tables = BlockTables()
+        self._steps_ahead = StepsAhead()
         self.names = [[f"group.{group}.layer.{layer}" for layer in range(LAYERS)] for group in range(len(kinds))]
         self.kv_cache_config = KVCacheConfig(
             num_blocks=blocks,
@@ -171,7 +157,8 @@ class Oracle:
         self.errors: set[str] = set()
         self.answers: dict[str, dict[str, Any]] = {}
         """By request, the `kv_transfer_params` that its proxy gets."""
-        self._pending: deque[tuple[Any, list[Work]]] = deque()
+        self._pending: deque[tuple[Any, list[Work], bool]] = deque()
+        """Steps that were scheduled, and whether that was before the one before them was executed."""
 
     @property
     def engine(self) -> Attached:
@@ -186,7 +173,7 @@ class Oracle:
         params: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """asked: what the request says to us (`kv_vllm.controls`). params: its `kv_transfer_params` besides."""
+        """asked: its options (`kv_tiers.attach.request_options`). params: its `kv_transfer_params` besides."""
         given = (params or {}) | ({} if asked is None else {"kv_tiers": asked})
         said = {"kv_transfer_params": given} if given else None
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, extra_args=said)
@@ -250,8 +237,9 @@ class Oracle:
     def step(self) -> None:
         """Schedule, and run what was scheduled: at once, or one step later when scheduling runs ahead."""
         output = self.scheduler.schedule()
+        self._tables.follow(output)
         works = [self._work(request_id, output) for request_id in output.num_scheduled_tokens]
-        self._pending.append((output, works))
+        self._pending.append((output, works, bool(self._pending)))
         while len(self._pending) > (1 if self.asynchronous and works else 0):
             self._execute(*self._pending.popleft())
 
@@ -263,11 +251,13 @@ class Oracle:
         request = self.scheduler.requests[request_id]
         scheduled = output.num_scheduled_tokens[request_id]
         end = request.num_computed_tokens  # already advanced by schedule()
-        tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+        tables = self._tables.of(request_id)
         guesses = list(output.scheduled_spec_decode_tokens.get(request_id, ()))
         return Work(request_id, end - scheduled, end, tables, not request.is_prefill_chunk, guesses)
 
-    def _execute(self, output: Any, works: list[Work]) -> None:
+    def _execute(self, output: Any, works: list[Work], ahead: bool) -> None:
+        if self.asynchronous and self.guesses:
+            works = [self._steps_ahead.corrected(work, output, ahead=ahead) for work in works]
         if self.worker is not None:
             self.worker.handle_preemptions(output.kv_connector_metadata)
             self.worker.bind_connector_metadata(output.kv_connector_metadata)
@@ -299,6 +289,7 @@ class Oracle:
             if self.guesses:  # after the stores, as the sampler's answer comes after the forward pass
                 for work, tokens in zip(works, sampled, strict=True):
                     self._settle_states(work, max(1, len(tokens)))
+                self._steps_ahead.executed(works, sampled)
             for outputs in self.scheduler.update_from_output(output, result).values():
                 for entry in outputs.outputs:
                     if entry.request_id in self.generated:
@@ -308,9 +299,11 @@ class Oracle:
                         if entry.finish_reason is not None and str(entry.finish_reason) == "error":
                             self.errors.add(entry.request_id)
             if self.guesses:
-                sampling = [work for work in works if work.samples]
-                guesses = [self._guesses(work.request_id) for work in sampling]
-                self.scheduler.update_draft_token_ids(DraftTokenIds([work.request_id for work in sampling], guesses))
+                drafts = {work.request_id: self._guesses(work.request_id) for work in works if work.samples}
+                if self.asynchronous:  # the scheduler does not hear of them
+                    self._steps_ahead.drafted(drafts)
+                else:
+                    self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
 
     def _sampled(self, work: Work) -> list[int]:
         """What comes after the first token that is no guess, and after each guess that is right."""

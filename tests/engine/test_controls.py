@@ -14,8 +14,8 @@ from engines import PROMPTS, SHARED, Engine, started
 from kv_core.connect.controls import Controls
 from kv_core.log import LIMIT
 from kv_tiers.attach.engine import engines
+from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
-from kv_vllm.controls import chosen
 from oracle import Oracle
 
 PAGE = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
@@ -100,6 +100,10 @@ WRONG: list[tuple[Any, str, Controls]] = [
     ([1], "[1] is left out", Controls()),
     ({"kv_tiers": {"tags": {"a": 1}}}, "nothing of this request is loaded", Controls(loads=False, stores=False)),
     ({"kv_tiers": {"tags": {"a b": "c"}}}, "nothing of this request", Controls(loads=False, stores=False)),
+    ({"kv_tiers": {"tiers": ["disc"]}}, "no tier 'disc', which is left out; did you mean 'disk'", Controls(tiers=())),
+    ({"kv_tiers": {"tiers": ["disk", "nvme"]}}, "there are disk, host", Controls(tiers=("disk",))),
+    ({"kv_tiers": {"tiers": "disk"}}, "only the pool is read and written", Controls(tiers=())),
+    ({"kv_tiers": {"tiers": [1]}}, "only the pool is read and written", Controls(tiers=())),
     ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid unicode", Controls(loads=False, stores=False)),
 ]
 
@@ -108,8 +112,8 @@ WRONG: list[tuple[Any, str, Controls]] = [
 def test_what_is_wrong_is_one_line_and_the_rest_holds(
     params: Any, said: str, controls: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="kv_vllm.controls"):
-        assert chosen(Settings(), params, "req-7").controls == controls
+    with caplog.at_level(logging.WARNING, logger="kv_tiers.attach.request_options"):
+        assert chosen(Settings(), params, "req-7", tiers=("host", "disk")).controls == controls
     (line,) = caplog.messages
     assert line.startswith("request req-7: kv_transfer_params: ") and said in line
 

@@ -1,7 +1,8 @@
 """Prompts that share a prefix of any length hit on a model with linear layers, wherever their prefixes end.
 
-A state serves hits at one boundary only. vLLM keeps the one at a prompt's last block, which lies in what the prompt has
-alone as often as not: its issue 45238 counts 52 hits of 64 requests, and none with the prefix 100 tokens shorter.
+A state serves hits at one boundary only. If that is a prompt's last block, it lies in what the prompt has alone as
+often as not: vLLM's issue 45238 counted 52 hits of 64 requests, and none with the prefix 100 tokens shorter. What vLLM
+finds by itself since then is in docs/models.md.
 """
 
 from typing import Any

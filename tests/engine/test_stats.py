@@ -12,15 +12,16 @@ import pytest
 from engines import PROMPTS, Engine, empty_the_pool, started
 from kv_core.errors import CopyFailed
 from kv_tiers.attach.engine import engines
+from kv_tiers.attach.figures import FIGURES, TIER_TOKENS
 from kv_tiers.settings import load
 from kv_vllm.hit_sources import HitSources
-from kv_vllm.stats import FIGURES, TIER_TOKENS, Stats
+from kv_vllm.stats import Stats
 from test_api_server import PROMPT, api_server, complete
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 PREFIX = "vllm:kv_tiers_"
 DASHBOARD = set(
-    re.findall(rf"{PREFIX}(\w+)", (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    re.findall(r":kv_tiers_(\w+)", (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
 )
 CHUNK_BYTES = 512 << 10
 """Of the tiny model: 256 tokens."""
@@ -181,7 +182,7 @@ def scraped(url: str) -> dict[str, float]:
 def test_the_api_servers_metrics_and_the_pages_examples_over_http(spelling_llama: str, tmp_path: Path) -> None:
     """`docs/requests.md` as it is but for the port, at a server whose worker and cache are in other processes."""
     page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
-    (example,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "curl" in block]
+    (example,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "localhost:8000" in block]
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     cache = {"host": {"capacity_bytes": "64MiB"}}
     with (

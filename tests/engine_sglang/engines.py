@@ -56,11 +56,17 @@ class Engine:
         self._ours = ours
         self.hits: list[int] = []
 
-    def ask(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
-        """Generate greedily for all prompts at once. arguments: more of them for `sglang.Engine.generate`."""
+    def ask(
+        self, prompts: Sequence[Sequence[int]], custom_params: dict[str, Any] | None = None, **arguments: Any
+    ) -> list[Answer]:
+        """Generate greedily for all prompts at once.
+
+        custom_params: of the requests. arguments: more of them for `sglang.Engine.generate`.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "custom_params": custom_params}
         outputs = self.inner.generate(
             input_ids=[list(prompt) for prompt in prompts],
-            sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            sampling_params=sampling,
             return_logprob=True,
             **arguments,
         )

@@ -50,13 +50,14 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest()
 digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
 tags = st.binary(min_size=7, max_size=7)
 tables = st.lists(st.lists(st.integers(0, 2**40), max_size=4).map(tuple), max_size=2).map(tuple)
+names = st.none() | st.lists(st.text(), max_size=2).map(tuple)
 plans = st.builds(
     StepPlan,
     st.lists(
         st.builds(LoadStep, st.text(), st.integers(0, 9), digests, tags, tables, st.just(0), st.just(8)),
         max_size=3,
     ).map(tuple),
-    st.lists(st.builds(StoreStep, st.text(), digests, tags, tables), max_size=3).map(tuple),
+    st.lists(st.builds(StoreStep, st.text(), digests, tags, tables, tiers=names), max_size=3).map(tuple),
     st.lists(st.text(), max_size=3).map(tuple),
     st.binary(min_size=16, max_size=16),
 )

@@ -7,6 +7,7 @@ from kv_core.connect.controls import Controls
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
+from kv_core.connect.step import StepPlan
 from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
@@ -38,7 +39,8 @@ class Halves:
         blocks = range(100, 100 + -(-len(tokens) // BLOCK))
         slots = {blocks[0] * BLOCK + at: ("kv", *tokens[: at + 1]) for at in range(len(tokens))}
         self.copier.slots.update(slots)
-        self.worker.start_stores(self.scheduler.build_step([Scheduled(request, len(tokens), (blocks,))]))
+        plan = self.scheduler.build_step([Scheduled(request, len(tokens), (blocks,))])
+        self.worker.start_stores(StepPlan.from_plain(plan.to_plain()))
         self.worker.finish_stores()
         self.scheduler.finished(request.request_id)
         assert self.scheduler.tracked_phases() == {} and self.service.promised == {}
@@ -92,6 +94,13 @@ def test_slower_tiers_are_left_alone_where_the_request_says_so(halves: Halves) -
     assert halves.run(Controls(promotes=False)) == 0  # None would be: ask again, more is on its way
     waits = RequestTokens("waits", [*PROMPT, 5, 6, 7, 8], keep_tokens=21)
     assert halves.scheduler.match(waits, 0) is None
+
+
+@pytest.mark.parametrize("tiers", [None, (), ("disk",)])
+def test_the_cache_is_told_which_tiers_a_request_may_use(halves: Halves, tiers: tuple[str, ...] | None) -> None:
+    """Also where the plan has travelled as plain data."""
+    halves.run(Controls(tiers=tiers))
+    assert halves.service.tiers_read == halves.service.tiers_written == [tiers]
 
 
 @pytest.mark.parametrize(("least", "chunks"), [(17, 4), (18, 0)])

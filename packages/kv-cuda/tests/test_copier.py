@@ -1,7 +1,7 @@
 """Gather and scatter, for every layout, both formats and each copier, against a loop over single elements.
 
-`torch` is the CPU's copier; `direct` and `staged` are the GPU's two paths through its kernel, interpreted on the CPU
-and on the device with `-m gpu`.
+`torch` and `C` are the CPU's copier without and with functions in C; `direct` and `staged` are the GPU's two paths
+through its kernel, interpreted on the CPU and on the device with `-m gpu`.
 """
 
 import random
@@ -19,6 +19,7 @@ from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.kernels import installed_kernels
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, place_of, small_caches
 
 CHUNK = 3 * TOKENS
@@ -35,6 +36,8 @@ every_cache_and_format = pytest.mark.parametrize(
     ],
 )
 
+needs_c = pytest.mark.skipif(installed_kernels() is None, reason="kv-tiers is not installed, or without a compiler")
+
 Copier = CpuCopier | GpuCopier
 
 
@@ -44,10 +47,11 @@ class Maker:
 
     copy_path: CopyPath | None
     device: str
+    compiled: bool = False
 
     def take(self, layout: PagedLayout, tensors: list[torch.Tensor], described: ChunkFormat) -> Copier:
         if self.copy_path is None:
-            return CpuCopier(layout, tensors, described)
+            return CpuCopier(layout, tensors, described, compiled=self.compiled)
         only = ((0, self.copy_path),)
         return GpuCopier(layout, tensors, described, copy_paths=CopyPaths(load=only, store=only))
 
@@ -60,6 +64,7 @@ every_hand = pytest.mark.parametrize(
     "maker",
     [
         pytest.param(Maker(None, "cpu"), id="torch"),
+        pytest.param(Maker(None, "cpu", compiled=True), id="C", marks=needs_c),
         pytest.param(Maker("direct", "cpu"), id="direct"),
         pytest.param(Maker("staged", "cpu"), id="staged"),
         pytest.param(Maker("direct", "cuda"), id="direct on the GPU", marks=pytest.mark.gpu),
@@ -452,3 +457,36 @@ def test_parts_whose_blocks_are_at_different_distances_are_refused(kind: str) ->
     layout = replace(layout, blocks=2, parts=(k, replace(v, block=v.block + 8)))
     with pytest.raises(InputError, match="at different distances"):
         CpuCopier(layout, CACHES["K and V apart"].make(), format_of(layout, kind))
+
+
+@needs_c
+@pytest.mark.parametrize(("threads", "chunks", "in_c"), [(4, 9, True), (5, 1, True), (5, 9, False)])
+def test_copies_of_many_bytes_are_shared_among_torchs_threads_where_there_are_many(
+    threads: int, chunks: int, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tokens = CACHES["K transposed"], 64 * TOKENS
+    layout = replace(cache.layout, blocks=64, layers=1)
+    described = layout.canonical_format(tokens)
+    tensors = [torch.randn(64, layout.page_elements)]
+    monkeypatch.setattr("kv_cuda.copy.cpu._MAX_BYTES_OF_ONE_THREAD", 8 * described.nbytes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    copier = CpuCopier(layout, tensors, described)
+    called: list[str] = []
+    kernels = installed_kernels()
+    assert kernels is not None
+    real = kernels.call
+    monkeypatch.setattr(kernels, "call", lambda name, *arguments: called.append(name) or real(name, *arguments))
+    pool = bytearray(chunks * described.nbytes)
+    copier.attach("pool", memoryview(pool))
+    extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(chunks)]
+    table = [*range(64)] * chunks
+    copier.store(
+        plan_transfer(
+            extents, table, chunk_tokens=tokens, block_tokens=TOKENS, first_token=0, last_token=chunks * tokens
+        )
+    )
+    assert called == (["copy_blocks"] * 2 if in_c else [])
+    keys = read_rows(layout, tensors, 0, torch.arange(tokens))["k"].reshape(-1)
+    for number in range(chunks):
+        stored = torch.frombuffer(pool, dtype=torch.float32, count=keys.numel(), offset=number * described.nbytes)
+        assert torch.equal(stored, keys)

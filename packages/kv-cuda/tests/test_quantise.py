@@ -22,8 +22,8 @@ from kv_core.format import QUANTISED, ChunkFormat
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, make_copier, read_rows, write_rows
 from kv_cuda.copy.gpu import GpuCopier
+from kv_cuda.kernels import GROUP
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
-from kv_cuda.quantise.compiled import GROUP
 from kv_cuda.quantise.copier import QuantisingCopier
 from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, small_caches
 

@@ -15,12 +15,14 @@ from kv_core.format import FormatSetting
 from kv_cuda.testing import reach
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
+from kv_sglang.requests import RequestPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.testing.throttled import ThrottledTier
+from kv_tiers.testing.wait import until
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4
@@ -50,7 +52,14 @@ class Cache:
         self.opened: dict[str, LocalCache] = {}
         self.stores: list[PageStore] = []
 
-    def attach(self, pool: Any, *, wait_s: float = 5.0, wanted: FormatSetting = "auto") -> PageStore:
+    def attach(
+        self,
+        pool: Any,
+        *,
+        wait_s: float = 5.0,
+        wanted: FormatSetting = "auto",
+        requests: RequestPages | None = None,
+    ) -> PageStore:
         described = describe(pool, "kv", wanted)
         nbytes, fingerprint = described.format.nbytes, described.format.fingerprint
         if fingerprint not in self.opened:
@@ -64,7 +73,7 @@ class Cache:
         space = LiveKeySpace(
             WEIGHTS, kv_dtype=described.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}"
         )
-        store = PageStore(self.opened[fingerprint], space, described, shard=0, wait_s=wait_s)
+        store = PageStore(self.opened[fingerprint], space, described, shard=0, wait_s=wait_s, requests=requests)
         self.stores.append(store)
         return store
 
@@ -470,3 +479,37 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
         store.close()
         remote.close()
         server.stop()
+
+
+def test_pages_are_found_and_stored_as_their_request_says(make_pool: MakePool, rows_of: Rows) -> None:
+    """Of one write, pages of two requests: to the disk, to the pool alone, and nowhere."""
+    tier = {"type": "dram", "name": "near", "capacity_bytes": "1MiB"}
+    cache = Cache(pages=8, tiers=[tier])
+    names = hashes(6)
+    requests = RequestPages("auto", PAGE, lambda: ("host", "near"))
+
+    def say(first: int, last: int, **kv_tiers: Any) -> None:
+        requests.note("r", {"kv_tiers": kv_tiers}, (last - first) * PAGE, lambda: names[first:last])
+
+    try:
+        store = cache.attach(make_pool("mha", "page_first"), requests=requests)
+        (inner,) = cache.opened.values()
+        say(2, 4, tiers=["host"])
+        say(4, 6, store=False)
+        assert store.write(names, slots(*range(6))) == [True] * 4 + [False] * 2
+        until(lambda: inner.lower.holding(store.keys(names))["near"] == [True] * 2 + [False] * 4)
+        assert store.held(names) == 4
+        say(0, 6, load=False)
+        assert store.held(names) == 0
+        assert store.ready(names, "asker") == 0
+        say(0, 6, use="never")
+        assert store.held(names) == 0
+        say(0, 6, tiers=[])
+        assert store.write(hashes(8, "others"), slots(*range(6), 0, 1)) == [True] * 8  # they fill the pool
+        assert store.held(names) == 0
+        say(0, 6, tiers=["near"], promote=False)
+        assert store.held(names) == 0
+        say(0, 6, tiers=["near"])
+        assert store.held(names) == 2
+    finally:
+        cache.close()

@@ -79,6 +79,10 @@ class Estimator:
         else:
             self._count(sample, min(max(seconds, expected / _CLIP), expected * _CLIP), expected)
 
+    def trust(self) -> None:
+        """Publish a fit even to fewer samples than `min_samples`, if there is any."""
+        self._min_samples = max(1, min(self._min_samples, self.samples))
+
     @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Seconds for one of each feature; None: nothing is known yet."""

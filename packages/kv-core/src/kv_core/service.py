@@ -112,6 +112,10 @@ class CacheCounts:
 class CacheService(Protocol):
     """What an engine can do with a cache. Every call returns at once."""
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of its tiers, hottest first. The first is the pool."""
+
     def lookup(
         self,
         keys: Sequence[ChunkKey],
@@ -120,6 +124,7 @@ class CacheService(Protocol):
         shape: ChunkShape = PLAIN,
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
     ) -> LookupPlan:
         """Find the longest hit among these chunks, lease it to `holder`, and return its length (`kv_core.coverage`).
 
@@ -133,6 +138,8 @@ class CacheService(Protocol):
             from the holder's first lookup to its end. False: only what can be promised now, and nothing is promoted.
         costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are
             waited for, and the answer says whether loading pays. None: use whatever is held.
+        tiers: the tiers that may be read for the holder, beside the pool, through which everything goes. It is the same
+            until the holder ends. None: all.
         """
 
     def renew(self, holder: Holder) -> bool:
@@ -143,7 +150,9 @@ class CacheService(Protocol):
     def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
         """Lease exactly these chunks for reading, with a lease of its own in addition to the holder's promise."""
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
+    def begin_store(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+    ) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
 
         Chunks already held are touched, and never evicted to make room for their own descendants. A write lease does
@@ -154,6 +163,8 @@ class CacheService(Protocol):
         hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
             time or until they have been read once, whatever becomes of the holder: they are for another engine. Holds
             are limited to half of the pool; chunks beyond that may be evicted as usual.
+        tiers: the tiers that these chunks may go down to from the pool; None: to all. A chunk that is held already
+            may now go to those, too: one request cannot forbid another's chunks.
         """
 
     def commit(self, lease: WriteLease) -> None:

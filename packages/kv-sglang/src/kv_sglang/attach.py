@@ -35,8 +35,10 @@ from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
+from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
+from kv_sglang.requests import RequestPages
 from kv_sglang.weights import WeightsWatch
 
 _log = limited_logger(__name__)
@@ -79,6 +81,8 @@ class Attached:
     buses: of the caches in this process.
     server: the private one, in the process that started it.
     watch: observes the engine's weights.
+    requests: what requests say for their pages.
+    figures: what is counted for the engine's metrics.
     """
 
     stores: dict[str, PageStore] = field(default_factory=dict)
@@ -86,6 +90,8 @@ class Attached:
     buses: list[EventBus] = field(default_factory=list)
     server: ServerProcess | None = None
     watch: WeightsWatch | None = None
+    requests: RequestPages | None = None
+    figures: Figures = NO_FIGURES
 
     def close(self) -> None:
         """Store below what is to be stored there, and let go. The caches' memory goes with SGLang's last thread."""
@@ -102,7 +108,7 @@ class Attached:
             bus.close()
         if self.server is not None:
             self.server.stop()
-        self.stores, self.caches, self.buses, self.server, self.watch = {}, {}, [], None, None
+        self.stores, self.caches, self.buses, self.server, self.watch, self.requests = {}, {}, [], None, None, None
 
 
 def check_hashes() -> None:
@@ -178,7 +184,13 @@ def _quantised_cache(arguments: Any) -> dict[str, object]:
 
 
 def attach(
-    settings: Settings, model: ServedModel, rank: Rank, pools: Mapping[str, PoolPages], *, engine_name: str = ""
+    settings: Settings,
+    model: ServedModel,
+    rank: Rank,
+    pools: Mapping[str, PoolPages],
+    *,
+    engine_name: str = "",
+    figures: Figures = NO_FIGURES,
 ) -> Attached:
     """Open the store of each pool's pages.
 
@@ -203,7 +215,7 @@ def attach(
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so what one of them has may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
-    made = Attached(watch=watch)
+    made = Attached(watch=watch, figures=figures)
     keeps = StoredFormat.of(model, pools[KV].format.kind, pools[KV].format.fingerprint)
     if rank.number == rank.stage == rank.replica == 0:
         warn_of_other_formats(settings, keeps)
@@ -229,6 +241,8 @@ def attach(
                     detached=True,
                 )
                 made.server = made.server or server
+        cache = made.caches[formats[KV]]
+        requests = made.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
         for name, pages in pools.items():
             # Where every rank has the same, there is one share of it. States of linear attention never are the same.
             whole = rank.replicated and name != "mamba"
@@ -249,6 +263,8 @@ def attach(
                 holds_old_pages=watch.holds_old_pages,
                 use=settings.use,
                 compute_s=settings.chunk_tokens / speed if (speed := settings.cost.prefill_tokens_per_second) else None,
+                requests=requests,
+                figures=figures if name == KV and rank.number == rank.stage == 0 else BytesOnly(figures),
             )
     except BaseException:
         made.close()

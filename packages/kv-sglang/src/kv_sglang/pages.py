@@ -11,26 +11,30 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
+from kv_core.connect.controls import NO_CONTROLS, Controls
 from kv_core.cost import Costs, Use
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.identity import LiveKeySpace
+from kv_tiers.cache.host import TIER
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
 
+from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.pools import PoolPages
+from kv_sglang.requests import RequestPages
 
 _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
@@ -65,11 +69,11 @@ class PoolBinding(Generic[_C]):
 class _Promise:
     """What one lookup found.
 
-    pages: leased to its holder; empty if everything is still being promoted.
+    pages: leased to its holder, and the slowest tier that each comes from; none if everything is still being promoted.
     last: the page with whose read the promise ends.
     """
 
-    pages: frozenset[ChunkKey]
+    pages: Mapping[ChunkKey, str]
     last: ChunkKey | None
 
 
@@ -90,15 +94,22 @@ class PageStore:
         holds_old_pages: Callable[[], bool] = lambda: False,
         use: Use = "auto",
         compute_s: float | None = None,
+        requests: RequestPages | None = None,
+        figures: Figures = NO_FIGURES,
     ) -> None:
         """space: while it is not known, nothing is found or written.
         wait_s: how long a question may wait for what slower tiers hold.
         holds_old_pages: whether what the engine has may be of other weights than the key space's: it is not written.
         use: when what is held is used. auto: slower tiers are waited for where that is quicker than computing.
         compute_s: what the engine takes to compute a page, if that is known; SGLang does not say.
+        requests: what requests say for their pages; None: nothing.
+        figures: where it counts.
         """
-        self._finds = use != "never"
-        self._costs = Costs(0, (compute_s, 0.0)) if use == "auto" and compute_s is not None else None
+        self._figures = figures
+        self._known = OncePerRequest()
+        self._use: Use = use
+        self._costs = Costs(0, (compute_s, 0.0)) if compute_s is not None else None
+        self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -130,29 +141,34 @@ class PageStore:
 
         until: when `time.monotonic` says so, the answer must be there; None: the configured time from now.
         """
-        keys = self.keys(hashes) if self._finds else []
+        controls = self._controls(hashes)
+        keys = self.keys(hashes) if controls.loads else []
         if not keys:
             return 0
         holder = self._holder("ask")
-        chunks = self._lookup(keys, holder, time.monotonic() + self._wait_s if until is None else until)
-        if not chunks:
+        plan = self._lookup(keys, holder, time.monotonic() + self._wait_s if until is None else until, controls)
+        self._count_lookup(len(keys), plan.chunks)
+        if not plan.chunks:
             self.cache.end(holder)
             return 0
-        self._promise(holder, keys[:chunks])
-        return chunks
+        self._promise(holder, keys, plan)
+        return plan.chunks
 
     def ready(self, hashes: Sequence[str], asker: str) -> int:
         """How many leading pages can be read at once. They stay until `forget_asker`, or the asker's next question.
 
         Never waits: what slower tiers hold is brought up meanwhile, and found by a later question.
         """
-        keys = self.keys(hashes) if self._finds else []
+        controls = self._controls(hashes)
+        keys = self.keys(hashes) if controls.loads else []
         if not keys:
             self.forget_asker(asker)
             return 0
-        plan = self.cache.lookup(keys, asker, wait_for_promotion=True, costs=self._costs)
+        plan = self._plan(keys, asker, controls, may_wait=True)
+        if self._known.is_new(asker):
+            self._count_lookup(len(keys), plan.chunks)
         if plan.chunks or plan.ended is Ended.PENDING:
-            self._promise(asker, keys[: plan.chunks])
+            self._promise(asker, keys, plan)
         else:
             self.forget_asker(asker)
         return plan.chunks
@@ -190,13 +206,15 @@ class PageStore:
         if not keys:
             return [False] * len(hashes)
         reader = f"{self.name}-read-{threading.get_ident()}"  # nobody else's, as a thread reads once at a time
-        if self._is_promised(keys) and (lease := self.lease(keys, reader)) is not None:
-            good = self._copy_out(lease, slots, copier)
+        tiers = self._promised(keys)
+        if tiers and (lease := self.lease(keys, reader)) is not None:
+            good = self._copy_out(lease, slots, copier, tiers)
         else:
             try:
-                chunks = self._lookup(keys, reader, time.monotonic() + self._wait_s)
-                lease = self.lease(keys[:chunks], reader)
-                good = 0 if lease is None else self._copy_out(lease, slots, copier)
+                plan = self._lookup(keys, reader, time.monotonic() + self._wait_s, self._controls(hashes))
+                tiers = dict(zip(keys, plan.tiers, strict=False))
+                lease = self.lease(keys[: plan.chunks], reader)
+                good = 0 if lease is None else self._copy_out(lease, slots, copier, tiers)
             finally:
                 self.cache.end(reader)
         read = set(keys)
@@ -208,12 +226,37 @@ class PageStore:
         return [number < good for number in range(len(keys))]
 
     def write(
-        self, hashes: Sequence[str], slots: Sequence[int], before: Sequence[str] = (), copier: Copier | None = None
+        self,
+        hashes: Sequence[str],
+        slots: Sequence[int],
+        before: Sequence[str] = (),
+        copier: Copier | None = None,
+        *,
+        behind: Sequence[str] = (),
     ) -> list[bool]:
-        """Copy pages from `slots` where they are not held yet. False: there was no room.
+        """Copy pages from `slots` where they are not held yet. False: there was no room, or it may not be stored.
 
         before: the hashes of the prompt's pages in front of these, so that nothing of it leaves to make room.
+        behind: the same where they are in another pool.
         """
+        controls = self._requests.of(hashes, before or behind)
+        storable = next((number for number, each in enumerate(controls) if not each.stores), len(hashes))
+        answers: list[bool] = []
+        for tiers, alike in itertools.groupby(controls[:storable], key=lambda each: each.tiers):
+            first, last = len(answers), len(answers) + len(list(alike))
+            in_front = [*before, *hashes[:first]]
+            answers += self._write(hashes[first:last], slots[first:last], in_front, copier, tiers)
+        return answers + [False] * (len(hashes) - storable)
+
+    def _write(
+        self,
+        hashes: Sequence[str],
+        slots: Sequence[int],
+        before: Sequence[str],
+        copier: Copier | None,
+        tiers: Sequence[str] | None,
+    ) -> list[bool]:
+        """tiers: those that the pages may go down to; None: all."""
         # In this order: the pages are of the weights that the keys name, if they were so before the keys were made.
         in_doubt = self._holds_old_pages()
         keys = self.keys(hashes)
@@ -223,23 +266,27 @@ class PageStore:
         place = dict(zip(keys, slots, strict=True))
         holder = self._holder("write")
         try:
-            lease = self.cache.begin_store([*in_front, *keys], holder)
+            lease = self.cache.begin_store([*in_front, *keys], holder, tiers=tiers)
             if not place.keys() >= set(lease.keys):
                 # An earlier page has left the pool, and its bytes are not here to be written again.
                 self.cache.release(lease)
-                lease = self.cache.begin_store(keys, holder)
+                lease = self.cache.begin_store(keys, holder, tiers=tiers)
             if lease.refused:
                 self.cache.release(lease)
                 self._end_all()
-                lease = self.cache.begin_store(keys, holder)
+                lease = self.cache.begin_store(keys, holder, tiers=tiers)
             if lease.keys:
                 with self._copier(copier) as binding:
                     plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
                     binding.store(plan).wait()
                 self.cache.commit(lease)
+                self._figures.add("stored_tokens", len(lease.keys) * self.pages.page_slots)
+                self._figures.add("stored_bytes", len(lease.keys) * self.pages.format.nbytes)
+                self._figures.look_at(self.cache)
+            self._figures.add("stores_failed", int(bool(lease.refused)))
             if not lease.refused:
                 return [True] * len(keys)
-            kept = self._lookup(keys, holder, 0.0)
+            kept = self._lookup(keys, holder, 0.0, NO_CONTROLS).chunks
             return [number < kept for number in range(len(keys))]
         finally:
             self.cache.end(holder)
@@ -252,12 +299,22 @@ class PageStore:
         for binding in every:
             binding.unbind()
 
-    def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float) -> int:
+    def _controls(self, hashes: Sequence[str]) -> Controls:
+        """Of the request whose prompt ends with these pages."""
+        controls = self._requests.of(hashes[-1:])[0] if hashes else NO_CONTROLS
+        return controls if (controls.use or self._use) != "never" else replace(controls, loads=False)
+
+    def _plan(self, keys: Sequence[ChunkKey], holder: str, controls: Controls, *, may_wait: bool) -> LookupPlan:
+        costs = self._costs if (controls.use or self._use) == "auto" else None
+        waits = may_wait and controls.promotes
+        return self.cache.lookup(keys, holder, wait_for_promotion=waits, costs=costs, tiers=controls.tiers)
+
+    def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float, controls: Controls) -> LookupPlan:
         while True:
             may_wait = time.monotonic() < until
-            plan = self.cache.lookup(keys, holder, wait_for_promotion=may_wait, costs=self._costs)
+            plan = self._plan(keys, holder, controls, may_wait=may_wait)
             if plan.ended is not Ended.PENDING or not may_wait:
-                return plan.chunks
+                return plan
             time.sleep(_ASK_AGAIN_S)
 
     def lease(self, keys: Sequence[ChunkKey], holder: str) -> ReadLease | None:
@@ -269,14 +326,42 @@ class PageStore:
         answer = self.cache.load(keys, holder)
         return answer if isinstance(answer, ReadLease) else None
 
-    def _is_promised(self, keys: Sequence[ChunkKey]) -> bool:
-        """All of them to one holder. By the time that the caller leases them, the promise may have ended."""
+    def tiers_of(self, asker: str) -> Mapping[ChunkKey, str]:
+        """The pages that it was promised, and the tiers that they come from."""
         with self._lock:
-            return any(
-                promise.pages.issuperset(keys) for promise in self._promises.values() if keys[0] in promise.pages
-            )
+            promise = self._promises.get(asker)
+            return {} if promise is None else promise.pages
 
-    def _copy_out(self, lease: ReadLease, slots: Sequence[int], copier: Copier | None) -> int:
+    def count_loaded(self, lease: ReadLease, tiers: Mapping[ChunkKey, str], *, is_good: bool) -> None:
+        """A load of these pages has ended."""
+        self._figures.add("loads", 1)
+        if not is_good:
+            self._figures.add("loads_failed", 1)
+            return
+        tokens = self.pages.page_slots
+        self._figures.add("loaded_tokens", len(lease.keys) * tokens)
+        self._figures.add("loaded_bytes", len(lease.keys) * self.pages.format.nbytes)
+        by_tier = Counter(tiers.get(key, TIER) for key in lease.keys)
+        self._figures.given({tier: pages * tokens for tier, pages in by_tier.items()})
+        self._figures.look_at(self.cache)
+
+    def _count_lookup(self, asked_pages: int, found_pages: int) -> None:
+        self._figures.add("lookups", 1)
+        self._figures.add("asked_tokens", asked_pages * self.pages.page_slots)
+        self._figures.add("found_tokens", found_pages * self.pages.page_slots)
+
+    def _promised(self, keys: Sequence[ChunkKey]) -> Mapping[ChunkKey, str]:
+        """The tiers of a promise that has all of these pages; none if there is no such promise. By the time that the
+        caller leases them, it may have ended."""
+        with self._lock:
+            for promise in self._promises.values():
+                if keys[0] in promise.pages and all(key in promise.pages for key in keys):
+                    return promise.pages
+        return {}
+
+    def _copy_out(
+        self, lease: ReadLease, slots: Sequence[int], copier: Copier | None, tiers: Mapping[ChunkKey, str]
+    ) -> int:
         """Copy the leased pages to the leading slots, and release them; how many are good: all or none."""
         try:
             with self._copier(copier) as binding:
@@ -285,7 +370,9 @@ class PageStore:
             self.cache.release(lease)
             raise
         # Bytes that did not stay put while they were read may be another page's.
-        return len(lease.keys) if self.cache.release(lease) else 0
+        is_good = self.cache.release(lease)
+        self.count_loaded(lease, tiers, is_good=is_good)
+        return len(lease.keys) if is_good else 0
 
     def plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
         """Pages between the host pool and the slots that each begins at."""
@@ -309,9 +396,10 @@ class PageStore:
                 self._bindings.append(mine)
         yield mine.on(self.cache.pool)
 
-    def _promise(self, holder: str, keys: Sequence[ChunkKey]) -> None:
+    def _promise(self, holder: str, keys: Sequence[ChunkKey], plan: LookupPlan) -> None:
+        pages = dict(zip(keys, plan.tiers, strict=False))
         with self._lock:
-            self._promises[holder] = _Promise(frozenset(keys), keys[-1] if keys else None)
+            self._promises[holder] = _Promise(pages, keys[plan.chunks - 1] if pages else None)
             self._promises.move_to_end(holder)
             surplus = [self._promises.popitem(last=False)[0] for _ in range(len(self._promises) - _PROMISES)]
         self._end(surplus)

@@ -28,9 +28,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, other_sglang, served_model
+from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, describe, first_slots
+from kv_sglang.requests import follow_requests
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
@@ -83,6 +85,10 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
                 "--attn-cp-size 1, or without --hicache-storage-backend"
             )
 
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        super().turn_off(why, error)
+        self._attached.figures.off()
+
     # Before the engine serves.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -119,8 +125,11 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         )
         watch_updates()
         name = engine_name(rank.ranks)
-        self._attached = attach(settings, served_model(rank), rank, self._pages, engine_name=name)
-        assert self._attached.watch is not None
+        figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
+        model = served_model(rank)
+        self._attached = attach(settings, model, rank, self._pages, engine_name=name, figures=figures)
+        assert self._attached.watch is not None and self._attached.requests is not None
+        follow_requests(self._attached.requests)
         self._attached.watch.see_emptied(self.mem_pool_host)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
         _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)
@@ -181,7 +190,10 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {each.name: self._write(str(each.name), each.keys or [], each.host_indices, ()) for each in transfers}
+        behind = _before(extra_info)
+        return {
+            each.name: self._write(str(each.name), each.keys or [], each.host_indices, (), behind) for each in transfers
+        }
 
     # One page at a time, as the tensor that SGLang flattens it to. For users who leave out interface_v1.
 
@@ -251,14 +263,19 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         return answers
 
     def _write(
-        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, before: Sequence[str]
+        self,
+        pool: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        before: Sequence[str],
+        behind: Sequence[str] = (),
     ) -> list[bool]:
         store = self._attached.stores.get(pool)
         slots = None if store is None else first_slots(host_indices, len(keys), store.pages.page_slots)
         if store is None or slots is None:
             return [False] * len(keys)
         began = time.perf_counter()
-        answers = store.write(keys, slots, before)
+        answers = store.write(keys, slots, before, behind=behind)
         self._stats.add("backup", sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
         return answers
 

@@ -84,7 +84,7 @@ def build_local_cache(
             context = TierContext(chunk_bytes, pool.slot_bytes, exact_fingerprint(fingerprint), bounded)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
-        return LocalCache(
+        cache = LocalCache(
             pool,
             policy=policy,
             lease_s=config.lease_s,
@@ -101,6 +101,8 @@ def build_local_cache(
             lane.close()
         pool.close()
         raise
+    cache.lower.measure()
+    return cache
 
 
 def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) -> None:

@@ -27,6 +27,14 @@ class HostPort(msgspec.Struct, frozen=True):
         except ValueError:
             return False
 
+    @property
+    def is_unspecified(self) -> bool:
+        """It stands for all addresses of this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
 
 def read_host_port(text: str, where: str) -> HostPort:
     """where: what the user calls this, for the error.

@@ -29,6 +29,7 @@ from kv_core.outcome import LoadOutcome, StoreOutcome
 
 from kv_tiers.chunk_header import VERSION, format_id
 from kv_tiers.eviction.coverage import BoundedGroups
+from kv_tiers.index.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +89,20 @@ class Read:
 class TierUsage:
     """Current usage. None: the medium does not report it.
 
-    chunks: number of chunks stored.
+    chunks: number of chunks stored, every group and shard counted by itself.
     used_bytes: space that they take, as stored.
     capacity_bytes: space that they may take.
     full: why the medium refuses chunks (no space, read-only), as of the last store or probe; "" if it accepts them. A
         tier that evicts to make room is not full.
+    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the medium does
+        not report that, or stores nothing.
     """
 
     chunks: int | None = None
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     full: str = ""
+    by_group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,27 @@ class ReadsPrefixes(Protocol):
 
         If `chunk_header.prefix_bytes` many are requested, the result can be verified (`chunk_header.verify_prefix`).
         """
+
+
+@runtime_checkable
+class NamesChunks(Protocol):
+    """Optional capability of a `Tier` that answers from memory: naming chunks that it holds, so that it can be measured
+    before a request asks for one.
+    """
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        """Of the chunks held, up to this many, from all over the medium."""
+
+
+@runtime_checkable
+class TracksKeys(Protocol):
+    """Optional capability of a `Tier` whose `holds` is local: other hosts can be told what is in it."""
+
+    def track(self, journal: Journal) -> None:
+        """From now on note there every key that can be found from then, or no more."""
+
+    def all_keys(self) -> list[ChunkKey]:
+        """The keys of all chunks that are here or arriving."""
 
 
 OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]

@@ -29,6 +29,7 @@ from kv_tiers.codecs.kernels import (
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
+from kv_tiers.testing.copy_fuzz import wrong_copies
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -68,7 +69,7 @@ def test_a_library_that_cannot_be_used_means_numpy(
         if not COMPILER:
             pytest.skip("there is no C compiler")
         for source in SOURCES:
-            text = source.read_text().replace("#define KV_VERSION 2", "#define KV_VERSION 999")
+            text = source.read_text().replace("#define KV_VERSION 3", "#define KV_VERSION 999")
             (tmp_path / source.name).write_text(text)
         subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
@@ -154,6 +155,26 @@ def test_numbers_are_taken_apart_alike_at_any_address(seed: int, n: int, kind: i
 
 
 @needs_compiled
+@settings(deadline=None, max_examples=200)
+@given(seed=SEEDS, n=st.integers(0, 600), marks=st.integers(1, 20))
+def test_marked_numbers_are_taken_and_put_back_alike_at_any_length(seed: int, n: int, marks: int) -> None:
+    compiled = installed_kernels()
+    assert compiled is not None
+    random = np.random.default_rng(seed)
+    words, other = np.frombuffer(random.bytes(2 * n), "<u2"), np.frombuffer(random.bytes(2 * n), "<u2")
+    marked = random.integers(0, marks, n, np.uint8)
+    count = int(np.count_nonzero(marked == 0))
+    placed = []
+    for kernels in (NUMPY, compiled):
+        chosen = kernels.select(words, marked, 0, count)
+        assert np.array_equal(chosen, words[marked == 0])
+        put = other.copy()
+        kernels.place(chosen, marked, 0, put)
+        placed.append(put.tobytes())
+    assert placed[0] == placed[1]
+
+
+@needs_compiled
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("codec", [FloatsCodec, ProgressiveCodec], ids=lambda codec: codec.name)
 def test_payloads_of_real_keys_and_values_are_the_same_bytes(
@@ -191,6 +212,16 @@ def test_arrays_whose_sizes_do_not_fit_are_refused(compiled: CompiledKernels) ->
         compiled.split(1, np.zeros(4, "<u2"), np.zeros(4, np.uint8), np.zeros(5, np.uint8))
 
 
+@needs_compiled
+@settings(deadline=None, max_examples=50)
+@given(seed=SEEDS)
+def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(seed: int) -> None:
+    """Into buffers of just the size they need, and refused where one lacks a byte."""
+    compiled = installed_kernels()
+    assert compiled is not None
+    assert wrong_copies(compiled, seed, 1) == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 @pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_PORTABLE"])
@@ -216,12 +247,13 @@ def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",  # or small buffers lie in blocks of Python's own
     }
-    ran = subprocess.run(
-        [sys.executable, "-m", "kv_tiers.testing.codec_fuzz", str(library), "11", "40"],
-        capture_output=True,
-        text=True,
-        env=environ,
-        timeout=110,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.splitlines() == [outcomes(NUMPY, 11, 40)]
+    for fuzz, expected in (("codec_fuzz", [outcomes(NUMPY, 11, 40)]), ("copy_fuzz", [])):
+        ran = subprocess.run(
+            [sys.executable, "-m", f"kv_tiers.testing.{fuzz}", str(library), "11", "40"],
+            capture_output=True,
+            text=True,
+            env=environ,
+            timeout=110,
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        assert ran.stdout.splitlines() == expected

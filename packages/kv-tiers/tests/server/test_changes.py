@@ -16,6 +16,7 @@ from kv_tiers.events.events import Committed, Evicted, Forgotten
 from kv_tiers.server import RemoteCache
 from kv_tiers.testing.cache_servers import ThreadedServer, join_server, kill_server, start_server, store
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.tower import Tower
 from kv_tiers.testing.wait import until
 
 SLOTS = 8
@@ -95,6 +96,37 @@ def test_a_readers_copy_equals_the_pool_whatever_happens(
     assert reader.read() == set(behind.admin.resident_keys())
     assert reader.lost == 0
     assert behind.counts().chunks_evicted > 0 and behind.counts().chunks_forgotten > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_back_from_a_tier_is_among_them(seed: int) -> None:
+    """Also where it is forgotten on its way."""
+    bus = EventBus()
+    tower = Tower(slots=SLOTS, events=bus.source("", (CHUNK_BYTES,)))
+    reader, chance = Reader(tower.cache.changes_since), random.Random(seed)
+    reader.read()
+    chains = [key_chain(4, branch=str(number)) for number in range(6)]
+    for _ in range(200):
+        chain = chance.choice(chains)
+        match chance.randrange(4):
+            case 0:
+                tower.store(chain)
+                tower.run()
+            case 1:
+                tower.cache.forget(chance.sample(chain, 1))
+            case _:
+                tower.ask(chain)
+                if chance.random() < 0.3:
+                    tower.cache.forget(chance.sample(chain, 1))
+                tower.run()
+                tower.cache.end("r")
+        assert reader.read() == set(tower.cache.admin.resident_keys())
+    assert reader.lost == 0
+    assert (
+        tower.cache.counts().chunks_evicted > 0 and sum(state.lane.loaded for state in tower.cache.lower.states()) > 50
+    )
+    tower.close()
+    bus.close()
 
 
 def test_nothing_is_recorded_before_somebody_asks(caches: tuple[LocalCache | RemoteCache, LocalCache]) -> None:

@@ -31,7 +31,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
     with raw_session(served) as ask:
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
-            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False, None))
+            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False, None, None))
         ask(wire.Load(keys, "l"))
         ask(wire.Load(keys, "never released"))
         assert stays.counts().read_leases == 7
@@ -97,7 +97,7 @@ def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.M
     served = ThreadedServer()
     stays = served.join()
     with raw_session(served) as ask:
-        ask(wire.BeginStore(wire.pack_keys(key_chain(3)), "w"))
+        ask(wire.BeginStore(wire.pack_keys(key_chain(3)), "w", 0.0, None))
     until(lambda: served.report().orphans == 1)
     served.clock.advance(299)
     assert stays.counts().write_leases == 1
@@ -172,7 +172,7 @@ def test_a_process_that_comes_and_goes_costs_one_descriptor(served: ThreadedServ
     before = len(os.listdir("/proc/self/fd"))
     for number in range(12):
         with raw_session(served) as ask:
-            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w"))
+            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w", 0.0, None))
         until(lambda: len(served.report().sessions) == 1)
     assert served.report().orphans == 8  # one for each slot; who got no room leaves nothing
     # The server closes its end of what asked it a moment after that was answered.

@@ -54,7 +54,15 @@ class RemoteMachine(ServiceMachine):
         resident = self.behind.admin.resident_keys()
         held = self.behind.admin.held()
         assert held.payload_bytes == self.behind.pool.sizes.total(resident)
-        assert held.chunks == max(Counter(key[24:28] for key in resident).values(), default=0)
+        shares = Counter((key.group, key.shard) for key in resident)
+        groups = {group for group, _ in shares}
+        by_group = [
+            max(n for (of, _), n in shares.items() if of == group) if group in groups else 0
+            for group in range(len(held.by_group))
+        ]
+        assert list(held.by_group) == by_group
+        assert groups <= set(range(len(held.by_group)))
+        assert held.chunks == max(by_group, default=0)
         self.cache.close()
         self.served.close()
 
@@ -180,10 +188,10 @@ def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedSer
     assert cache.lookup(keys, "asker", shape=shape.chunk).chunks == 2
     cache.end("asker")
     (behind,) = served.server.caches.values()
-    assert behind.admin.held() == (2, 2 * len(shape.groups) * CHUNK_BYTES)  # a chunk is counted once
+    assert behind.admin.held() == (2, 2 * len(shape.groups) * CHUNK_BYTES, (2,) * len(shape.groups))  # a chunk once
     cache.forget(keys[:1])
-    assert behind.admin.held() == (2, (2 * len(shape.groups) - 1) * CHUNK_BYTES)
+    assert behind.admin.held() == (2, (2 * len(shape.groups) - 1) * CHUNK_BYTES, (1, *[2] * (len(shape.groups) - 1)))
     cache.clear()
-    assert behind.admin.held() == (0, 0)
+    assert behind.admin.held() == (0, 0, (0,) * len(shape.groups))
     worker.close()
     cache.close()

@@ -28,12 +28,14 @@ REQUESTS: list[wire.Request] = [
     wire.Ping(),
     wire.Status(),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
-    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True, None),
-    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False)),
+    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True, None, None),
+    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, None, ("disk",)),
+    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False), None),
     wire.EngineMeasured([Measured("load", 0.5, 0.25)]),
     wire.Renew("holder"),
     wire.Load(KEYS, "holder"),
-    wire.BeginStore(KEYS, "holder"),
+    wire.BeginStore(KEYS, "holder", 0.0, None),
+    wire.BeginStore(KEYS, "holder", 1.5, ("host", "disk")),
     wire.Allocated({"holder": 3}),
     wire.Commit(7),
     wire.Release(7, True),
@@ -67,7 +69,7 @@ REPORT = Report(
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),
     wire.Welcome("0.1.0", 1),
-    wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True),
+    wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True, ("host", "disk")),
     wire.Done(),
     wire.Truth(True),
     wire.Planned(1, "INCOMPLETE", ("host",), 3, 1, None),
@@ -237,7 +239,7 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
 
 @pytest.mark.parametrize("coverage", ["", "window", "window:0", "window:-1", "window:1e3", "ALL", "state:1", "all:1"])
 def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> None:
-    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False, None)))
+    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False, None, None)))
     assert isinstance(said, wire.Lookup)
     with pytest.raises(InputError, match="there is no coverage"):
         said.shape()
@@ -246,11 +248,11 @@ def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> No
 @pytest.mark.parametrize(
     "lookup",
     [
-        wire.Lookup(KEYS, "h", 0, ("all",), 1, False, None),
-        wire.Lookup(KEYS, "h", 16, (), 1, False, None),
-        wire.Lookup(KEYS, "h", 16, ("all",), 0, False, None),
-        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False, None),
-        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False, None),
+        wire.Lookup(KEYS, "h", 0, ("all",), 1, False, None, None),
+        wire.Lookup(KEYS, "h", 16, (), 1, False, None, None),
+        wire.Lookup(KEYS, "h", 16, ("all",), 0, False, None, None),
+        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False, None, None),
+        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False, None, None),
         wire.Register("e", (), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (4096, 0), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (1,) * 1025, "f", 1, {}, b"", [], wire.Keys(), False),

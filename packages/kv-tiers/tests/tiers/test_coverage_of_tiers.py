@@ -9,6 +9,7 @@ from kv_tiers import HostConfig, build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.testing.shapes import CHUNK_TOKENS, keys_for
 from kv_tiers.testing.wait import until
 from kv_tiers.tiers.index import ExtentIndex
@@ -96,4 +97,49 @@ def test_a_disk_is_told_by_the_lookups_of_its_cache(tmp_path: Path, monkeypatch:
         cache.commit(cache.begin_store(keys[group::2], "w"))
     until(lambda: lane.holds(keys) == [True] * 4)
     assert len(index._policy._is_recent) == 2
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", ["disk", "dram"])
+def test_usage_counts_each_group_by_itself_and_its_shards_once(kind: str, tmp_path: Path) -> None:
+    """Whatever has been stored, discarded and evicted, and after a restart."""
+    place = {"directory": str(tmp_path)} if kind == "disk" else {}
+    tier = {"type": kind, "capacity_bytes": "256KiB", "write": "through", **place}
+    shape = ChunkShape(CHUNK_TOKENS, (ALL, STATE), shards=2)
+    keys = keys_for(shape, 3)
+
+    def opened() -> tuple[LocalCache, Lane]:
+        cache = build_local_cache(
+            HostConfig(capacity_bytes=400_000), group_bytes=(4000, 4000), fingerprint="f", tiers=[tier]
+        )
+        (lane,) = cache.lower.local_lanes()
+        return cache, lane
+
+    def told() -> tuple[int, ...]:
+        return cache.lower.states()[0].usage.by_group
+
+    cache, lane = opened()
+    assert told() == ()
+    stored = [*(key for key in keys if key.group == 0), *keys[2:4]]
+    cache.commit(cache.begin_store(stored, "w"))
+    until(lambda: lane.holds(stored) == [True] * len(stored))
+    assert told() == (3, 1)
+    cache.forget([stored[0], *keys[2:4]])
+    until(lambda: told() == (3, 0))  # of the first chunk there is still the other shard
+    if kind == "disk":
+        cache.close()
+        cache, lane = opened()
+        assert told() == (3,)
+    cache.forget(stored[1:2])
+    until(lambda: told()[0] == 2)
+    others = keys_for(shape, 40, branch=1)
+    for at in range(0, len(others), 4):
+        cache.commit(cache.begin_store(others[at : at + 4], "w"))
+    until(lambda: cache.lower.states()[0].spill.waiting == cache.lower.states()[0].spill.under_way == 0)
+    held = [key for key in [*keys, *others] if lane.holds([key]) == [True]]
+    assert 0 < len(held) < 100
+    counts = [
+        max(sum(key.group == group and key.shard == shard for key in held) for shard in (0, 1)) for group in (0, 1)
+    ]
+    assert list(told()) == counts
     cache.close()

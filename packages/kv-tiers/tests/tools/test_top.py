@@ -18,11 +18,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.server.report import CacheReport, Report, TierReport
 from kv_tiers.testing.http import store
+from kv_tiers.testing.shapes import keys_for
 from kv_tiers.testing.wait import line, until
 from kv_tiers.tools.top import Watch
 from kv_tiers.tools.top_view import draw, plain_console
@@ -147,6 +149,24 @@ def test_once_is_one_plain_picture(tmp_path: Path) -> None:
         assert host[1:6] == ["1.0", "MiB", "4.0", "MiB", "16"]
         assert "engine-1" in done.stdout
         assert "25%" in done.stdout
+    cache.close()
+    server.stop()
+
+
+def test_chunks_of_several_groups_of_layers_are_counted_once_in_every_tier(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES, CHUNK_BYTES), fingerprint="hybrid")
+    shape = ChunkShape(4, (ALL, STATE))
+    keys = keys_for(shape, 5)
+    lease = cache.begin_store(keys[:9], "w")  # the last chunk has no state
+    cache.commit(lease)
+
+    def shown() -> list[str]:
+        done = run("--socket", str(server.socket), "--once", "--every", "0.05")
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith(("host ", "nvme "))]
+
+    until(lambda: all(" 5 (5 / 4) " in row for row in shown()))
     cache.close()
     server.stop()
 

@@ -88,6 +88,12 @@ def test_bytes_are_those_of_each_group_and_of_what_a_hit_needs() -> None:
     for tier in ("host", "tier0"):
         stored = made.value("kv_transfer_bytes_total", tier=tier, direction="store")
         assert stored == 2 * (CHUNK_BYTES + 40 + 7)
+    made.tower.cache.end("r")
+    made.tower.cache.forget(keys[2:3])
+    made.tower.run()
+    for group, chunks in enumerate((2, 2, 1)):
+        assert made.value("kv_pool_group_chunks", group=str(group)) == chunks
+        assert made.value("kv_tier_group_chunks", tier="tier0", group=str(group)) == chunks
     made.tower.close()
     made.bus.close()
 
@@ -109,7 +115,7 @@ def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> N
                 assert not sample.name.endswith("_total")
             assert set(sample.labels) <= {
                 "cache", "tier", "direction", "cause", "state", "kind", "ended", "le", "version", "python", "tenant",
-                "of",
+                "of", "group",
             }  # fmt: skip
 
 

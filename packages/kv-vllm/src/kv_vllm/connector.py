@@ -52,7 +52,7 @@ from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_reader, served_model
-from kv_vllm.weights import Weights, adapter_identity
+from kv_vllm.weights import Weights
 
 _log = limited_logger(__name__)
 
@@ -102,8 +102,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         check_parallelism(vllm_config)
-        self._read = request_reader(vllm_config, kv_cache_config, self._settings)
         self._engine = engine_of(str(transfer.engine_id))
+        self._read = request_reader(vllm_config, kv_cache_config, self._settings, self._engine)
         if not self.off and (why := check_interface()):
             self._engine.refuse(why)
         self._scheduler: SchedulerHalf | None = None
@@ -429,7 +429,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._drop(request.request_id)
         known = self._requests.get(request.request_id)
         if known is None:
-            if (tokens := self._read(request, adapter_identity=adapter_identity(self._engine.weights))) is None:
+            if (tokens := self._read(request)) is None:
                 return None
             known = self._requests[request.request_id] = (request, tokens)
         return known[1]

@@ -5,8 +5,10 @@ resumes from a state it moves states between blocks too (v1/worker/mamba_utils.p
 which bytes a state consists of. Ours must be the same.
 
 With speculation a step leaves one state for each guess, in consecutive blocks, and after sampling vLLM moves the state
-of the last accepted token to its place (`postprocess_mamba_align_gpu`). A boundary reached by such a step is offered
-before that, so the state read then may belong to a rejected guess. A prompt's boundaries are reached without guesses.
+of the last accepted token to its place (`postprocess_mamba_align_gpu`). The synchronous scheduler offers a boundary in
+the step that reaches it, before that move, so the state read then may belong to a rejected guess; a prompt's boundaries
+are reached without guesses. The asynchronous one does not know a step's tokens when it schedules the next, and offers a
+boundary once its tokens are known, after the move.
 """
 
 from collections.abc import Mapping
@@ -60,7 +62,7 @@ def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tup
     """Those of the states that vLLM hands over in this step that will be final when its forward pass has ended."""
     offered = scheduler_output.kv_connector_block_state.boundary_state_offloads.get(request.request_id, ())
     states = tuple(EngineState(*state) for state in offered)
-    if not states or vllm_config.speculative_config is None:
+    if not states or vllm_config.speculative_config is None or vllm_config.scheduler_config.async_scheduling:
         return states
     if request.request_id in scheduler_output.scheduled_spec_decode_tokens:
         return ()

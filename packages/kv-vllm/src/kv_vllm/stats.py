@@ -12,50 +12,16 @@ else has changed; of a server at most once a second, and when the last request h
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.worker import WorkerHalf
+from kv_tiers.attach.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.remote_cache import RemoteCache
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _POOL_EVERY_S: Final = 1.0
-TIER_TOKENS: Final = "hit_tokens"
-"""By tier, the tokens that requests got from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One of the names. kind: whether it only grows, or is as it is now."""
-
-    kind: Literal["counter", "gauge"]
-    about: str
-
-
-FIGURES: Final[Mapping[str, Figure]] = {
-    "lookups": Figure("counter", "Requests that were looked up in the cache, and again after a preemption."),
-    "asked_tokens": Figure("counter", "Tokens that these could have been given."),
-    "found_tokens": Figure("counter", "Tokens of them that were held; some the engine may have had itself."),
-    "declined_tokens": Figure("counter", "Tokens of them that were computed, as that was estimated to be quicker."),
-    "loaded_tokens": Figure("counter", "Tokens that were loaded instead of being computed."),
-    "stored_tokens": Figure("counter", "Tokens whose chunks entered the pool."),
-    "loaded_bytes": Figure("counter", "Bytes copied from the pool to the engine, by all its ranks."),
-    "stored_bytes": Figure("counter", "Bytes copied from the engine to the pool, by all its ranks."),
-    "loads": Figure("counter", "Loads that were begun."),
-    "loads_failed": Figure("counter", "Loads that came up short, whose tokens were computed instead."),
-    "loads_refused": Figure("counter", "Loads whose allocation did not add up."),
-    "states_refused": Figure("counter", "States of linear layers that were not worth their room."),
-    "stores_failed": Figure("counter", "Stores that were given up."),
-    "dropped_chunks": Figure("counter", "Chunks that were not stored as too many bytes were on their way already."),
-    "handovers_given": Figure("counter", "Requests whose prompt was stored for another engine to go on with."),
-    "handovers_taken": Figure("counter", "Requests whose prompt another engine had computed, as their proxy said."),
-    "handovers_late": Figure("counter", "Requests of these that lacked some of it in the end, and computed it."),
-    "pool_used_bytes": Figure("gauge", "What of the pool holds chunks or is promised to them."),
-    "pool_bytes": Figure("gauge", "How large the pool is."),
-    "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
-}
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -198,8 +164,8 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._figures = {name: self._made(name, figure, labelnames) for name, figure in FIGURES.items()}
         self._by_tier = self._counter_cls(
-            name=f"vllm:kv_tiers_{TIER_TOKENS}",
-            documentation="Tokens that requests were given, by the slowest tier that they came from.",
+            name=f"vllm:{PREFIX}{TIER_TOKENS}",
+            documentation=ABOUT_TIER_TOKENS,
             labelnames=[*labelnames, "tier"],
         )
         self._of_engine = {
@@ -220,9 +186,9 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def _made(self, name: str, figure: Figure, labelnames: list[str]) -> Any:
         if figure.kind == "counter":
-            return self._counter_cls(name=f"vllm:kv_tiers_{name}", documentation=figure.about, labelnames=labelnames)
+            return self._counter_cls(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)
         return self._gauge_cls(
-            name=f"vllm:kv_tiers_{name}",
+            name=f"vllm:{PREFIX}{name}",
             documentation=figure.about,
             labelnames=labelnames,
             multiprocess_mode="mostrecent",

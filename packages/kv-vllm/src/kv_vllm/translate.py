@@ -1,29 +1,40 @@
 """Translates vLLM's requests and scheduler outputs for `kv_core.connect`. Reads vLLM's objects, changes none."""
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
+from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.identity import ServedModel
+from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
-from kv_vllm.controls import chosen
 from kv_vllm.handover import with_handover
 from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.parallel import draft_model
+from kv_vllm.weights import adapter_identity
 
 
-def request_reader(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Callable[..., RequestTokens | None]:
-    """`request_tokens` with all of its arguments but the request and `adapter_identity`."""
-    return partial(
-        request_tokens,
-        settings=settings,
-        prompts_only=keeps_prompts_only(kv_cache_config),
-        pools_parts=bool(vllm_config.model_config.is_prefix_caching_supported),
-    )
+def request_reader(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: Engine
+) -> Callable[[Any], RequestTokens | None]:
+    """`request_tokens` for one engine, with what is known of it by then."""
+    prompts_only = keeps_prompts_only(kv_cache_config)
+    pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
+
+    def read(request: Any) -> RequestTokens | None:
+        return request_tokens(
+            request,
+            settings,
+            adapter_identity=adapter_identity(engine.weights),
+            tiers=() if engine.cache is None else engine.cache.tiers,
+            prompts_only=prompts_only,
+            pools_parts=pools_parts,
+        )
+
+    return read
 
 
 def request_tokens(
@@ -31,6 +42,7 @@ def request_tokens(
     settings: Settings,
     *,
     adapter_identity: Callable[[Any], str | None] | None = None,
+    tiers: Sequence[str] = (),
     prompts_only: bool = False,
     pools_parts: bool = False,
 ) -> RequestTokens | None:
@@ -42,6 +54,7 @@ def request_tokens(
     settings: the defaults of requests.
     adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
         one.
+    tiers: the names of the cache's.
     prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
     pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
         requests are excluded.
@@ -57,7 +70,7 @@ def request_tokens(
         adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
         if adapter is None:
             return None
-    own = chosen(settings, request.kv_transfer_params, request.request_id)
+    own = chosen(settings, request.kv_transfer_params, request.request_id, tiers=tiers)
     return RequestTokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated

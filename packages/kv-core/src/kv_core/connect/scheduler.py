@@ -372,23 +372,22 @@ class SchedulerHalf:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
-        keys, shape = self._prompt_keys(request, tracked), self._shape.chunk
+        keys, shape, controls = self._prompt_keys(request, tracked), self._shape.chunk, request.controls
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
         if self.costs is not None:
-            stores = self._shape.stores and request.controls.stores
+            stores = self._shape.stores and controls.stores
             rule = self._layerwise
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
-            costs = self.costs.of(
-                computed_tokens, request.controls.use, stores=stores, layerwise_tokens=layerwise_tokens
-            )
+            costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
         return self._service.lookup(
             keys,
             self._holder(request.request_id),
             shape=shape,
-            wait_for_promotion=tracked.may_wait and request.controls.promotes,
+            wait_for_promotion=tracked.may_wait and controls.promotes,
             costs=costs,
+            tiers=controls.tiers,
         )
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
@@ -474,6 +473,7 @@ class SchedulerHalf:
             states,
             tail_tokens,
             self._handovers.hold_ms(request),
+            request.controls.tiers,
         )
 
     def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:

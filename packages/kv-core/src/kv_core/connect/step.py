@@ -15,7 +15,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
-STEP_VERSION = 7
+STEP_VERSION = 8
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """The key space of an empty plan that was made before the scheduler knew its own."""
 
@@ -72,6 +72,7 @@ class StoreStep:
     tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
         continues. 0: it is a whole chunk like the others.
     hold_ms: hold them in the pool this long for another engine, unless it reads them before; 0: no hold.
+    tiers: the tiers that they may go down to; None: all.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class StoreStep:
     states: tuple[StateBlock, ...] = ()
     tail_tokens: int = 0
     hold_ms: int = 0
+    tiers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class StepPlan:
                     [[state.table, state.block, state.chunk] for state in store.states],
                     store.tail_tokens,
                     store.hold_ms,
+                    [] if store.tiers is None else [list(store.tiers)],
                 ]
                 for store in self.stores
             ],
@@ -183,11 +186,12 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms = _sequence(entry, 7)
+    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms, names = _sequence(entry, 8)
     named = tuple(_digest(digest) for digest in _sequence(digests))
     kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
     tail, hold = _count(tail_tokens), _count(hold_ms)
-    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept, tail, hold)
+    tiers = next((tuple(map(_text, _sequence(each))) for each in _sequence(names)), None)
+    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept, tail, hold, tiers)
 
 
 def _extent(entry: Plain) -> HostExtent:

@@ -39,6 +39,8 @@ class DictService:
     allocations: what `allocated` was called with, in order.
     samples: what `measured` was, one after another.
     hold_s: what `begin_store` was called with, in order.
+    tiers_read, tiers_written: the tiers that `lookup` and `begin_store` were called with, in order.
+    tiers: their names.
     taken_keys: what `taken` was called with, in order.
     """
 
@@ -53,6 +55,9 @@ class DictService:
     allocations: list[dict[Holder, int]] = field(default_factory=list)
     samples: list[Measured] = field(default_factory=list)
     hold_s: list[float] = field(default_factory=list)
+    tiers_read: list[Sequence[str] | None] = field(default_factory=list)
+    tiers_written: list[Sequence[str] | None] = field(default_factory=list)
+    tiers: tuple[str, ...] = (POOL,)
     taken_keys: list[list[ChunkKey]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -64,7 +69,9 @@ class DictService:
         shape: ChunkShape = PLAIN,
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
     ) -> LookupPlan:
+        self.tiers_read.append(tiers)
         held = [key in self.held for key in keys]
         chunks, requested = longest_hit(held, shape), len(keys) // shape.keys_per_chunk
         whole = replace(shape, groups=tuple(group for group in shape.groups if group.kind == "all") or (ALL,))
@@ -95,8 +102,11 @@ class DictService:
         self.open_leases[lease.id] = lease
         return lease
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
+    def begin_store(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+    ) -> WriteLease:
         self.hold_s.append(hold_s)
+        self.tiers_written.append(tiers)
         writing = {key for lease in self.open_leases.values() if isinstance(lease, WriteLease) for key in lease.keys}
         missing = tuple(key for key in keys if key not in self.held and key not in writing)
         refused = ""

@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
 from kv_core.connect.layerwise import LayerLoads, LayerwiseReport
@@ -347,7 +348,7 @@ class WorkerHalf:
             named = whole if needs_all else others
             named += zip(gather.chunks, itertools.repeat(gather.group), keys)
         named = sorted(whole) + others  # as a lookup has them: by chunks, and then the others
-        lease = self._reserve([key for _, _, key in named], step.hold_ms / 1000)
+        lease = self._reserve([key for _, _, key in named], step)
         if lease is None:
             return
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
@@ -406,9 +407,10 @@ class WorkerHalf:
             tokens -= self._shape.chunk_tokens - step.tail_tokens
         return tokens
 
-    def _reserve(self, keys: Sequence[ChunkKey], hold_s: float) -> WriteLease | None:
+    def _reserve(self, keys: Sequence[ChunkKey], step: StoreStep) -> WriteLease | None:
         """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
-        lease = self._service.begin_store(keys, self._holder, hold_s=hold_s) if keys else None
+        begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
+        lease = begin(keys) if keys else None
         if lease is not None and self._number and lease.keys:
             room = self._max_in_flight_bytes - self._in_flight_bytes
             sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
@@ -419,7 +421,7 @@ class WorkerHalf:
                 self._service.release(lease)
                 self.counts.chunks_dropped += len(lease.keys) - fit
                 leading = keys[: keys.index(lease.keys[fit])]
-                lease = self._service.begin_store(leading, self._holder, hold_s=hold_s) if fit else None
+                lease = begin(leading) if fit else None
         if lease is not None and not lease.keys:
             self._service.release(lease)
             return None

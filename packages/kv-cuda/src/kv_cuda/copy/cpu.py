@@ -1,12 +1,13 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why). Bytes are
-moved by few large torch calls that release the GIL and use torch's own threads: one call per part and run of adjacent
-blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost), one strided copy
-would jump a row of memory per element. The block then goes through a scratch buffer in the engine's own axis order,
-which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on two cores for a
-16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in bfloat16, where
-memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16 MiB.
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why). Whole blocks
+are moved in C where that is installed (`compiled`). What is left is moved by few large torch calls that release the GIL
+and use torch's own threads: one call per part and run of adjacent blocks, over all layers. Where the engine stores a
+part transposed (its dim axis is not the innermost), one strided copy would jump a row of memory per element. The block
+then goes through a scratch buffer in the engine's own axis order, which stays in the processor's cache, so that each of
+the two passes is regular on one side. Measured on two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 →
+1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in bfloat16, where memmove takes 0.65 ms. The size of the scratch
+buffer hardly matters between 0.5 and 16 MiB.
 
 Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
 wants together are one word of twice the size, about three times as fast as element by element on one thread. Where it
@@ -17,19 +18,22 @@ Everything uses device-neutral torch calls, so tensors on a GPU work too, synchr
 """
 
 from collections.abc import Iterator, Sequence
-from ctypes import memmove
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
+from numpy.typing import NDArray
 
+from kv_cuda.copy.compiled import CompiledBlocks
 from kv_cuda.copy.memory import device_pool
-from kv_cuda.copy.plan import ChunkWork, CopyShape, WholeBlocks, copy_shape, validate_and_split
+from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent
+from kv_cuda.kernels import installed_kernels
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
 
@@ -42,24 +46,11 @@ _MAX_WORD_BYTES = 8
 _MAX_SHORT_TILE = 4
 """Largest tile, in adjacent tokens, that a scatter copies token by token."""
 
-_MAX_PAGES = 16
-"""Largest number of pages of a chunk that are moved one by one."""
+_MAX_THREADS_AS_QUICK = 4
+_MAX_BYTES_OF_ONE_THREAD = 4 << 20
+"""C uses one thread and is two to three times as quick as one of torch's; more of these share a copy of many bytes."""
 
 _DONE = DoneEvent()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """One layer's blocks where they are runs of bytes on both sides.
-
-    address: of the first.
-    stride: from one to the next, bytes.
-    nbytes: of each.
-    """
-
-    address: int
-    stride: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,6 @@ class _Part:
     dims: words of a head's row, in tiles.
     transposed: dim is not the innermost axis.
     interleaved: tokens are, in short tiles.
-    pages: of each layer, where blocks are moved by themselves; else none.
     """
 
     runs: list[torch.Tensor]
@@ -84,14 +74,22 @@ class _Part:
     transposed: bool
     interleaved: bool
     """A tile is a few adjacent tokens."""
-    pages: tuple[_Pages, ...] = ()
 
 
 class CpuCopier:
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: its scratch is its own."""
 
-    def __init__(self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> None:
-        """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
+    def __init__(
+        self,
+        layout: PagedLayout,
+        tensors: Sequence[torch.Tensor],
+        chunk_format: ChunkFormat,
+        *,
+        compiled: bool = True,
+    ) -> None:
+        """
+        tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
+        compiled: whether functions in C may be used, which copy the same bytes.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -105,12 +103,14 @@ class CpuCopier:
             _over_layers(layout, part, layout.of_part(tensors, number), self._shape)
             for number, part in enumerate(self._shape.parts)
         ]
-        if chunk_format.kind == "blocks" and self._device.type == "cpu":
-            (part,) = self._parts
-            if chunk_format.layers * (chunk_format.chunk_tokens // layout.block_tokens) <= _MAX_PAGES:
-                self._parts = [replace(part, pages=_pages(part, layout.block_tokens * self._shape.head_dim))]
+        kernels = installed_kernels() if compiled and self._device.type == "cpu" else None
+        self._compiled = [
+            CompiledBlocks(kernels, part.runs, chunk_format.layer_bytes // part.word.itemsize)
+            for part in self._parts
+            if kernels is not None
+        ]
         self._aligned = max(part.word.itemsize for part in self._parts)
-        self._pools: dict[str, torch.Tensor] = {}
+        self._pools: dict[str, NDArray[np.uint8]] = {}
         self._pool_bytes: dict[str, int] = {}
         self._words: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
@@ -138,8 +138,9 @@ class CpuCopier:
         self._keep(pool, known[: known.numel() // self._aligned * self._aligned])
 
     def _keep(self, pool: str, memory: torch.Tensor) -> None:
-        self._pools[pool] = memory
         self._pool_bytes[pool] = memory.numel()
+        if self._compiled:
+            self._pools[pool] = memory.numpy()
         for part in self._parts:
             self._words[pool, part.word] = memory.view(part.word)
 
@@ -158,8 +159,7 @@ class CpuCopier:
         return None
 
     def load(self, plan: TransferPlan) -> DoneEvent:
-        for work in self._checked(plan, to_engine=True):
-            self._move(work, to_engine=True)
+        self._copy_all(self._checked(plan, to_engine=True), to_engine=True)
         return _DONE
 
     def load_layers(self, plan: TransferPlan) -> list[DoneEvent]:
@@ -167,9 +167,32 @@ class CpuCopier:
         return [self.load(plan)] * self._layout.layers
 
     def store(self, plan: TransferPlan) -> DoneEvent:
-        for work in self._checked(plan, to_engine=False):
-            self._move(work, to_engine=False)
+        self._copy_all(self._checked(plan, to_engine=False), to_engine=False)
         return _DONE
+
+    def _copy_all(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> None:
+        few_bytes = len(chunks) * self._format.nbytes <= _MAX_BYTES_OF_ONE_THREAD
+        in_c = bool(self._compiled) and (few_bytes or torch.get_num_threads() <= _MAX_THREADS_AS_QUICK)
+        if in_c:
+            self._copy_compiled(chunks, to_engine=to_engine)
+        for work in chunks:
+            if not in_c:
+                self._move_whole(work, to_engine=to_engine)
+            if work.parts:
+                self._move_parts(work, to_engine=to_engine)
+
+    def _copy_compiled(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> None:
+        """The whole blocks of all chunks, pool by pool."""
+        for pool, memory in self._pools.items():
+            runs = [(work.extent.offset, run) for work in chunks if work.extent.pool == pool for run in work.whole]
+            for number, part in enumerate(self._parts) if runs else ():
+                row, nbytes = part.heads * part.dims[0] * part.dims[1], part.word.itemsize
+                start = self._format.layer_offset(number, 0)
+                blocks = [
+                    ((offset + start) // nbytes + run.first_token * row, run.first_block, run.blocks)
+                    for offset, run in runs
+                ]
+                self._compiled[number].copy(blocks, memory, to_engine=to_engine)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
         checked = validate_and_split(plan, self._layout, self._format, self._pool_bytes, to_engine=to_engine)
@@ -181,13 +204,11 @@ class CpuCopier:
                 )
         return checked
 
-    def _move(self, work: ChunkWork, *, to_engine: bool) -> None:
+    def _move_whole(self, work: ChunkWork, *, to_engine: bool) -> None:
         block_tokens = self._layout.block_tokens
         for number, part in enumerate(self._parts):
             for run in work.whole:
-                if part.pages:
-                    self._move_pages(work, number, run, part.pages, to_engine=to_engine)
-                elif part.transposed:
+                if part.transposed:
                     for block in range(run.blocks):
                         first = run.first_token + block * block_tokens
                         ours = self._chunk_part(work, number, range(first, first + block_tokens), block_tokens)
@@ -199,6 +220,9 @@ class CpuCopier:
                     blocks = slice(run.first_block, run.first_block + run.blocks)
                     theirs = [layers[:, blocks] for layers in part.runs]
                     self._copy(ours, theirs, interleaved=part.interleaved, to_engine=to_engine)
+
+    def _move_parts(self, work: ChunkWork, *, to_engine: bool) -> None:
+        for number, part in enumerate(self._parts):
             for piece in work.parts:
                 for first, count, tiles, inside in _tile_pieces(piece.offset, piece.tokens, part.tile):
                     start = piece.first_token + first
@@ -220,21 +244,6 @@ class CpuCopier:
         pool = self._words[work.extent.pool, part.word]
         offset = (work.extent.offset + described.layer_offset(number, 0)) // part.word.itemsize
         return pool.as_strided(shape, stride, pool.storage_offset() + offset + tokens.start * row)
-
-    def _move_pages(
-        self, work: ChunkWork, number: int, run: WholeBlocks, pages: Sequence[_Pages], *, to_engine: bool
-    ) -> None:
-        """Blocks that are runs of bytes on both sides, and few: no tensor is worth making for them."""
-        described = self._format
-        start = self._pools[work.extent.pool].data_ptr() + work.extent.offset
-        for layer, of_layer in enumerate(pages):
-            ours = start + described.layer_offset(number, layer)
-            ours += run.first_token * (of_layer.nbytes // self._layout.block_tokens)
-            theirs = of_layer.address + run.first_block * of_layer.stride
-            for _ in range(run.blocks):
-                memmove(*((theirs, ours) if to_engine else (ours, theirs)), of_layer.nbytes)
-                ours += of_layer.nbytes
-                theirs += of_layer.stride
 
     @staticmethod
     def _copy(chunk: torch.Tensor, engine: list[torch.Tensor], *, interleaved: bool, to_engine: bool) -> None:
@@ -278,13 +287,6 @@ class CpuCopier:
         if self._scratch is None or self._scratch.shape[1:] != part.shape[1:] or len(self._scratch) < len(part):
             self._scratch = torch.empty(part.shape, dtype=word, device=part.device)
         return self._scratch[: len(part)]
-
-
-def _pages(part: _Part, nbytes: int) -> tuple[_Pages, ...]:
-    """Of opaque blocks, whose words are bytes."""
-    return tuple(
-        _Pages(layer.data_ptr(), layer.stride(0), nbytes) for layers in part.runs for layer in layers.unbind(0)
-    )
 
 
 def _tile_pieces(offset: int, tokens: int, tile: int) -> Iterator[tuple[int, int, slice, slice]]:

@@ -156,7 +156,7 @@ def judge(
     sums = {trip.name: _Sums() for trip in trips}
     shapes: tuple[tuple[int, int], ...] = ()
     dtype = ""
-    cut = list(_windows(model, text, windows))
+    cut = list(cut_windows(model, text, windows))
     for number, (context, continuation) in enumerate(cut, 1):
         said(f"window {number} of {len(cut)}: {len(context)} tokens and {len(continuation)} more")
         layers = model.computed(context[:-1])
@@ -180,7 +180,7 @@ def judge(
     )
 
 
-def _windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[list[int], list[int]]]:
+def cut_windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[list[int], list[int]]]:
     tokens = model.tokens(text)
     each = windows.context_tokens + windows.continuation_tokens
     if len(tokens) < each:

@@ -8,8 +8,8 @@ token in groups of 64 channels, each group with a float16 scale and zero.
 differences to it in bins of .5, 1 and 1.5 standard deviations by thirds of the layers.
 `bf16m3`, `bf16m2`: so many bits of the mantissa, the exponents entropy coded.
 `uniform25`: one step a layer of keys and of values, a quarter of its standard deviation.
-`kvtc25`, `kvtc40`: "KV Cache Transform Coding" (arXiv 2511.01815): principal components of each layer's keys before
-their rotation, and of its values, learnt on other text, in steps of .25 and .4 standard deviations.
+`kvtc25`, `kvtc40`, `kvtc60`, `kvtc80`: "KV Cache Transform Coding" (arXiv 2511.01815): principal components of each
+layer's keys before their rotation, and of its values, learnt on other text, in steps of .25 to .8 standard deviations.
 
 The first four tokens, attention's sinks, stay exact in all but `int8-channel`, and count as 16 bits each. What a paper
 codes arithmetically is coded by zstd here, and its bytes are counted. Tables and bases that are stored once for a model
@@ -108,8 +108,7 @@ def rivals(model: Model, calibration: Sequence[int]) -> list[Rival]:
         Rival("bf16m3", partial(_mantissa, bits=3)),
         Rival("bf16m2", partial(_mantissa, bits=2)),
         Rival("uniform25", partial(_uniform, step=0.25)),
-        Rival("kvtc25", partial(transform, step=0.25)),
-        Rival("kvtc40", partial(transform, step=0.4)),
+        *(Rival(f"kvtc{hundredths}", partial(transform, step=hundredths / 100)) for hundredths in (25, 40, 60, 80)),
     ]
 
 

@@ -1,26 +1,10 @@
-"""`int8` from bfloat16 in C, on a CPU, with the same bytes as the torch operations of `kv_cuda.quantise.codes`.
-
-The functions are in the library that is built with kv-tiers (docs/adr/0026). It is found by an entry point, because
-neither package depends on the other; without it, torch does the work.
-"""
-
-from functools import cache
-from importlib.metadata import entry_points
-from typing import Final, Protocol
+"""`int8` from bfloat16 in C, on a CPU, with the same bytes as the torch operations of `kv_cuda.quantise.codes`."""
 
 import numpy as np
 import torch
 from kv_core.format import ChunkFormat
-from numpy.typing import NDArray
 
-GROUP: Final = "kv_cuda.kernels"
-"""The entry-point group. An entry point names a function that returns `Kernels`, or None if there are none."""
-
-
-class Kernels(Protocol):
-    """C functions by name. Raises `MisuseError` where the arrays' sizes do not fit each other."""
-
-    def call(self, name: str, /, *arguments: NDArray[np.generic]) -> int: ...
+from kv_cuda.kernels import Kernels, installed_kernels
 
 
 class CompiledCodes:
@@ -46,12 +30,6 @@ class CompiledCodes:
 
 def compiled_codes(exact: ChunkFormat, quantised: ChunkFormat) -> CompiledCodes | None:
     """None: these formats are none of those that C has, or it is not installed."""
-    if (exact.dtype, quantised.kind) != ("bfloat16", "int8") or (kernels := _installed()) is None:
+    if (exact.dtype, quantised.kind) != ("bfloat16", "int8") or (kernels := installed_kernels()) is None:
         return None
     return CompiledCodes(exact, quantised, kernels)
-
-
-@cache
-def _installed() -> Kernels | None:
-    found = (entry.load()() for entry in entry_points(group=GROUP))
-    return next((kernels for kernels in found if kernels is not None), None)

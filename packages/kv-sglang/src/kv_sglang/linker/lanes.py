@@ -10,12 +10,13 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 from kv_core.errors import CopyFailed
+from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_cuda.choose import LayerwiseCopier
 
@@ -40,11 +41,13 @@ class Point(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One request's pages, leased by `holder`, and the slots of the device that they go to, one a token."""
+    """One request's pages, leased by `holder`, the slots of the device that they go to, one a token, and the tiers that
+    they come from."""
 
     lease: ReadLease
     holder: str
     indices: torch.Tensor
+    tiers: Mapping[ChunkKey, str]
 
 
 class Loads:
@@ -72,12 +75,13 @@ class Loads:
         indices: the device's slots, one a token.
         """
         holder = f"{self._store.name}-load-{next(self._numbers)}"
+        tiers = self._store.tiers_of(self._asker(request))
         lease = self._store.lease(self._store.keys(hashes), holder)
         self._store.forget_asker(self._asker(request))
         if lease is None:
             self._store.cache.end(holder)
             return False
-        self._taken[request] = _Load(lease, holder, indices)
+        self._taken[request] = _Load(lease, holder, indices, tiers)
         return True
 
     def give_back(self, request: str) -> bool:
@@ -142,6 +146,8 @@ class Loads:
             event.wait()
         # Bytes that did not stay put while they were read may be another page's.
         released = [store.cache.release(load.lease) for load in loads]
+        for load, is_good in zip(loads, released, strict=True):
+            store.count_loaded(load.lease, load.tiers, is_good=is_good)
         return all(released)
 
 

@@ -29,7 +29,9 @@ from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang, serve
 from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
+from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
+from kv_sglang.requests import follow_requests
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
@@ -82,7 +84,11 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         self._writes = not described.replicated or rank.number == 0
         watch_updates()
         name = engine_name(rank.ranks)
-        self._attached = attach(settings, served_model(rank), rank, {KV: described.pages}, engine_name=name)
+        figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
+        pools = {KV: described.pages}
+        self._attached = attach(settings, served_model(rank), rank, pools, engine_name=name, figures=figures)
+        assert self._attached.requests is not None
+        follow_requests(self._attached.requests)
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = Loads(store, described.copier(), self.turn_off)
@@ -91,6 +97,10 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         self.layer_done_counter = self._loads.gate
         self.pools = {PoolName.KV: described.pages}
         _log.info("the linker of kv-sglang (experimental) keeps pages of %d tokens", settings.chunk_tokens)
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        super().turn_off(why, error)
+        self._attached.figures.off()
 
     # In.
 

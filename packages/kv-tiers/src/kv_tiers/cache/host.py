@@ -6,7 +6,6 @@ called under it unless it says otherwise, and nothing under it waits or reads a 
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -53,16 +52,18 @@ class CacheTotals:
     leases_expired: int = 0
 
 
-_SHARE_AT: Final = slice(24, 28)
-"""Where a key names its group and shard."""
-
-
 class Held(NamedTuple):
-    """chunks: each counted once, however many groups and shards are held of it: as many as there are of the group and
-    shard with most. payload_bytes: of all groups and shards."""
+    """What lookups can find.
+
+    chunks: each counted once, however many groups and shards are held of it: as many as there are of the group that has
+        most.
+    payload_bytes: of all groups and shards.
+    by_group: chunks of each group of layers.
+    """
 
     chunks: int
     payload_bytes: int
+    by_group: tuple[int, ...]
 
 
 class _Doubt(NamedTuple):
@@ -89,7 +90,6 @@ class HostTier:
         of_all = shares.common.policy
         self._policy_name = policy_name(of_all.policy if isinstance(of_all, CoveragePolicy) else of_all)
         self._evicted: list[ChunkKey] = []  # not published yet
-        self._residents: Counter[bytes] = Counter()  # by group and shard
         self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
         self._closed = False
         self._adopt()
@@ -116,11 +116,8 @@ class HostTier:
 
     def held(self) -> Held:
         """What lookups can find, at this moment."""
-        sizes = self.pool.sizes
-        nbytes = sum(
-            count * sizes.of_group(int.from_bytes(share[:2], "big")) for share, count in self._residents.items()
-        )
-        return Held(max(self._residents.values(), default=0), nbytes)
+        by_group = self._index.by_group()
+        return Held(max(by_group, default=0), self._index.payload_bytes(self.pool.sizes.of_group), by_group)
 
     def check_keys(self, keys: Sequence[ChunkKey]) -> None:
         """Without the lock.
@@ -203,9 +200,6 @@ class HostTier:
         checksums: of each chunk, for a named pool; else empty.
         """
         freed = self._index.commit(keys, slots)
-        self._residents.update(
-            key[_SHARE_AT] for key, slot in zip(keys, slots, strict=True) if not freed or slot not in freed
-        )
         self.free(freed)
         self._totals.chunks_aborted += len(freed)
         self._totals.chunks_committed += len(slots) - len(freed)
@@ -286,7 +280,6 @@ class HostTier:
         slot = self._index.forget(key)
         if slot is None:
             return False
-        self._residents[key[_SHARE_AT]] -= 1
         self._disown([slot])
         if self._index.is_free(slot):
             self.free([slot])
@@ -310,7 +303,6 @@ class HostTier:
 
     def _have_evicted(self, chunks: Mapping[int, ChunkKey]) -> None:
         """chunks: by the slots where they were."""
-        self._residents.subtract(key[_SHARE_AT] for key in chunks.values())
         if self.events.on:
             self._evicted += chunks.values()
         self._totals.chunks_evicted += len(chunks)
@@ -358,7 +350,6 @@ class HostTier:
             adopted[record.key] = record.slot
             self._shares.took([record.slot], record.key.tenant)
             self._index.adopt(record.key, record.slot)
-            self._residents[record.key[_SHARE_AT]] += 1
             self._doubtful[record.slot] = _Doubt(record.digest, self.pool.sizes.of(record.key))
         self.pool.take(adopted.values())
         self._totals.chunks_adopted = len(adopted)

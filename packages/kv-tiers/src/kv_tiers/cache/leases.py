@@ -47,6 +47,7 @@ class Write:
     chain: all keys of the prompt up to there, of every group that is written.
     began_s: since when.
     hold_s: for how long the chunks are kept for another engine (`kv_tiers.cache.holds`).
+    lower: the numbers of the lower tiers that they may go to; None: all.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Write:
     chain: list[ChunkKey]
     began_s: float
     hold_s: float = 0.0
+    lower: frozenset[int] | None = None
 
 
 @dataclass(slots=True)

@@ -117,8 +117,10 @@ class LocalCache:
         shape: ChunkShape = PLAIN,
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
     ) -> LookupPlan:
         keys = list(keys)
+        lower = self.lower.numbers(tiers)
         requested, rest = divmod(len(keys), shape.keys_per_chunk)
         if rest:
             raise MisuseError(
@@ -132,7 +134,7 @@ class LocalCache:
                 hit = find_hit(self._index, keys, shape)
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
                     plan = self._promise(hit, shape, holder, now_s, costs)
-                    may_wait = wait_for_promotion and hit.chunks < requested and bool(self.lower)
+                    may_wait = wait_for_promotion and hit.chunks < requested and self.lower.any_of(lower)
                     self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
                         self._count_lookup(requested, plan.chunks)
@@ -141,7 +143,7 @@ class LocalCache:
         skipped: Skipped | None = None
         if may_wait:
             # What is promised already stays put meanwhile, so what comes up joins it.
-            is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs)
+            is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs, lower=lower)
             with self._lock:
                 skipped = self._promotions.skipped(holder)
                 if is_pending:
@@ -155,6 +157,10 @@ class LocalCache:
                 events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name, plan.choice)
             )
         return plan
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return tuple(self._order)
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
         """What a hit needs in this key space, as lookups have stated. None: there was no lookup yet, or it needs the
@@ -187,8 +193,10 @@ class LocalCache:
                     return self._open_read(keys, slots, holder, now_s)
             self._host.verify(doubtful)
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
-        chain = list(keys)
+    def begin_store(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+    ) -> WriteLease:
+        chain, lower = list(keys), self.lower.numbers(tiers)
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
         with self._lock:
@@ -203,6 +211,8 @@ class LocalCache:
             refused = len(missing) - len(slots)
             self._totals.chunks_refused += refused
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
+            write.lower = lower
+            self._spills.allow(own_slots, chain, lower)
             if hold_s > 0:
                 write.hold_s = hold_s
                 self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s)
@@ -234,7 +244,7 @@ class LocalCache:
             found = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than what was added just now, and must not leave before it.
             self._host.touch(write.chain)
-            self._spills.committed(write.keys, write.slots, write.chain)
+            self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
             if write.hold_s:
                 kept = [slot for key in found if (slot := self._index.find(key)) is not None]
                 self._hold(kept, write.chain, self._clock.now_s(), write.hold_s)

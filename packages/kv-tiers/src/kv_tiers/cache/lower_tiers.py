@@ -10,16 +10,20 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
+from kv_tiers.cache.boot import BootMeasurement
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.host_port import HostPort
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import HandsOver, SupportsFileExtents, TierUsage
+from kv_tiers.tier import HandsOver, ReadOnly, SupportsFileExtents, TierUsage
+from kv_tiers.tiers.directory.contents import Contents, ListsHolders
 
 _log = limited_logger(__name__)
 
@@ -34,6 +38,7 @@ class TierState:
     lane: what its lane counted.
     spill: what was counted of the way down to it.
     load_cost: seconds a load, and seconds a byte, as measured; None: not known yet.
+    directory: what it knows of other hosts; None: it has none.
     """
 
     name: str
@@ -43,6 +48,7 @@ class TierState:
     lane: LaneCounts
     spill: SpillCounts
     load_cost: tuple[float, float] | None = None
+    directory: DirectoryState | None = None
 
 
 class LowerTiers:
@@ -64,6 +70,8 @@ class LowerTiers:
         self._host = host
         self._lanes = [lane for lane, _ in lanes]
         self._wait_s = config.wait_s
+        self._clock = clock
+        self._boot: BootMeasurement | None = None
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
@@ -79,8 +87,18 @@ class LowerTiers:
             clock=clock,
         )
 
-    def __bool__(self) -> bool:
-        return bool(self._lanes)
+    def numbers(self, names: Sequence[str] | None) -> frozenset[int] | None:
+        """The numbers of the tiers with these names; None: no names, so all tiers. Takes no lock."""
+        return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
+
+    def measure(self) -> None:
+        """Begin the boot measurement, which ends with the lanes at the latest."""
+        pool = self._host.pool
+        self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
+
+    def any_of(self, numbers: frozenset[int] | None) -> bool:
+        """Whether there is any tier, of those with these numbers (None: of all)."""
+        return bool(self._lanes if numbers is None else numbers)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these keys from all lower tiers."""
@@ -100,8 +118,8 @@ class LowerTiers:
         return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
 
     def local_lanes(self) -> list[Lane]:
-        """The lanes of tiers that answer from memory, hottest first."""
-        return [lane for lane in self._lanes if lane.holds_is_local]
+        """The lanes of tiers that answer from memory of what is on this host, hottest first."""
+        return [lane for lane in self._lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
 
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers of which `holding` says nothing."""
@@ -136,6 +154,13 @@ class LowerTiers:
             if isinstance(lane.tier, HandsOver):
                 lane.tier.follow(partial(on_handed_over, number))
 
+    def publish(self, track: Callable[[], Contents], address: HostPort) -> None:
+        """Have tiers tell other hosts what this server holds, if they are to. track: makes it known from then on.
+        address: where peers read from this server."""
+        for lane in self._lanes:
+            if isinstance(lane.tier, ListsHolders) and lane.tier.lists_holders:
+                lane.tier.publish(track(), address)
+
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """What is kept elsewhere of these is needed no longer. Without the lock."""
         for lane in self._lanes:
@@ -148,7 +173,10 @@ class LowerTiers:
         states = []
         for lane, spill in zip(self._lanes, spills, strict=True):
             health, why = lane.health()
-            states.append(TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost()))
+            directory = lane.tier.directory_state() if isinstance(lane.tier, ListsHolders) else None
+            states.append(
+                TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), directory)
+            )
         return states
 
     def drain(self, timeout_s: float) -> None:
@@ -157,6 +185,8 @@ class LowerTiers:
 
     def close(self, timeout_s: float) -> bool:
         """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""
+        if self._boot is not None:
+            self._boot.stop()
         self.drain(timeout_s)
         with self._host.lock:
             left = self.spills.stop()
@@ -164,4 +194,6 @@ class LowerTiers:
             text = "closing: %d chunks are not stored below after %.1f s; a longer cold.drain_s has more of them stored"
             _log.warning(text, left, timeout_s)
         closed = [lane.close(timeout_s) for lane in self._lanes]  # every one, also after one that does not
+        if self._boot is not None:
+            self._boot.join()
         return all(closed)

@@ -20,10 +20,12 @@ from kv_core.outcome import Loaded
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, HostTier
 from kv_tiers.chunk_header import HEADER_BYTES, pack_header
+from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import Read
+from kv_tiers.tier import Read, TracksKeys
+from kv_tiers.tiers.directory.contents import Contents, Source
 
 _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
@@ -48,6 +50,8 @@ class PeerReads:
         self._index = index
         self._lanes = lanes
         self._format_id = format_id
+        self.contents: Contents | None = None
+        """What is here, as the directory knows it; None: it is in none."""
         self._staging: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         for _ in range(_STAGED):
             self._staging.put(None)  # memory is taken when it is needed
@@ -65,11 +69,28 @@ class PeerReads:
                 held[at] = is_held
         return held
 
+    def track(self) -> Contents:
+        """Keep `contents` from now on."""
+        if self.contents is None:
+            sources = [Source(journal := Journal(), self._all_keys)]
+            with self._host.lock:
+                self._index.journal = journal
+            for lane in self._lanes:
+                if isinstance(lane.tier, TracksKeys):
+                    lane.tier.track(journal := Journal())
+                    sources.append(Source(journal, lane.tier.all_keys))
+            self.contents = Contents(self.holds, sources)
+        return self.contents
+
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """These need no longer be held for another engine."""
         with self._host.lock:
             self._host.check_open()
             self._holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
+
+    def _all_keys(self) -> list[ChunkKey]:
+        with self._host.lock:
+            return self._index.keys()
 
     @contextmanager
     def read(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:

@@ -53,12 +53,17 @@ class Answers:
     by_tier: for each remote tier, by its index, whether it holds a key; None until it has answered.
     lost: (tier, key) of chunks that a tier claimed to hold but did not deliver.
     max_wait_s: how long to wait for an answer; beyond that computing is quicker.
+    lower: the numbers of the tiers that may be read for this holder; None: all.
     """
 
     began_s: float
     by_tier: dict[int, dict[ChunkKey, bool | None]] = field(default_factory=dict)
     lost: set[tuple[int, ChunkKey]] = field(default_factory=set)
     max_wait_s: float = inf
+    lower: frozenset[int] | None = None
+
+    def may_read(self, tier: int) -> bool:
+        return self.lower is None or tier in self.lower
 
     def pending_tiers(self) -> set[int]:
         """The tiers that have not answered yet."""
@@ -92,6 +97,8 @@ class Presence:
         for tier, lane in enumerate(self._lanes):
             if not lacking:
                 break
+            if not answers.may_read(tier):
+                continue
             held = lane.holds(lacking) if lane.holds_is_local else self._held(tier, lacking, answers, now_s)
             if held is None:
                 return found, False

@@ -136,13 +136,16 @@ class Promotions:
         now_s: float,
         *,
         costs: Costs | None = None,
+        lower: frozenset[int] | None = None,
     ) -> bool:
         """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that it takes.
 
+        lower: the numbers of the tiers that may be read; None: all.
         keys: whole chunks, chunk-major. Called without the lock, again and again while the answer is True.
         """
         with self._host.lock:
             wait = self._wait_of(holder, now_s)
+            wait.answers.lower = lower
             if not wait.over and now_s >= wait.until_s:
                 self.counts.waits_over += 1
                 wait.skipped = wait.skipped or wait.awaited
@@ -153,7 +156,7 @@ class Promotions:
                 return False
             if not wait.needed.isdisjoint(self._arriving):
                 return True
-            view = self._look(keys)
+            view = self._look(keys, wait.answers)
         requested = len(keys) // shape.keys_per_chunk
         if costs is not None and costs.compute is not None:
             tokens = shape.chunk_tokens
@@ -177,7 +180,7 @@ class Promotions:
                     return True
                 with self._host.lock:
                     self._end_wait(wait)
-                self._load_unawaited(holder, requested, jobs, costs, now_s)
+                self._load_unawaited(Promotion(holder, requested, lower=lower), jobs, costs, now_s)
                 return False
             best, limit_s, share = worth.chunks, worth.limit_s, worth.share
             jobs = [job for job in jobs if job.start < best]
@@ -188,7 +191,7 @@ class Promotions:
         wait.tiers.update(job.tier for job in jobs)
         tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
-        return self._start(Promotion(holder, requested, share), jobs)
+        return self._start(Promotion(holder, requested, share, lower=lower), jobs)
 
     def bring(
         self, tier: int, chain: Sequence[ChunkKey], first: int, on_arrived: Callable[[Sequence[int]], object]
@@ -270,10 +273,10 @@ class Promotions:
 
     # What to load.
 
-    def _look(self, keys: Sequence[ChunkKey]) -> View:
+    def _look(self, keys: Sequence[ChunkKey], answers: Answers) -> View:
         """Under the lock."""
         find, arriving, is_held = self._index.find, self._arriving, self._index.is_held
-        in_pool = [find(key) is not None or key in arriving for key in keys]
+        in_pool = [find(key) is not None or (key in arriving and answers.may_read(arriving[key])) for key in keys]
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
         return View(keys, in_pool, writing)
 
@@ -360,7 +363,7 @@ class Promotions:
             max_wait_s=self._wait_s,
         )
 
-    def _load_unawaited(self, holder: Holder, chunks: int, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
+    def _load_unawaited(self, promotion: Promotion, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
         """Load what is worth loading of a boundary that no request waits for: the two exceptions in the module's
         docstring.
         """
@@ -375,7 +378,7 @@ class Promotions:
                 wanted.append(job)
                 break
         if wanted:
-            self._start(Promotion(holder, chunks), wanted)
+            self._start(promotion, wanted)
 
     def _arriving_of(self, view: View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
         """What a boundary needs that is already being loaded."""
@@ -470,22 +473,24 @@ class Promotions:
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
-            here = [slot for key, slot in pairs if self._index.key_at(slot) == key]
+            pairs = [(key, slot) for key, slot in pairs if self._index.key_at(slot) == key]  # not forgotten meanwhile
+            here = [slot for _, slot in pairs]
             if promotion.on_arrived is not None:
                 promotion.on_arrived(here)
             if wait is not None and not wait.over:
                 self._presence.was_in_time(job.tier)
                 self._index.lease(here)
                 wait.slots += here
-            self._spills.committed(keys, slots, chain, above=job.tier)
+            self._spills.committed(keys, slots, chain, above=job.tier, lower=promotion.lower)
         if arrivals and self._host.events.on:
+            found = [key for key, _ in pairs]
             self._host.events.publish(
                 events.Promoted(
                     promotion.holder,
                     self._lanes[job.tier].name,
-                    keys,
+                    found,
                     len(given_up),
-                    self._host.pool.sizes.total(keys),
+                    self._host.pool.sizes.total(found),
                     self._clock.now_s() - job.began_s,
                     job.estimated_s,
                 )

@@ -15,12 +15,14 @@ class Promotion:
     broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
     share: how much of each chunk is read (`Lane.shares`); None: as little as may be.
     on_arrived: called under the lock with the slots of what has come.
+    lower: the numbers of the tiers that it may be written to; None: all.
     """
 
     holder: Holder
     broken_at: int
     share: int | None = None
     on_arrived: Callable[[Sequence[int]], object] | None = None
+    lower: frozenset[int] | None = None
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ class View:
 
     keys: the prompt's, chunk-major.
     in_pool: for each key, whether the pool has it or is loading it.
-    writing: keys that engines are storing now. They count as absent: they are there for the next request.
+    writing: keys that engines are storing now, or that come from a tier that may not be read for this request. They
+        count as absent: they are there for the next request.
     in_tiers: for the remaining keys, the index of the tier that has it.
     all_answered: every tier that was queried has answered.
     """

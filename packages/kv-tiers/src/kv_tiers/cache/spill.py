@@ -126,26 +126,59 @@ class Spills:
         self._stopped = False
         self._emptying: Counter[Share] = Counter()
         self._writes_back = any(mode == "back" for _, mode in lanes)
+        # By slot, the chunk that is there and the tiers that its requests have kept it from.
+        self._withheld: dict[int, tuple[ChunkKey, frozenset[int]]] = {}
 
     def committed(
-        self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], *, above: int | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        chain: Sequence[ChunkKey],
+        *,
+        above: int | None = None,
+        lower: frozenset[int] | None = None,
     ) -> None:
-        """These chunks have become resident. above: only the tiers above this one lack them (they came from it)."""
+        """These chunks have become resident.
+
+        above: only the tiers above this one lack them (they came from it).
+        lower: the numbers of the tiers that they may go to; None: all.
+        """
         if not keys or not self._tiers:
             return
+        lacking = {number for number, tier in enumerate(self._tiers[:above]) if tier.mode != "never"}
+        here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
+        for key, slot in here:  # the others were forgotten while they were written
+            self._withheld.pop(slot, None)
+            if lower is not None and not lacking <= lower:
+                self._withheld[slot] = key, frozenset(lacking - lower)
+        parents = _parents(chain)
         share = self._host.share_of(keys[0].tenant)
-        parents: dict[ChunkKey, ChunkKey | None] = {}
-        for of_group in by_chain(chain).values():
-            parents.update(zip(of_group, (None, *of_group), strict=False))
-        for tier in self._tiers[:above]:
-            if tier.mode == "never":
-                continue
-            for key, slot in zip(keys, slots, strict=True):
-                if self._index.key_at(slot) == key:  # else it was forgotten while it was written
-                    if tier.remove(slot):
-                        tier.counts.lost += 1  # another chunk's, evicted since
-                    tier.add(slot, _Waiting(key, parents.get(key)), share)
+        for number in sorted(lacking if lower is None else lacking & lower):
+            tier = self._tiers[number]
+            for key, slot in here:
+                if tier.remove(slot):
+                    tier.counts.lost += 1  # another chunk's, evicted since
+                tier.add(slot, _Waiting(key, parents.get(key)), share)
         self._pump(share)
+
+    def allow(self, slots: Sequence[int], chain: Sequence[ChunkKey], lower: frozenset[int] | None) -> None:
+        """These resident chunks are also another request's, which may write them to these tiers (None: to all)."""
+        if not self._withheld:
+            return
+        parents = _parents(chain)
+        allowed = frozenset(range(len(self._tiers))) if lower is None else lower
+        added = 0
+        for slot in slots:
+            key, withheld = self._withheld.pop(slot, (None, frozenset[int]()))
+            if key is None or self._index.key_at(slot) != key:
+                continue
+            if left := withheld - allowed:
+                self._withheld[slot] = key, left
+            for number in sorted(withheld & allowed):
+                self._tiers[number].add(slot, _Waiting(key, parents.get(key)), self._host.share_of(key.tenant))
+                added += 1
+        if added:
+            self._pump(self._host.share_of(chain[0].tenant))
 
     def _pump(self, share: Share) -> None:
         """Hand over what the lanes have room for, now that there is something new of this share."""
@@ -318,3 +351,11 @@ class Spills:
             if self._index.key_at(slot) == chunk.key and not self._index.is_leased(slot):
                 self._host.evict(slot)
                 self._host.free([slot])
+
+
+def _parents(chain: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkKey | None]:
+    """The chunk before each of these in its group; None: it is the first."""
+    parents: dict[ChunkKey, ChunkKey | None] = {}
+    for of_group in by_chain(chain).values():
+        parents.update(zip(of_group, (None, *of_group), strict=False))
+    return parents

@@ -1,6 +1,7 @@
 """The kernels in C, from a library that this package's build compiles if there is a compiler.
 
-The sources are `kernels.c`, and `int8.c` for `kv_cuda.quantise`, which finds it by the entry point `kv_cuda.kernels`.
+The sources are `kernels.c`, and `int8.c` and `copies.c` for `kv_cuda`, which finds them by the entry point
+`kv_cuda.kernels`.
 
 They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
 size, and the C functions compare all sizes before they touch anything.
@@ -21,8 +22,8 @@ from kv_tiers.codecs.kernels import Bytes, Words
 _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
-SOURCES: Final = [Path(__file__).with_name(name) for name in ("kernels.h", "kernels.c", "int8.c")]
-_VERSION: Final = 2
+SOURCES: Final = [Path(__file__).with_name(name) for name in ("kernels.h", "kernels.c", "int8.c", "copies.c")]
+_VERSION: Final = 3
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARRAYS: Final = {
@@ -37,9 +38,10 @@ _ARRAYS: Final = {
     "histogram": 2,
     "quantise": 4,
     "dequantise": 4,
+    "copy_blocks": 4,
 }
 """How many arrays each function takes."""
-_WITH_NUMBER: Final = ("split", "join", "cut", "restore", "select", "place")
+_WITH_NUMBER: Final = ("split", "join", "cut", "restore", "select", "place", "copy_blocks")
 """Those whose first argument is a number."""
 
 

@@ -106,18 +106,23 @@ INLINE uint32_t bits_of(const u8 *restrict missing) {
     return count;
 }
 
-INLINE void cut(const u16 *restrict words, int32_t step, u8 *restrict symbols, u8 *restrict nibbles,
-                       u8 *restrict missing) {
+/* 16 bits a number throughout, as 32 would take longer. Hence the casts, and a shift for each bit of the distance. */
+INLINE void cut(const u16 *restrict words, int step, u8 *restrict symbols, u8 *restrict nibbles,
+                u8 *restrict missing) {
     for (int i = 0; i < HALF_SCALED; i++) {
-        int32_t word = words[i];
-        int32_t moved = step + 7 - (word >> 7 & 0xff);
-        int32_t kept = moved < 3 ? 3 : moved > ALL_MISSING + 4 ? ALL_MISSING + 4 : moved;
-        int32_t up = kept > moved ? kept - moved : 0;
-        int32_t sixteenths = ((word & 0x7f) | 0x80) << 4 >> kept;
-        int32_t steps = (sixteenths >> 4) + (up << 4);
+        uint16_t word = words[i];
+        int16_t moved = (int16_t)(step + 4 - (word >> 7 & 0xff));
+        uint16_t up = moved < 0 ? (uint16_t)-moved : 0;
+        uint16_t down = moved < 0 ? 0 : moved > ALL_MISSING + 1 ? ALL_MISSING + 1 : (uint16_t)moved;
+        uint16_t sixteenths = (uint16_t)(((word & 0x7f) | 0x80) << 1);
+        sixteenths = down & 8 ? sixteenths >> 8 : sixteenths;
+        sixteenths = down & 4 ? sixteenths >> 4 : sixteenths;
+        sixteenths = down & 2 ? sixteenths >> 2 : sixteenths;
+        sixteenths = down & 1 ? sixteenths >> 1 : sixteenths;
+        uint16_t steps = (uint16_t)((sixteenths >> 4) + (up << 4));
         symbols[i] = (u8)(steps >= ESCAPED >> 1 ? ESCAPED : steps << 1 | word >> 15);
         nibbles[i] = (u8)(sixteenths & 15);
-        missing[i] = (u8)(kept > 4 ? kept - 4 : 0);
+        missing[i] = (u8)(down > 0 ? down - 1 : 0);
     }
 }
 
@@ -311,6 +316,51 @@ BMI2 static void unpack_bmi2(const u8 *restrict packed, size_t packed_bytes, con
     }
 }
 
+/* AVX-512's second byte instructions compress and expand 32 words by a mask: a loop over those that are marked would
+ * mispredict its end for every 32. */
+#define VBMI2 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt")))
+
+/* Of the next 32 marks, or of as many as are left, those that are this one. */
+VBMI2 static inline __mmask32 marked(u8 mark, const u8 *marks, size_t left) {
+    __mmask32 here = left < 32 ? (1u << left) - 1 : ~0u;
+    __m256i next = _mm256_maskz_loadu_epi8(here, marks);
+    return _mm256_mask_cmpeq_epi8_mask(here, next, _mm256_set1_epi8((char)mark));
+}
+
+VBMI2 static int64_t select_vbmi2(u8 mark, const u16 *words, const u8 *marks, size_t n, u16 *restrict out,
+                                  size_t room) {
+    size_t done = 0;
+    for (size_t at = 0; at < n; at += 32) {
+        __mmask32 here = marked(mark, marks + at, n - at);
+        unsigned found = (unsigned)__builtin_popcount(here);
+        if (room - done < found)
+            return KV_MISFIT;
+        __m512i chosen = _mm512_maskz_compress_epi16(here, _mm512_maskz_loadu_epi16(here, words + at));
+        _mm512_mask_storeu_epi16(out + done, found < 32 ? (1u << found) - 1 : ~0u, chosen);
+        done += found;
+    }
+    return done == room ? 0 : KV_MISFIT;
+}
+
+VBMI2 static int64_t place_vbmi2(u8 mark, const u16 *values, size_t count, const u8 *marks, size_t n,
+                                 u16 *restrict words) {
+    size_t done = 0;
+    for (size_t at = 0; at < n; at += 32) {
+        __mmask32 here = marked(mark, marks + at, n - at);
+        unsigned found = (unsigned)__builtin_popcount(here);
+        if (count - done < found)
+            return KV_MISFIT;
+        _mm512_mask_storeu_epi16(words + at, here, _mm512_maskz_expandloadu_epi16(here, values + done));
+        done += found;
+    }
+    return done == count ? 0 : KV_MISFIT;
+}
+
+static int has_vbmi2(void) {
+    return __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
 static int has_bmi2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
 }
@@ -336,8 +386,8 @@ EXPORT VERSIONS int64_t kv_unpack(const u8 *packed, size_t packed_bytes, const u
     size_t n = missing_bytes, bits = 0;
     if (!is_section(n) || words_bytes != 2 * n)
         return KV_MISFIT;
-    for (size_t i = 0; i < n; i++)
-        bits += missing[i] & 7;
+    for (size_t i = 0; i < n; i += HALF_SCALED)
+        bits += bits_of(missing + i);
     if (packed_bytes != (bits + 7) / 8)
         return KV_MISFIT;
 #ifdef BMI2
@@ -353,8 +403,12 @@ EXPORT VERSIONS int64_t kv_unpack(const u8 *packed, size_t packed_bytes, const u
 /* Copies the words of this mark to `out`, which has room for exactly as many as there are. */
 EXPORT int64_t kv_select(int64_t mark, const u8 *words, size_t words_bytes, const u8 *marks, size_t marks_bytes,
                          u8 *restrict out, size_t out_bytes) {
-    if (words_bytes != 2 * marks_bytes)
+    if (words_bytes != 2 * marks_bytes || out_bytes % 2)
         return KV_MISFIT;
+#ifdef VBMI2
+    if (has_vbmi2())
+        return select_vbmi2((u8)mark, (const u16 *)words, marks, marks_bytes, (u16 *)out, out_bytes / 2);
+#endif
     size_t done = 0;
     const u8 *end = marks + marks_bytes;
     for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done += 2) {
@@ -368,8 +422,12 @@ EXPORT int64_t kv_select(int64_t mark, const u8 *words, size_t words_bytes, cons
 /* The reverse: `values` has exactly as many as there are. */
 EXPORT int64_t kv_place(int64_t mark, const u8 *values, size_t values_bytes, const u8 *marks, size_t marks_bytes,
                         u8 *restrict words, size_t words_bytes) {
-    if (words_bytes != 2 * marks_bytes)
+    if (words_bytes != 2 * marks_bytes || values_bytes % 2)
         return KV_MISFIT;
+#ifdef VBMI2
+    if (has_vbmi2())
+        return place_vbmi2((u8)mark, (const u16 *)values, values_bytes / 2, marks, marks_bytes, (u16 *)words);
+#endif
     size_t done = 0;
     const u8 *end = marks + marks_bytes;
     for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done += 2) {

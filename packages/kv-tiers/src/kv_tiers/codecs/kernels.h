@@ -10,7 +10,7 @@
 #error "for little-endian machines; on others the codecs use numpy"
 #endif
 
-#define KV_VERSION 2 /* of these functions' arguments: compiled_kernels.py asks for its own */
+#define KV_VERSION 3 /* of these functions' arguments: compiled_kernels.py asks for its own */
 #define KV_MISFIT (-1)
 
 #ifndef KV_SOURCE /* a checksum of this file, by which tests find a library that was compiled from another */

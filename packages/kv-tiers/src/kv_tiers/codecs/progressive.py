@@ -97,13 +97,11 @@ class ProgressiveCodec:
             return None
         at, sums, written = HEAD_BYTES, [], np.frombuffer(out, np.uint8)
         for part in parts:
-            running = xxhash.xxh3_64()
+            start = at
             for piece in filter(len, part):
-                of_piece = np.frombuffer(piece, np.uint8)
-                written[at : at + len(piece)] = of_piece  # without the interpreter's lock
-                running.update(of_piece.data)
+                written[at : at + len(piece)] = np.frombuffer(piece, np.uint8)  # without the interpreter's lock
                 at += len(piece)
-            sums.append(running.intdigest())
+            sums.append(xxhash.xxh3_64_intdigest(out[start:at]))
         out[:HEAD_BYTES] = seal(HEAD.pack(VERSION, len(chunk), *sizes, *sums))
         return at
 
@@ -147,11 +145,11 @@ class ProgressiveCodec:
                 section, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing
             )
             first += exponents, *self._framed(symbols)
-            first += self._whole(self.kernels.select(section, symbols, ESCAPED, escaped))
+            first += self._whole(section, symbols, ESCAPED, escaped)
             second.append(nibbles)
             room = scratch.packed[start // _SECTION * packed_room(_SECTION) :][: packed_room(n)]
             third.append(self.kernels.pack(section, missing, room))
-            third += self._whole(self.kernels.select(section, missing, ALL_MISSING, whole))
+            third += self._whole(section, missing, ALL_MISSING, whole)
         first.append(tail)
         return first, second, third
 
@@ -159,11 +157,13 @@ class ProgressiveCodec:
         frame = self._coder.encode(symbols) if symbols.size else b""
         return _FRAME_BYTES.pack(len(frame)), frame
 
-    def _whole(self, words: Words) -> tuple[bytes, ...]:
-        """Numbers as they are, but for their upper bytes, of which there are few."""
-        if not words.size:
+    def _whole(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes, ...]:
+        """The numbers with this mark, of the given count, as they are, but for their upper bytes, of which there are
+        few different ones.
+        """
+        if not count:
             return (_NO_FRAME,)
-        halves = words.view(np.uint8)
+        halves = self.kernels.select(words, marks, mark, count).view(np.uint8)
         return *self._framed(halves[1::2].copy()), halves[::2].tobytes()
 
     def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"], scratch: Bytes) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten
+from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten, Promoted
 
 MAX_KEYS: Final = 1 << 16
 """About 6 MB."""
@@ -56,7 +56,7 @@ class ChangeLog:
     def note(self, event: Event) -> None:
         """Keep what this event says of the pool. Called under the cache's lock: nothing here waits."""
         match event:
-            case Committed(keys=keys) if keys:
+            case Committed(keys=keys) | Promoted(keys=keys) if keys:
                 self._keep(Change(True, keys))
             case Evicted(tier=tier, keys=keys) | Damaged(tier=tier, keys=keys) if keys and tier == POOL:
                 self._keep(Change(False, keys))

@@ -171,9 +171,9 @@ class Damaged(msgspec.Struct, frozen=True):
 class Promoted(msgspec.Struct, frozen=True):
     """Chunks were promoted from a lower tier.
 
-    keys: of those that arrived.
-    missing: number of those requested that did not.
-    nbytes: bytes that arrived.
+    keys: of those that can be found in the pool now: they arrived, and were not forgotten meanwhile.
+    missing: number of those requested that did not arrive.
+    nbytes: size of those that can be found.
     seconds: from the request to the arrival.
     estimated_s: the estimate of that; None: there was none.
     """

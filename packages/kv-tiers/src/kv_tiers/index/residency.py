@@ -8,12 +8,18 @@ last time, verified against the keys that they hold now. A run is only a hint; a
 Nothing here locks, waits or reads a chunk's bytes: the cache holds its one lock around every call.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Final
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.index.journal import Journal
 from kv_tiers.index.life import Event, Life, advance
+
+_SHARE_AT: Final = slice(24, 28)
+"""Where a key names its group and shard."""
 
 
 class Residency:
@@ -22,6 +28,7 @@ class Residency:
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._slot_of: dict[ChunkKey, int] = {}  # RESIDENT only: what is in here can be found
+        self._resident_of: Counter[bytes] = Counter()  # by group and shard, as keys have them
         self._writing: dict[ChunkKey, int] = {}  # RESERVED only
         self._life: list[Life] = [Life.ABSENT] * slots
         self._key_at: list[ChunkKey | None] = [None] * slots  # RESIDENT only, so that equal keys mean a hit
@@ -30,6 +37,8 @@ class Residency:
         self._orphans = 0
         self._leaving: set[int] = set()
         self._excluded: set[int] = set()  # leased, skipped by an eviction, and so out of the policy's order
+        self.journal: Journal | None = None
+        """Told of every chunk that can be found from now, or no more; if it is set."""
 
     @property
     def chunks_resident(self) -> int:
@@ -39,6 +48,18 @@ class Residency:
     def chunks_reserved(self) -> int:
         """Chunks whose bytes are still arriving, including those that were forgotten meanwhile."""
         return len(self._writing) + self._orphans
+
+    def by_group(self) -> tuple[int, ...]:
+        """How many chunks are resident of each group of layers, each once, however many of its shards are."""
+        groups: Counter[int] = Counter()
+        for share, chunks in self._resident_of.items():
+            group = int.from_bytes(share[:2], "big")
+            groups[group] = max(groups[group], chunks)
+        return tuple(groups[group] for group in range(max(groups, default=-1) + 1))
+
+    def payload_bytes(self, bytes_of: Callable[[int], int]) -> int:
+        """Of all resident chunks, groups and shards. bytes_of: a group's size."""
+        return sum(chunks * bytes_of(int.from_bytes(share[:2], "big")) for share, chunks in self._resident_of.items())
 
     def keys(self) -> list[ChunkKey]:
         """The keys that lookups find."""
@@ -155,6 +176,9 @@ class Residency:
             del self._writing[key]
             self._key_at[slot] = key
         self._slot_of.update(zip(live_keys, live, strict=True))
+        self._resident_of.update([key[_SHARE_AT] for key in live_keys])
+        if self.journal is not None:
+            self.journal.note(live_keys)
         if live:
             self._runs[live[0]] = live
             self._policy.added(live_keys, live)
@@ -173,8 +197,11 @@ class Residency:
         """Add a chunk that an earlier process stored. Chunks adopted later count as used later."""
         self._move([slot], Event.ADOPT)
         self._slot_of[key] = slot
+        self._resident_of[key[_SHARE_AT]] += 1
         self._key_at[slot] = key
         self._policy.added([key], [slot])
+        if self.journal is not None:
+            self.journal.note([key])
 
     def evict(
         self, wanted: int, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None
@@ -268,6 +295,9 @@ class Residency:
         key = self._key_at[slot]
         assert key is not None
         del self._slot_of[key]
+        self._resident_of[key[_SHARE_AT]] -= 1
+        if self.journal is not None:
+            self.journal.note([key])
         self._key_at[slot] = self._runs[slot] = None
         return key
 

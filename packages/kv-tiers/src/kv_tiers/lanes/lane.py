@@ -136,10 +136,10 @@ class Lane:
         with self._changed:
             return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
 
-    def load_cost(self) -> tuple[float, float] | None:
-        """Seconds a load, and seconds a byte, with nothing before it; None: nothing is known yet."""
+    def load_cost(self, *, trust: bool = False) -> tuple[float, float] | None:
+        """Seconds a load, and seconds a byte, with nothing before it; None: not known yet. trust: few loads will do."""
         with self._changed:
-            return self._speed.coefficients(self._least_share)
+            return self._speed.coefficients(self._least_share, trust=trust)
 
     def batch_bytes(self, wanted: int) -> int:
         """How many bytes of chunks one load should bring, where `wanted` are if they need not be decoded. Of several

@@ -126,9 +126,11 @@ class LoadSpeed:
             estimator = self._decoding.setdefault(load.share, Estimator(2, memory=32, min_samples=1))
             estimator.add((1.0, load.chunk_bytes), now_s - read_s)
 
-    def coefficients(self, share: int = 1) -> tuple[float, float] | None:
+    def coefficients(self, share: int = 1, *, trust: bool = False) -> tuple[float, float] | None:
         """Seconds a load, and seconds a byte of chunks, with nothing before it; None: not known. What is decoded while
-        other loads are read is not in it."""
+        other loads are read is not in it. trust: from now on it is known, however few loads it is from."""
+        if trust:
+            self._reading.trust()
         known = self._reading.coefficients
         return None if known is None else (known[0], known[1] * self._link_bytes(1 << 30, share) / (1 << 30))
 

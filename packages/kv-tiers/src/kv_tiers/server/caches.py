@@ -17,6 +17,7 @@ from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.events.bus import EventBus
+from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
@@ -55,6 +56,8 @@ class Caches:
         self._caches: dict[Format, LocalCache] = {}
         self._opening: dict[Format, threading.Thread] = {}
         self._opened: deque[Opened] = deque()
+        self.peers_address: HostPort | None = None
+        """Where other hosts' servers read from this one; None: nowhere."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
@@ -91,7 +94,10 @@ class Caches:
                 self._caches[opened.format] = opened.cache
                 fingerprint = opened.format[1]
                 context = TierContext(opened.cache.pool.chunk_bytes, opened.cache.pool.slot_bytes, fingerprint)
-                self._for_peers[context.namespace] = opened.cache, opened.cache.reads_for_peers(fingerprint)
+                reads = opened.cache.reads_for_peers(fingerprint)
+                self._for_peers[context.namespace] = opened.cache, reads
+                if self.peers_address is not None:
+                    opened.cache.lower.publish(reads.track, self.peers_address)
             news.append(opened)
         return news
 

@@ -10,6 +10,7 @@ import msgspec
 from kv_core.errors import ConfigError
 
 from kv_tiers.config import ColdConfig, HostConfig, HttpConfig, ObserveConfig, PeersConfig, ServerSettings
+from kv_tiers.host_port import read_host_port
 from kv_tiers.server.address import user_directory
 from kv_tiers.settings import Layer, Settings, resolve
 from kv_tiers.tenants import Tenant, read_tenants
@@ -82,6 +83,7 @@ def server_config(settings: Settings) -> ServerConfig:
         peers=settings.peers,
         **msgspec.structs.asdict(settings.server),
     )
+    _check_address(config)
     if config.host.name:
         raise ConfigError(f"host.name is {config.host.name!r}: a pool that a server shares has no name; leave it out")
     if "/" in config.name or not config.name or config.name.startswith("."):
@@ -91,3 +93,19 @@ def server_config(settings: Settings) -> ServerConfig:
             f"server.socket: {config.socket_path()} is longer than the {_MAX_PATH_BYTES} bytes that it may have"
         )
     return config
+
+
+def _check_address(config: ServerConfig) -> None:
+    """
+    Raises:
+        ConfigError: other hosts would be told to read from every address there is.
+    """
+    if not config.peers.listen or not read_host_port(config.peers.listen, "peers: listen").is_unspecified:
+        return
+    for number, options in enumerate(config.tiers):
+        directory = options.get("directory")
+        if options.get("type") == "peers" and isinstance(directory, Mapping) and not directory.get("address"):
+            raise ConfigError(
+                f"tiers[{number}]: directory: other hosts cannot reach {config.peers.listen}; "
+                "write address: the host and port where they can"
+            )

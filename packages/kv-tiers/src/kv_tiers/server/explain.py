@@ -40,6 +40,7 @@ def explain_prompt(
         is_whole = is_whole and memory is not None and memory.is_whole
         engines = {one.engine for one in sessions if (one.group_bytes, one.fingerprint) == (group_bytes, fingerprint)}
         remote_tiers_skipped = cache.lower.remote_tiers_skipped()
+        directories = {one.name: one.directory for one in cache.lower.states() if one.directory is not None}
         for known, was_asked in _key_spaces(key_prefixes, memory):
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break
@@ -63,6 +64,7 @@ def explain_prompt(
                     explained.runs[:MAX_RUNS],
                     len(explained.runs) > MAX_RUNS,
                     explained.choice,
+                    directories,
                 )
             )
     remembered_s = 0.0 if history is None else max(0.0, now_s - history.began_s)

@@ -25,9 +25,11 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
+from kv_tiers.tiers.directory.names import pack
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
+    MAX_LISTED,
     NOT_HERE,
     SIZE,
     Fetch,
@@ -37,8 +39,12 @@ from kv_tiers.tiers.peers_wire import (
     Held,
     Hello,
     Holds,
+    List,
+    Listed,
     PeerStream,
     Refused,
+    Sum,
+    Summed,
     Taken,
     deadline_for,
     unpack_keys,
@@ -185,6 +191,10 @@ class PeerServer:
                     if (found := self._find(request.namespace)) is not None:
                         found[1].taken(unpack_keys(request))
                     stream.send_message(Held(b"", None), deadline)
+                case Sum():
+                    self._answer_sum(stream, request, deadline)
+                case List():
+                    self._answer_list(stream, request, deadline)
                 case Hello():
                     raise InputError("a peer says hello once")
 
@@ -211,6 +221,8 @@ class PeerServer:
                 continue
             with found[1].read(key, timeout_s) as stored:
                 if stored is None:
+                    if (contents := found[1].contents) is not None:
+                        contents.doubt([key])
                     stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
@@ -232,6 +244,22 @@ class PeerServer:
         upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
         given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
         stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
+
+    def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None or (contents := found[1].contents) is None:
+            stream.send_message(Summed(b"", 0, b"", None), deadline)
+            return
+        cleared_s = found[0].cleared_for_s()  # before, as in `_answer_holds`
+        stream.send_message(Summed(contents.id, *contents.sums(), cleared_s), deadline)
+
+    def _answer_list(self, stream: PeerStream, request: List, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None or (contents := found[1].contents) is None:
+            stream.send_message(Listed(b"", 0, 0, b""), deadline)
+            return
+        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
+        stream.send_message(Listed(contents.id, sequence, shards, pack(names)), deadline)
 
 
 def _shut(sock: socket.socket) -> None:

@@ -96,6 +96,7 @@ class RemoteCache:
         self._own_numbers = 0
         self._counts = _NOTHING
         self._is_watched = False
+        self._tiers: tuple[str, ...] = ()
         self._closed = False
         self._has_stored = False  # on this connection, or it was writing when that began
         self._returning: Returning | None = None
@@ -112,6 +113,11 @@ class RemoteCache:
         )
         self._link.open(connect_timeout_s)
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Those of the server that was connected to last."""
+        return self._tiers
+
     def lookup(
         self,
         keys: Sequence[ChunkKey],
@@ -120,6 +126,7 @@ class RemoteCache:
         shape: ChunkShape = PLAIN,
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
     ) -> LookupPlan:
         keys_per_chunk = shape.keys_per_chunk
         if len(keys) % keys_per_chunk:
@@ -135,6 +142,7 @@ class RemoteCache:
             shape.shards,
             wait_for_promotion,
             costs,
+            None if tiers is None else tuple(tiers),
         )
         with self._lock:
             plan = self._ask(request, wire.Planned)
@@ -164,8 +172,11 @@ class RemoteCache:
             extents = self.pool.extents(wanted, leased.slots)
             return ReadLease(LeaseId(self._numbered(leased.lease)), wanted, extents)
 
-    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0) -> WriteLease:
-        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder, hold_s)
+    def begin_store(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+    ) -> WriteLease:
+        allowed = None if tiers is None else tuple(tiers)
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder, hold_s, allowed)
         with self._lock:
             self._has_stored = True
             leased = self._ask(request, wire.WriteLeased)
@@ -366,6 +377,7 @@ class RemoteCache:
         self._surplus = resumed - ours
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
+        self._tiers = answer.tiers
         self._has_stored = bool(ours)
 
     def _catch_up(self) -> None:

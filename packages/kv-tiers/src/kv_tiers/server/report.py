@@ -7,6 +7,8 @@ from typing import Final
 
 from kv_core.service import CacheCounts
 
+from kv_tiers.directory_state import DirectoryState
+
 MAX_TENANTS: Final = 1000
 """That a report lists though they have no name and no quota: there may be as many as there are chunks."""
 
@@ -39,11 +41,14 @@ class TierReport:
     name: as configured.
     health: the name of a `Health`.
     why: it is not `UP`.
-    chunks, used_bytes, capacity_bytes: None where the tier does not say.
+    chunks, used_bytes, capacity_bytes: None where the tier does not say. Of chunks every group and shard is counted.
     waiting, under_way: chunks on their way there now.
     loaded, stored, damaged, refused: chunks, by what became of them.
     lost: chunks that were evicted from the pool before they could be stored here.
     downs: how often it failed after it had served.
+    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty where the tier
+        does not say, or stores nothing.
+    directory: what a tier with a directory knows of other hosts.
     """
 
     name: str
@@ -60,6 +65,8 @@ class TierReport:
     refused: int = 0
     lost: int = 0
     downs: int = 0
+    by_group: tuple[int, ...] = ()
+    directory: DirectoryState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class CacheReport:
     chunks: that lookups can find in the pool, each once, however many groups and shards are held of it. `counts` count
         every group and shard by itself, but for lookups.
     payload_bytes: of all of these; slots may be larger.
+    by_group: chunks in the pool of each group of layers, each once, however many of its shards are held.
     """
 
     chunk_bytes: int
@@ -110,6 +118,7 @@ class CacheReport:
     handed_over: int = 0
     chunks: int = 0
     payload_bytes: int = 0
+    by_group: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

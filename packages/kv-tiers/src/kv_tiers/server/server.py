@@ -90,6 +90,7 @@ class CacheServer:
         self._peers: PeerServer | None = None
         try:
             self._peers = _open_peers(config.peers, self._caches)
+            self._caches.peers_address = self.peers_address
         except ConfigError:
             self._close()
             raise
@@ -249,7 +250,13 @@ class CacheServer:
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
         answer = wire.Pool(
-            pool.name, pool.sizes.group_bytes, pool.slots, client.token, list(session.writes), cache.events.on
+            name=pool.name,
+            group_bytes=pool.sizes.group_bytes,
+            slots=pool.slots,
+            token=client.token,
+            writes=list(session.writes),
+            is_watched=cache.events.on,
+            tiers=cache.tiers,
         )
         self._connections.send(client, answer, pool.descriptor)
 
@@ -322,9 +329,12 @@ class CacheServer:
                 _tiers(cache),
                 *_tenants(cache, self._names),
                 cache.holds.chunks,
-                *cache.admin.held(),
+                held.chunks,
+                held.payload_bytes,
+                held.by_group,
             )
             for (group_bytes, fingerprint), cache in self._caches.by_format().items()
+            for held in [cache.admin.held()]
         ]
         return Report(
             os.getpid(),
@@ -416,6 +426,8 @@ def _tiers(cache: LocalCache) -> list[TierReport]:
             refused=state.lane.refused,
             lost=state.spill.lost,
             downs=state.lane.downs,
+            by_group=state.usage.by_group,
+            directory=state.directory,
         )
         for state in cache.lower.states()
     ]

@@ -164,6 +164,7 @@ class Session:
             shape=shape,
             wait_for_promotion=verb.wait_for_promotion,
             costs=verb.costs,
+            tiers=verb.tiers,
         )
         self._on_lookup(keys, shape, verb.costs, plan)
         self._forget_timed(verb.holder)
@@ -196,7 +197,7 @@ class Session:
         keys = verb.keys.unpack()
         if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as one may")
-        lease = self.cache.begin_store(keys, self._writer, hold_s=verb.hold_s)
+        lease = self.cache.begin_store(keys, self._writer, hold_s=verb.hold_s, tiers=verb.tiers)
         self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
         self._keys_held += len(keys)
         places: list[int] = []

@@ -7,7 +7,7 @@ Chunks never cross the socket. Slot numbers do, of the pool whose descriptor was
 byte string, which is much cheaper to decode than an array.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final, Literal
 
@@ -18,6 +18,7 @@ from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 
+from kv_tiers.directory_state import DirectoryState
 from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.report import Registration, Report
@@ -25,13 +26,15 @@ from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
 """Requests (estimates) of which one message says the blocks (the outcome)."""
+MAX_TIERS: Final = 64
+"""Names of tiers in one message."""
 MAX_REQUEST_BYTES: Final = 4 << 20
 MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -40,6 +43,7 @@ GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
 """By group, the size of its chunks."""
+TierNames = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TIERS)]
 HoldSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
@@ -131,7 +135,9 @@ class Explain(Message, tag="explain"):
 
 
 class Lookup(Message, tag="lookup"):
-    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine."""
+    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine.
+    tiers: those that may be read, beside the pool; None: all.
+    """
 
     keys: Keys
     holder: Name
@@ -140,6 +146,7 @@ class Lookup(Message, tag="lookup"):
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     wait_for_promotion: bool
     costs: Costs | None
+    tiers: TierNames | None
 
     def shape(self) -> ChunkShape:
         """
@@ -159,11 +166,12 @@ class Load(Message, tag="load"):
 
 
 class BeginStore(Message, tag="begin_store"):
-    """hold_s: how long to hold the chunks for another engine."""
+    """hold_s: how long to hold the chunks for another engine. tiers: those that they may go down to; None: all."""
 
     keys: Keys
     holder: Name
-    hold_s: HoldSeconds = 0.0
+    hold_s: HoldSeconds
+    tiers: TierNames | None
 
 
 class Commit(Message, tag="commit"):
@@ -244,6 +252,7 @@ class Pool(Message, tag="pool"):
     token: to resume this session.
     writes: write leases that were resumed.
     is_watched: a subscriber wants to know about allocated blocks.
+    tiers: the names of the cache's, the pool first.
     """
 
     name: str
@@ -252,6 +261,7 @@ class Pool(Message, tag="pool"):
     token: bytes
     writes: list[int]
     is_watched: bool
+    tiers: tuple[str, ...]
 
 
 class Done(Message, tag="done"):
@@ -323,6 +333,7 @@ class Explained:
     remote_tiers_skipped: names of tiers that were not queried because they are remote.
     states: runs of chunks, of the groups that need the whole prefix; is_cut: the last ones are left out.
     choice: whether loading pays now, with the costs of the engine that looked up last.
+    directories: what tiers with a directory know of other hosts, by the tier's name.
     """
 
     group_bytes: tuple[int, ...]
@@ -339,6 +350,7 @@ class Explained:
     states: list[ChunkState]
     is_cut: bool
     choice: Choice | None
+    directories: dict[str, DirectoryState] = field(default_factory=dict)
 
 
 class Explanations(Message, tag="explanations"):

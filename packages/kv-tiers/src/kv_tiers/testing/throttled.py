@@ -11,7 +11,7 @@ from kv_core.outcome import Loaded, LoadOutcome, StoreOutcome
 
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
-from kv_tiers.tier import Read, ReadsPrefixes, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, Tier, TierContext, TierUsage, Write
 
 
 class ThrottledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,6 +50,9 @@ class ThrottledTier:
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._tier.holds(keys)
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        return self._tier.some_keys(count) if isinstance(self._tier, NamesChunks) else []
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._throttled(self._tier.load, reads)

@@ -17,7 +17,7 @@ from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.contract import content
 from kv_tiers.testing.side_by_side import side_by_side
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierContext, Write
+from kv_tiers.tier import ClearsTenants, NamesChunks, Read, ReadsPrefixes, Tier, TierContext, Write
 
 CHUNK_BYTES = 10_000
 """No multiple of a page, on purpose."""
@@ -208,6 +208,18 @@ class TierContract(ReadOnlyTierContract):
         for write in writes:
             write.pages[:] = bytes(len(write.pages))
         assert self.loaded(keys) == [True, True]
+
+    def test_chunks_that_it_names_are_held(self) -> None:
+        if not isinstance(self.tier, NamesChunks):
+            pytest.skip("this tier does not name chunks (`NamesChunks`)")
+        assert self.tier.some_keys(3) == []
+        keys = key_chain(4)
+        self.store(keys)
+        for count in (0, 1, 3, 4, 9):
+            named = self.tier.some_keys(count)
+            assert len(set(named)) == min(count, 4) and set(named) <= set(keys)
+        self.tier.discard(keys[1:])
+        assert list(self.tier.some_keys(2)) == keys[:1]
 
     def test_a_tenant_is_cleared_and_nobody_else(self) -> None:
         if not isinstance(self.tier, ClearsTenants):

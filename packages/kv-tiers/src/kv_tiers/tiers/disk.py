@@ -31,6 +31,7 @@ from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
+from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
@@ -186,6 +187,10 @@ class DiskTier:
                 self._chunks.pass_over(failed)
         return outcomes
 
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        keys = self._index.all_keys()
+        return keys[:: max(1, len(keys) // max(1, count))][:count]
+
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
 
@@ -228,6 +233,12 @@ class DiskTier:
     def clear_tenant(self, tenant: bytes) -> None:
         self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
 
+    def track(self, journal: Journal) -> None:
+        self._index.track(journal)
+
+    def all_keys(self) -> list[ChunkKey]:
+        return self._index.all_keys()
+
     def probe(self) -> None:
         """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped.
 
@@ -241,7 +252,8 @@ class DiskTier:
 
     def usage(self) -> TierUsage:
         capacity_bytes = self._index.slots * bytes_for(self._context, 1, 0)
-        return TierUsage(self._index.chunks, self._chunks.used_bytes, capacity_bytes, self._chunks.full)
+        usage = (self._index.chunks, self._chunks.used_bytes, capacity_bytes, self._chunks.full)
+        return TierUsage(*usage, self._index.by_group())
 
     def close(self) -> None:
         self._chunks.close()

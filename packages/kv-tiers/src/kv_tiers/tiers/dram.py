@@ -13,6 +13,7 @@ from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreO
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
+from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
@@ -116,12 +117,19 @@ class DramTier:
     def clear_tenant(self, tenant: bytes) -> None:
         self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
 
+    def track(self, journal: Journal) -> None:
+        self._index.track(journal)
+
+    def all_keys(self) -> list[ChunkKey]:
+        return self._index.all_keys()
+
     def probe(self) -> None:
         return
 
     def usage(self) -> TierUsage:
         used_bytes = self._index.used_units * self._unit_bytes
-        return TierUsage(self._index.chunks, used_bytes, self._pool.slots * self._pool.slot_bytes)
+        capacity_bytes = self._pool.slots * self._pool.slot_bytes
+        return TierUsage(self._index.chunks, used_bytes, capacity_bytes, by_group=self._index.by_group())
 
     def close(self) -> None:
         with self._closing:

@@ -18,6 +18,7 @@ from kv_core.keys import ChunkKey
 
 from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.eviction.policy import EvictionPolicy
+from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
 
@@ -78,6 +79,11 @@ class ExtentIndex:
     @property
     def chunks(self) -> int:
         return self._residency.chunks_resident
+
+    def by_group(self) -> tuple[int, ...]:
+        """As for `TierUsage`."""
+        with self._lock:
+            return self._residency.by_group()
 
     @property
     def used_units(self) -> int:
@@ -272,6 +278,11 @@ class ExtentIndex:
         """The keys of all chunks that are here or arriving."""
         with self._lock:
             return self._residency.held()
+
+    def track(self, journal: Journal) -> None:
+        """As for `TracksKeys`."""
+        with self._lock:
+            self._residency.journal = journal
 
     # Under the lock.
 

@@ -38,7 +38,8 @@ class Peer:
         self, host: str, address: tuple[str, int], *, token: bytes, tls: ssl.SSLContext | None, connect_s: float
     ) -> None:
         """host: as configured, which its certificate must name. address: of it, looked up."""
-        self._host = host
+        self.host = HostPort(host, address[1])
+        """As configured."""
         self._address = address
         self._token = token
         self._tls = tls
@@ -112,7 +113,7 @@ class Peer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_hostname=self._host)
+                sock = self._tls.wrap_socket(sock, server_hostname=self.host.host)
             stream = PeerStream(sock)
             if stream.introduce(self._token, deadline) == PROCESS:
                 self.is_self = True
@@ -156,7 +157,9 @@ class PeerHosts:
         self._resolve_s, self._connect_s = resolve_s, connect_s
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str, int], Peer] = {}  # by host, address and port
+        self._by_host: dict[HostPort, list[Peer]] = {}
         self._resolve_at_s = 0.0
+        self._is_resolving = False
         self._resolved = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._is_closed = False
@@ -165,13 +168,23 @@ class PeerHosts:
         """The known peers except this process itself. Waits for name resolution only the first time, for a bounded
         time.
         """
-        with self._lock:
-            if time.monotonic() >= self._resolve_at_s and not self._is_closed:
-                self._resolve_at_s = time.monotonic() + self._resolve_s
-                threading.Thread(target=self._resolve, name="kv-peers-names", daemon=True).start()
+        self._resolve_if_due()
         self._resolved.wait(self._connect_s)
         with self._lock:
             return [peer for peer in self._peers.values() if not peer.is_self]
+
+    def set_hosts(self, hosts: Sequence[HostPort]) -> None:
+        """These are the hosts from now on."""
+        with self._lock:
+            if set(hosts) != set(self._hosts):
+                self._hosts = hosts
+                self._resolve_at_s = 0.0
+        self._resolve_if_due()
+
+    def at(self, host: HostPort) -> list[Peer]:
+        """The known peers at this host, as far as it has been resolved. Does not wait."""
+        with self._lock:
+            return [peer for peer in self._by_host.get(host, ()) if not peer.is_self]
 
     def each(self, peers: Sequence[Peer], work: Callable[[Peer], T]) -> dict[Peer, T]:
         """The results of `work` for each peer, run concurrently; without those that failed. All calls have ended when
@@ -199,16 +212,25 @@ class PeerHosts:
         with self._lock:
             self._is_closed = True
             threads, self._threads = self._threads, None
-            peers, self._peers = self._peers, {}
+            peers, self._peers, self._by_host = self._peers, {}, {}
         if threads is not None:
             threads.shutdown()
         for peer in peers.values():
             peer.close()
 
-    def _resolve(self) -> None:
+    def _resolve_if_due(self) -> None:
+        with self._lock:
+            if time.monotonic() < self._resolve_at_s or self._is_resolving or self._is_closed:
+                return
+            self._resolve_at_s = time.monotonic() + self._resolve_s
+            self._is_resolving = True
+            hosts = self._hosts
+        threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True).start()
+
+    def _resolve(self, hosts: Sequence[HostPort]) -> None:
         """Resolve all names. A name that cannot be resolved keeps its previous addresses."""
         found: dict[tuple[str, str, int], Peer | None] = {}
-        for host in self._hosts:
+        for host in hosts:
             try:
                 known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
                 found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
@@ -216,10 +238,14 @@ class PeerHosts:
                 _log.warning("the peers at %s cannot be looked up: %s", host, error)
                 found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
         with self._lock:
+            self._is_resolving = False
             if self._is_closed:
                 return
             gone = [peer for place, peer in self._peers.items() if place not in found]
             self._peers = {place: self._peers.get(place) or self._peer(place) for place in found}
+            self._by_host = {}
+            for peer in self._peers.values():
+                self._by_host.setdefault(peer.host, []).append(peer)
         self._resolved.set()
         for peer in gone:
             peer.close()

@@ -1,9 +1,10 @@
 """The peers tier: finds chunks in other hosts' servers and reads them over the network.
 
-All peers are asked at once which chunks they have, and a chunk is read from one that has it. The protocol is in
-`tiers.peers_wire`, connections and failing peers in `tiers.peer_hosts`. This side only reads: nothing is stored at a
-peer, and what is discarded or cleared here is hidden from us but stays there. After a clear, a peer is not used again
-until it has been cleared later than that, because it is unknown whether its chunks are older.
+All peers are queried at once for the chunks they have, or a directory knows it (`tiers.directory`), and a chunk is read
+from one that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in `tiers.peer_hosts`. This
+side only reads: nothing is stored at a peer, and what is discarded or cleared here is hidden from us but stays there.
+After a clear, a peer is not used again until it has been cleared later than that, because it is unknown whether its
+chunks are older.
 """
 
 import threading
@@ -19,13 +20,16 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
 
 from kv_tiers.config import PeerSecurity
-from kv_tiers.host_port import read_host_port
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
 from kv_tiers.tier import ANY_CHUNKS, OnHandedOver, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.directory.contents import Contents
+from kv_tiers.tiers.directory.directory import Directory, DirectoryConfig
 from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
-from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
+from kv_tiers.tiers.peers_security import check_protected, is_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
     MAX_FETCHED,
@@ -50,9 +54,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The peers, how they are authenticated, and how long they may take."""
 
-    hosts: list[str]
+    hosts: list[str] = msgspec.field(default_factory=list)
     """A host and a port of each, such as 10.0.0.2:9500. A name may have several addresses, as a headless service of
-    Kubernetes has; this server's own is left out."""
+    Kubernetes has; this server's own is left out. Or:"""
+    directory: dict[str, object] | None = None
+    """Where hosts say what they hold, and learn of each other: `DirectoryConfig`. Then `hosts` stays empty."""
     resolve_s: Seconds = 30.0
     """How often names are looked up again."""
     connect_timeout_s: Seconds = 1.0
@@ -83,16 +89,20 @@ def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier
 class PeersTier:
     """Safe to call from any thread. What is hidden is, until this process ends, or `_REMEMBERED` others are."""
 
-    holds_is_local = False
     is_read_only: Literal[True] = True
 
     def __init__(self, config: PeersTierConfig, context: TierContext, *, name: str = "peers") -> None:
         """Does not connect yet. Raises `ConfigError`."""
         self.name = name
         addresses = [read_host_port(host, f"{name}: hosts") for host in config.hosts]
-        if not addresses:
-            raise ConfigError(f"{name}: hosts is empty; write a host and a port of each peer, or leave the tier out")
+        if not addresses and config.directory is None:
+            raise ConfigError(
+                f"{name}: hosts is empty; write a host and a port of each peer, or a directory, or leave the tier out"
+            )
+        if addresses and config.directory is not None:
+            raise ConfigError(f"{name}: the directory says which hosts there are; leave out hosts")
         check_protected(config, addresses, f"{name}: hosts")
+        self.holds_is_local = self.lists_holders = config.directory is not None
         self._namespace = context.namespace
         self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
         self._hosts = PeerHosts(
@@ -102,6 +112,16 @@ class PeersTier:
             resolve_s=config.resolve_s,
             connect_s=config.connect_timeout_s,
         )
+        self._directory: Directory | None = None
+        if config.directory is not None:
+            self._directory = Directory(
+                read_options(DirectoryConfig, config.directory, f"{name}: directory"),
+                context.namespace,
+                self._hosts,
+                answer_s=config.answer_timeout_s,
+                is_allowed=lambda host: is_protected(config, host),
+                where=f"{name}: directory",
+            )
         self._follows = config.follow
         self._following = Following(
             self._hosts, context.namespace, answer_s=config.answer_timeout_s, on_answer=self._handed_over
@@ -114,6 +134,7 @@ class PeersTier:
         self._cleared_s: float | None = None
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """With a directory it answers from memory."""
         holders = self._ask(keys)
         return [bool(holders.get(key)) for key in keys]
 
@@ -121,7 +142,7 @@ class PeersTier:
         with self._lock:
             holders = {read.key: self._holders[read.key] for read in reads if read.key in self._holders}
         if unknown := [read.key for read in reads if read.key not in holders]:
-            holders |= self._ask(unknown)
+            holders |= self._ask(unknown)  # with a directory: as it is now
         parts: dict[Peer, list[int]] = {}
         for number, read in enumerate(reads):
             if peers := [peer for peer in holders.get(read.key, ()) if peer.is_up()]:
@@ -133,7 +154,11 @@ class PeersTier:
         def fetch(peer: Peer) -> None:
             mine = parts[peer]
             for at in range(0, len(mine), MAX_FETCHED):
-                peer.talk(partial(self._fetch, reads, mine[at : at + MAX_FETCHED], outcomes), self._chunk_s)
+                some = mine[at : at + MAX_FETCHED]
+                peer.talk(partial(self._fetch, reads, some, outcomes), self._chunk_s)
+                if self._directory is not None:
+                    absent = [reads[number].key for number in some if isinstance(outcomes[number], Absent)]
+                    self._directory.not_here(peer.host, absent)
 
         self._hosts.each(list(parts), fetch)
         return outcomes
@@ -151,6 +176,8 @@ class PeersTier:
         with self._lock:
             self._cleared_s = time.monotonic()
             self._holders.clear()
+        if self._directory is not None:
+            self._directory.cleared()
 
     def clear_tenant(self, tenant: bytes) -> None:
         with self._lock:
@@ -159,16 +186,28 @@ class PeersTier:
                 del self._holders[key]
 
     def probe(self) -> None:
-        self._ask((), anybody=True)
+        if self._directory is None:
+            self._ask((), anybody=True)
 
     def usage(self) -> TierUsage:
-        return TierUsage()
+        return TierUsage() if self._directory is None else TierUsage(chunks=self._directory.state().names)
 
     def close(self) -> None:
         self._following.close()
+        if self._directory is not None:
+            self._directory.close()
         self._hosts.close()
 
+    def publish(self, contents: Contents, address: HostPort) -> None:
+        if self._directory is not None:
+            self._directory.publish(contents, address)
+
+    def directory_state(self) -> DirectoryState | None:
+        return None if self._directory is None else self._directory.state()
+
     def follow(self, on_handed_over: OnHandedOver) -> None:
+        if self._directory is not None:
+            self._directory.start()
         if self._follows:
             self._on_handed_over = on_handed_over
             self._following.start()
@@ -191,7 +230,7 @@ class PeersTier:
             self._on_handed_over(chain, given.first, given.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
-        """Which peers hold these: all peers that are up are asked at once.
+        """Which peers hold these: as the directory says, or all peers that are up are asked at once.
 
         anybody: ask those that are backing off as well.
 
@@ -202,6 +241,9 @@ class PeersTier:
             wanted = [key for key in keys if not self._is_hidden(key)]
         if not wanted and not anybody:
             return {}
+        if self._directory is not None:
+            self._directory.start()
+            return dict(zip(wanted, map(tuple, self._directory.holders(wanted)), strict=True))
         began_s = time.monotonic()
 
         def ask(peer: Peer) -> set[ChunkKey]:

@@ -20,14 +20,17 @@ def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where
     Raises:
         ConfigError: an address is reachable from other machines, and nothing authenticates them.
     """
-    if security.tls_ca_file or security.token_file or security.unprotected:
-        return
     for address in addresses:
-        if not address.is_loopback:
+        if not is_protected(security, address):
             raise ConfigError(
                 f"{where}: {address} is beyond this machine; write tls_ca_file, tls_cert_file and tls_key_file, or a "
                 "token_file, or unprotected: true where everybody who reaches the network may read and forge chunks"
             )
+
+
+def is_protected(security: PeerSecurity, address: HostPort) -> bool:
+    """Whether a server may be at this address, or be connected to there."""
+    return bool(security.tls_ca_file or security.token_file or security.unprotected) or address.is_loopback
 
 
 def read_token(security: PeerSecurity, where: str) -> bytes:

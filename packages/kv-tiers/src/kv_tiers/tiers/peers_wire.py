@@ -12,6 +12,8 @@ Frames and keys are those of `kv_tiers.messages`. The listening side begins:
                 that are in the processor's cache, while they are sent
     Follow  ->  Followed, as soon as there is something to say
     Taken   ->  Held, of no keys
+    Sum     ->  Summed: what is here in short, for the directory (`tiers.directory`)
+    List    ->  Listed: names of what is here, of some shards
 
 `Refused` may come instead of `Welcome` and `Held`, and ends the conversation, as everything malformed does. A peer is
 believed as little as any medium: sizes are checked before use, and a chunk's header and bytes by the lane that reads.
@@ -31,6 +33,7 @@ from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
+from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_tiers.tiers.peers_security import is_proof, prove
 from kv_tiers.tiers.timed_socket import TimedSocket
 
@@ -44,6 +47,10 @@ _SLOWEST_BYTES_PER_S: Final = 1e6
 MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
 MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
 MAX_FOLLOWED_BYTES: Final = MAX_ASKED * (max(KEY_BYTES) + 32) + (1 << 10)
+SUMMED_BYTES: Final = SUMS_BYTES + (1 << 10)
+MAX_LISTED: Final = 1 << 17
+"""Names in one `Listed`."""
+MAX_LISTED_BYTES: Final = MAX_LISTED * NAME_BYTES + (1 << 10)
 MAX_FOLLOW_S: Final = 5.0
 """How long a `Follow` may wait. Its answer may be empty."""
 SIZE: Final = struct.Struct("<Q")
@@ -152,18 +159,59 @@ class Taken(Message, tag="taken"):
     keys: Keys
 
 
+class Sum(Message, tag="sum"):
+    """Asks for the sum of each shard of what is here (`tiers.directory.names`)."""
+
+    namespace: Namespace
+
+
+class Summed(Message, tag="summed"):
+    """host: as in `entries.Entry`; empty: nothing of this namespace is listed in a directory.
+    sequence: of the last change.
+    sums: of each shard, 8 bytes.
+    cleared_s: as for `Held`.
+    """
+
+    host: Feed
+    sequence: Count
+    sums: Annotated[bytes, msgspec.Meta(max_length=SUMS_BYTES)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+Shards = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=SHARDS)]], msgspec.Meta(max_length=SHARDS)]
+
+
+class List(Message, tag="list"):
+    """Asks for all names in these shards, each named once."""
+
+    namespace: Namespace
+    shards: Shards
+
+
+class Listed(Message, tag="listed"):
+    """host, sequence: as for `Summed`.
+    shards: how many of those that were asked for are answered, from the first on.
+    names: of these, 8 bytes each.
+    """
+
+    host: Feed
+    sequence: Count
+    shards: Annotated[int, msgspec.Meta(ge=0, le=SHARDS)]
+    names: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTED * NAME_BYTES)]
+
+
 class Refused(Message, tag="refused"):
     text: Text
 
 
-Request = Hello | Holds | Fetch | Follow | Taken
-Answer = Challenge | Welcome | Held | Followed | Refused
+Request = Hello | Holds | Fetch | Follow | Taken | Sum | List
+Answer = Challenge | Welcome | Held | Followed | Summed | Listed | Refused
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", Challenge, Welcome, Held, Followed)
+A = TypeVar("A", Challenge, Welcome, Held, Followed, Summed, Listed)
 M = TypeVar("M")
 
 

@@ -37,10 +37,8 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
 
-class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the servers are, and how values are stored there. Caches that share chunks need the same `prefix` and
-    `piece_bytes`.
-    """
+class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the servers are, and how to log in there."""
 
     url: str
     """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
@@ -60,12 +58,6 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tls_key_file: str = ""
     prefix: str = "kv"
     """Prefix of every key: letters, digits and . _ -"""
-    piece_bytes: int = 4 << 20
-    """Size of the largest value, so that one reply does not delay others for long."""
-    ttl_s: int = 0
-    """Chunks expire this long after they were stored; 0: when the server needs room."""
-    refresh_ttl: bool = False
-    """Every load restarts the time to live."""
     connections: int = 8
     """Kept open to each server between calls."""
     connect_timeout_s: float = 1.0
@@ -75,12 +67,8 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"prefix is {self.prefix!r}; write 1 to 64 letters, digits and . _ -")
-        if not 4096 <= self.piece_bytes <= 64 << 20:
-            raise ValueError(f"piece_bytes is {self.piece_bytes}; write 4KiB to 64MiB")
-        if min(self.connect_timeout_s, self.timeout_s) < 0.001 or self.ttl_s < 0 or self.connections < 1:
-            raise ValueError("time-outs and connections are positive, ttl_s is not negative")
-        if self.refresh_ttl and not self.ttl_s:
-            raise ValueError("refresh_ttl needs a ttl_s")
+        if min(self.connect_timeout_s, self.timeout_s) < 0.001 or self.connections < 1:
+            raise ValueError("time-outs and connections are positive")
         if (self.mode == "sentinel") != bool(self.sentinel_master):
             raise ValueError('mode = "sentinel" and sentinel_master go together')
         if self.password_file and self.password_env:
@@ -89,6 +77,26 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("username goes with password_file or password_env")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ValueError("tls_cert_file and tls_key_file go together")
+
+
+class RedisConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """And how values are stored there. Caches that share chunks need the same `prefix` and `piece_bytes`."""
+
+    piece_bytes: int = 4 << 20
+    """Size of the largest value, so that one reply does not delay others for long."""
+    ttl_s: int = 0
+    """Chunks expire this long after they were stored; 0: when the server needs room."""
+    refresh_ttl: bool = False
+    """Every load restarts the time to live."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 4096 <= self.piece_bytes <= 64 << 20:
+            raise ValueError(f"piece_bytes is {self.piece_bytes}; write 4KiB to 64MiB")
+        if self.ttl_s < 0:
+            raise ValueError("ttl_s is not negative")
+        if self.refresh_ttl and not self.ttl_s:
+            raise ValueError("refresh_ttl needs a ttl_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The parsed `RedisConfig.url`. kind: tcp, tls or unix."""
+    """The parsed `RedisAccess.url`. kind: tcp, tls or unix."""
 
     kind: str
     addresses: tuple[Address, ...]
@@ -114,7 +122,7 @@ class Url:
 class Servers:
     """The servers of one tier. Safe to call from any thread."""
 
-    def __init__(self, config: RedisConfig, where: str) -> None:
+    def __init__(self, config: RedisAccess, where: str) -> None:
         """
         Raises:
         ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
@@ -384,7 +392,7 @@ def refused_for_now(reply: ErrorReply) -> bool:
     return reply.code in ("OOM", "NOPERM", "MISCONF", "NOREPLICAS")
 
 
-def read_url(config: RedisConfig, where: str) -> Url:
+def read_url(config: RedisAccess, where: str) -> Url:
     """Raises `ConfigError`."""
     parts = urlsplit(config.url)
     kind = _SCHEMES.get(parts.scheme)
@@ -416,7 +424,7 @@ def read_url(config: RedisConfig, where: str) -> Url:
     return Url(kind, tuple(addresses), int(number or 0))
 
 
-def _tls_context(config: RedisConfig, where: str) -> ssl.SSLContext:
+def _tls_context(config: RedisAccess, where: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=config.tls_ca_file or None)
         if config.tls_cert_file:

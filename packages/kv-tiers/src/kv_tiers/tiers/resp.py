@@ -19,6 +19,9 @@ _BUFFER_BYTES: Final = 16 << 10
 _DRAIN_BYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
 
 
+_MAX_DEPTH: Final = 8
+
+
 class ProtocolError(Exception):
     """The other side does not speak RESP, or answers what was not asked."""
 
@@ -36,6 +39,9 @@ class TooLarge:
     """There is a value, but it is larger than its room. It was read past, and kept nowhere."""
 
     nbytes: int
+
+
+Reply = bytes | int | None | ErrorReply | list["Reply"]
 
 
 def command(*words: bytes) -> bytes:
@@ -119,6 +125,38 @@ class Connection:
         if self._line(deadline):
             raise ProtocolError("a value that is longer than it said")
         return nbytes if fits else TooLarge(nbytes)
+
+    def read_reply(self, max_bytes: int) -> "Reply":
+        """Any one reply, of at most so many bytes with all that is in it."""
+        deadline = time.monotonic() + self._timeout_s
+        return self._reply([max_bytes], deadline, _MAX_DEPTH)
+
+    def _reply(self, room: list[int], deadline: float, depth: int) -> "Reply":
+        """room: what is left of it."""
+        line = self._line(deadline)
+        room[0] -= len(line) + 2
+        kind = line[:1]
+        if kind == b"-":
+            return _refusal(line)
+        if kind == b"+":
+            return line[1:]
+        size = _number(line)
+        if kind == b":":
+            return size
+        if kind not in (b"$", b"*") or depth == 0:
+            raise ProtocolError(f"an unexpected reply: {line[:40]!r}")
+        if size == -1:
+            return None
+        if not 0 <= size <= room[0]:
+            raise ProtocolError(f"a reply of {size} bytes or parts where {max(0, room[0])} have room")
+        if kind == b"*":
+            return [self._reply(room, deadline, depth - 1) for _ in range(size)]
+        room[0] -= size
+        value = bytearray(size)
+        self._fill(memoryview(value), deadline)
+        if self._line(deadline):
+            raise ProtocolError("a value that is longer than it said")
+        return bytes(value)
 
     def _line(self, deadline: float) -> bytes:
         """The next line without its end."""

@@ -215,6 +215,8 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
         print(_chosen(own.choice))
     if (missed or own.lacking) and own.remote_tiers_skipped:
         print(f"skipped, as asking them takes a network: {', '.join(own.remote_tiers_skipped)}")
+    for name, directory in own.directories.items():
+        print(f"the directory of {name}: {directory.spelled()}")
 
 
 def _chosen(choice: Choice) -> str:

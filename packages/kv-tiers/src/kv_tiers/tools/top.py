@@ -9,7 +9,10 @@ from kv_tiers.server.report import CacheReport, Report, TierReport
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """in_bytes_s, out_bytes_s: stored there and loaded from there a second, None while that is not known."""
+    """chunks: each once, however many groups and shards are stored of it, if the tier says which.
+    by_group: of each group of layers; empty if it does not say.
+    in_bytes_s, out_bytes_s: stored there and loaded from there a second, None while that is not known.
+    """
 
     name: str
     health: str
@@ -19,6 +22,7 @@ class TierRow:
     in_bytes_s: float | None
     out_bytes_s: float | None
     waiting_chunks: int
+    by_group: tuple[int, ...] = ()
 
     @property
     def is_up(self) -> bool:
@@ -86,6 +90,7 @@ def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -
         pool_in,
         pool_out,
         0,
+        cache.by_group,
     )
     old = {tier.name: tier for tier in before.tiers} if before is not None else {}
     tiers = [_tier_row(tier, old.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
@@ -100,10 +105,11 @@ def _tier_row(tier: TierReport, before: TierReport | None, nbytes: float, second
         health,
         tier.used_bytes,
         tier.capacity_bytes,
-        tier.chunks,
+        max(tier.by_group) if tier.by_group else tier.chunks,
         None if before is None else (tier.stored - before.stored) * nbytes / seconds,
         None if before is None else (tier.loaded - before.loaded) * nbytes / seconds,
         tier.waiting + tier.under_way,
+        tier.by_group,
     )
 
 

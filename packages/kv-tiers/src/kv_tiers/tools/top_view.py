@@ -64,7 +64,10 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     peers = ""
     if report.peers is not None:
         peers = f", {report.peers.connections} connections of peers, {_bytes(report.peers.sent_bytes)} sent to them"
-    return head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
+    head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
+    for state in (tier.directory for cache in report.caches for tier in cache.tiers if tier.directory is not None):
+        head.append(f"directory: {state.spelled()}\n", style="bold red" if state.why else "")
+    return head
 
 
 def _cache(row: CacheRow) -> Table:
@@ -74,7 +77,9 @@ def _cache(row: CacheRow) -> Table:
     )
     table = _table(title)
     table.add_column("tier", style="bold", no_wrap=True)
-    for name in ("in use", "of", "chunks", "in/s", "out/s", "to store"):
+    has_groups = any(len(tier.by_group) > 1 for tier in row.tiers)
+    chunks = "chunks (by group)" if has_groups else "chunks"
+    for name in ("in use", "of", chunks, "in/s", "out/s", "to store"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     table.add_column("health")
@@ -83,7 +88,7 @@ def _cache(row: CacheRow) -> Table:
             tier.name,
             _bytes(tier.used_bytes),
             _bytes(tier.capacity_bytes),
-            "–" if tier.chunks is None else f"{tier.chunks:,}",
+            _chunks(tier),
             _bytes(tier.in_bytes_s),
             _bytes(tier.out_bytes_s),
             f"{tier.waiting_chunks:,}",
@@ -137,6 +142,11 @@ def _say_rest(table: Table, rows: int, columns: int) -> None:
 def _plain(text: str) -> Text:
     """Text from outside: no markup, and nothing that moves the cursor."""
     return Text("".join(char if char.isprintable() else "�" for char in text))
+
+
+def _chunks(tier: TierRow) -> str:
+    by_group = f" ({' / '.join(f'{chunks:,}' for chunks in tier.by_group)})" if len(tier.by_group) > 1 else ""
+    return "–" if tier.chunks is None else f"{tier.chunks:,}{by_group}"
 
 
 def _bar(tier: TierRow) -> str:

@@ -234,6 +234,11 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
     )
     leases = GaugeMetricFamily("kv_leases", "Leases that are open, promises among the reads.", labels=("cache", "kind"))
     held = GaugeMetricFamily("kv_handed_over_chunks", "Chunks that are kept for another engine.", labels=("cache",))
+    of_group = GaugeMetricFamily(
+        "kv_pool_group_chunks",
+        "Chunks in the pool of a group of layers, each once, however many shards are held.",
+        labels=("cache", "group"),
+    )
     sizes = GaugeMetricFamily("kv_chunk_bytes", "The size of the largest chunk.", labels=("cache",))
     totals: dict[str, dict[_Labels, int]] = {name: {} for name in _TOTALS}
     for name, cache, counts in caches:
@@ -251,9 +256,11 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
         leases.add_metric((name, "write"), counts.write_leases)
         sizes.add_metric((name,), cache.pool.chunk_bytes)
         held.add_metric((name,), cache.holds.chunks)
+        for group, chunks in enumerate(cache.admin.held().by_group):
+            of_group.add_metric((name, str(group)), chunks)
         for total, values in totals.items():
             values[name,] = getattr(counts, total)
-    yield from (pool, leases, sizes, held)
+    yield from (pool, leases, sizes, held, of_group)
     for total, values in totals.items():
         yield _counter(total, _TOTALS[total], values)
 
@@ -272,7 +279,14 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     labels = ("cache", "tier")
     healthy = GaugeMetricFamily("kv_tier_healthy", "1 while the tier answers, else 0.", labels=labels)
     full = GaugeMetricFamily("kv_tier_full", "1 while the tier takes no more chunks, else 0.", labels=labels)
-    chunks = GaugeMetricFamily("kv_tier_chunks", "Chunks that the tier holds, if it says.", labels=labels)
+    chunks = GaugeMetricFamily(
+        "kv_tier_chunks", "Chunks that the tier holds, if it says; every group and shard is counted.", labels=labels
+    )
+    of_group = GaugeMetricFamily(
+        "kv_tier_group_chunks",
+        "Chunks that the tier holds of a group of layers, each once, if it says.",
+        labels=(*labels, "group"),
+    )
     used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
     capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
     queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue before the tier.", labels=labels)
@@ -296,6 +310,8 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         ):
             if value is not None:
                 family.add_metric(place, value)
+        for group, group_chunks in enumerate(state.usage.by_group):
+            of_group.add_metric((*place, str(group)), group_chunks)
         queued.add_metric(place, state.lane.queued)
         if state.load_cost is not None and state.load_cost[1] > 0.0:
             speed.add_metric(place, 1.0 / state.load_cost[1])
@@ -303,7 +319,7 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
         downs[place], lost[place] = state.lane.downs, state.spill.lost
         unread[place], approximate[place] = state.lane.read_failed, state.lane.approximate
-    yield from (healthy, full, chunks, used, capacity, queued, speed, waiting)
+    yield from (healthy, full, chunks, of_group, used, capacity, queued, speed, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
     yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")

@@ -16,10 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.testing.http import store
+from kv_tiers.testing.shapes import keys_for
 from kv_tiers.testing.wait import line, until
 
 CHUNK_BYTES = 64 << 10
@@ -214,6 +216,17 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     assert browser.value("samples.at(-1).tokens") == 256 * browser.value(
         "samples.at(-1).hit"
     )  # what a chunk's tokens are is remembered
+    server.stop()
+
+
+def test_chunks_of_several_groups_of_layers_are_counted_once_in_every_row(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES, CHUNK_BYTES), fingerprint="hybrid")
+    cache.commit(cache.begin_store(keys_for(ChunkShape(4, (ALL, STATE)), 5)[:9], "w"))
+    browser.go(server.url)
+    rows = "[...document.querySelectorAll('#capacity tr')].map(r => r.innerText).join('|')"
+    until(lambda: browser.value(rows).count("\t5 (5 / 4)\t") == 2)  # the pool's and the disk's
+    cache.close()
     server.stop()
 
 

@@ -1,11 +1,14 @@
 """`GET /metrics`, for Prometheus."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.responses import Response
 
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.server.caches import cache_name
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.report import PeersServed
@@ -15,13 +18,21 @@ from kv_tiers.watch.metrics import Metrics
 def operations(relay: Relay) -> list[Operation]:
     """Metrics that come from events are counted from this call on."""
     known: list[LocalCache] = []
-    served: list[PeersServed] = []
-    counted = Metrics(relay.bus, lambda: list(known), lambda: [one for peers in served for one in peer_families(peers)])
+    others: list[Metric] = []
+    counted = Metrics(relay.bus, lambda: list(known), lambda: others)
 
     async def metrics() -> Response:
         known[:] = (await relay.caches()).values()
-        peers = (await relay.report()).peers
-        served[:] = [] if peers is None else [peers]
+        report = await relay.report()
+        others[:] = [
+            *([] if report.peers is None else peer_families(report.peers)),
+            *directory_families(
+                (cache_name((cache.group_bytes, cache.fingerprint)), tier.name, tier.directory)
+                for cache in report.caches
+                for tier in cache.tiers
+                if tier.directory is not None
+            ),
+        ]
         text, media_type = await relay.call(counted.exposition)
         return Response(text, headers={"content-type": media_type})
 
@@ -41,3 +52,35 @@ def peer_families(served: PeersServed) -> Iterator[Metric]:
     }
     for name, (about, value) in counters.items():
         yield CounterMetricFamily(f"kv_peer_{name}", about, value=value)
+
+
+def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Iterator[Metric]:
+    """Metrics of what tiers with a directory know of other hosts: of each its cache, its name and its state."""
+    known = list(states)
+    if not known:
+        return
+    for name, (about, is_counter, value_of) in _DIRECTORY.items():
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(f"kv_directory_{name}", about, labels=("cache", "tier"))
+        for cache, tier, state in known:
+            family.add_metric((cache, tier), float(value_of(state)))
+        yield family
+
+
+_DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]] = {
+    "up": ("1 while the directory is read and written, else 0.", False, lambda of: not of.why),
+    "lag_seconds": ("Since it was read up to its end.", False, lambda of: of.lag_s),
+    "hosts": ("Other hosts that are known.", False, lambda of: of.hosts),
+    "exact_hosts": ("Those of them whose chunks are known exactly.", False, lambda of: of.exact),
+    "left_out_hosts": ("Those of them for whose chunks there is no room.", False, lambda of: of.left_out),
+    "chunks": ("Chunks of other hosts that are known, once for each host.", False, lambda of: of.names),
+    "used_bytes": ("Memory that these take.", False, lambda of: of.used_bytes),
+    "listed_chunks": ("Chunks of this server that others are told of.", False, lambda of: of.listed or 0),
+    "entries": ("Entries of others that were applied.", True, lambda of: of.entries),
+    "gaps": ("Times that entries of a host were missing.", True, lambda of: of.gaps),
+    "repairs": ("Times that a host was asked for what was missing.", True, lambda of: of.repairs),
+    "failed_repairs": ("Times that it did not answer.", True, lambda of: of.failed_repairs),
+    "repair_bytes": ("Bytes that repairs took.", True, lambda of: of.repair_bytes),
+    "not_here": ("Chunks that a host did not have though it was said to.", True, lambda of: of.not_here),
+}
+"""Of each metric what it says, whether it only grows, and its value."""

@@ -1,12 +1,13 @@
-"""Per-request controls: our part of vLLM's `kv_transfer_params` (docs/requests.md).
+"""Per-request controls: our part of vLLM's `kv_transfer_params` and SGLang's `custom_params` (docs/requests.md).
 
 A request's values override the settings. What is not understood is ignored with a line in the log and never fails a
-request. The exception are invalid tags: without them the request would share chunks that it was meant not to share, so
-it is served without the cache.
+request. Two options are restrictions, which a mistake must not undo: with invalid tags the request would share chunks
+that it was meant not to share, so it is served without the cache; with invalid tiers its chunks might be written where
+they must not be, so they stay in the pool.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -15,6 +16,7 @@ from kv_core.connect.controls import Controls
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
+
 from kv_tiers.options import nearest
 from kv_tiers.settings import Settings
 
@@ -48,6 +50,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """If fewer tokens could be stored, none are."""
     max_store_tokens: Tokens | None = None
     """Tokens beyond this number are not stored. 0: no limit."""
+    tiers: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
+    """The tiers that are read and written for it, beside the pool."""
     tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
     """Only requests with the same tags share chunks."""
 
@@ -67,14 +71,25 @@ class Chosen:
     save_decode: bool
 
 
-def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
+def chosen(
+    settings: Settings,
+    params: object,
+    request_id: str,
+    *,
+    tiers: Sequence[str] = (),
+    where: str = "kv_transfer_params",
+    unsupported: Collection[str] = (),
+) -> Chosen:
     """The settings with the request's own words over them. What is wrong with these is one line in the log.
 
-    params: the request's `kv_transfer_params`, ours among others'; None where it has none.
+    params: what the request has for connectors, ours among others'; None where it has nothing.
+    tiers: the names of the cache's tiers.
+    where: the request's field, for the log.
+    unsupported: options that this engine cannot follow.
     """
-    options, wrong = _read(params) if params is not None else (_DEFAULTS, [])
+    options, wrong = _read(params, tiers, unsupported) if params is not None else (_DEFAULTS, [])
     if wrong:
-        _log.warning("request %s: kv_transfer_params: %s", request_id, "; ".join(wrong))
+        _log.warning("request %s: %s: %s", request_id, where, "; ".join(wrong))
     limit = settings.max_store_tokens if options.max_store_tokens is None else options.max_store_tokens
     controls = Controls(
         loads=options.load and (options.use or settings.use) != "never",
@@ -83,6 +98,7 @@ def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
         min_load_tokens=settings.min_load_tokens if options.min_load_tokens is None else options.min_load_tokens,
         min_store_tokens=settings.min_store_tokens if options.min_store_tokens is None else options.min_store_tokens,
         max_store_tokens=limit or None,
+        tiers=None if options.tiers is None else tuple(options.tiers),
         tags=options.tags,
         use=options.use,
     )
@@ -90,9 +106,14 @@ def chosen(settings: Settings, params: object, request_id: str) -> Chosen:
 
 
 _DEFAULTS: Final = RequestOptions()
+_SERVED: Final[Mapping[str, str]] = {
+    "tags": "nothing of this request is loaded or stored",
+    "tiers": "only the pool is read and written for this request",
+}
+"""What a wrong value of a restriction does."""
 
 
-def _read(params: object) -> tuple[RequestOptions, list[str]]:
+def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[RequestOptions, list[str]]:
     """The options that are valid, and an error text for each that is not."""
     if not isinstance(params, Mapping):
         return _DEFAULTS, [f"{_shown(params)} is left out; write {{{KEY!r}: {{…}}}}"]
@@ -108,14 +129,24 @@ def _read(params: object) -> tuple[RequestOptions, list[str]]:
         if name not in _FIELDS:
             wrong.append(f"{KEY} has no {_shown(name)}, which is left out; {nearest(str(name), _FIELDS)}")
             continue
+        if name in unsupported:
+            wrong.append(f"{name} cannot be followed with this engine; {_SERVED.get(name, 'it is left out')}")
+            continue
         try:
             values[name] = msgspec.convert(value, _FIELDS[name])
             if name == "tags":
                 _ROOTS.root(tags=values[name])  # only to refuse text that is no Unicode
+            elif name == "tiers" and values[name]:
+                unknown = [tier for tier in values[name] if tier not in tiers]
+                wrong += [
+                    f"there is no tier {_shown(tier)}, which is left out; {nearest(tier, tiers)}" for tier in unknown
+                ]
+                values[name] = [tier for tier in values[name] if tier in tiers]
         except (msgspec.ValidationError, InputError) as error:
             values.pop(name, None)
-            served = "nothing of this request is loaded or stored" if name == "tags" else "it is left out"
-            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {served}")
+            if name == "tiers":
+                values[name] = []
+            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {_SERVED.get(name, 'it is left out')}")
     if "tags" in given and "tags" not in values:
         values.update(load=False, store=False)
     return RequestOptions(**values), wrong

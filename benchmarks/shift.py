@@ -1,0 +1,121 @@
+"""Prompts that share a prefix and go on alone, on tiny Qwen3-Next: of 64, how many find all that they share.
+
+A state serves hits at one boundary only, and vLLM's issue 45238 counted 52 hits, and none with the shared prefix 100
+tokens shorter.
+
+Ours, vLLM's own prefix cache, vLLM's own offloading to the CPU and LMCache's connector. With a connector vLLM's own
+cache is emptied before each request, so that what is found is found with the connector. Of one that does not start,
+what it says. LMCache's packages are behind the engine's own on the path, as installing them beside vLLM 0.32
+downgrades some of its own.
+
+    make bench-shift
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "models")]
+
+import _child
+import _engines
+from _child import Child, progress
+from models import BY_NAME
+
+MODEL: Final = "Qwen3-Next"
+REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
+CHUNK_TOKENS: Final = 256
+"""Of a hit of ours, and a block of vLLM's for this model."""
+SHIFTS: Final = (0, 31, 64, 100, 128, 177, 200, 255)
+POOL_BYTES: Final = 512 << 20
+OURS: Final = {
+    "kv_connector": "KVTiersConnector",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"use": "always", "host": {"capacity_bytes": POOL_BYTES}},
+}
+SYSTEMS: Final[dict[str, dict[str, Any] | None]] = {
+    "kv-vllm": OURS,
+    "vLLM's prefix cache": None,
+    "vLLM's offloading": {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_BYTES},
+    },
+    "LMCache": {"kv_connector": "LMCacheConnectorV1"},
+}
+"""By name, the connector's configuration; None: no connector."""
+PEER: Final = Path(__file__).parents[1] / ".venvs/lmcache/lib"
+
+
+def serve(model: str, transfer: dict[str, Any] | None, reason: Path) -> None:
+    """A child: one engine. reason: where it says why there is none."""
+    from vllm.config import KVTransferConfig
+
+    sys.path += map(str, PEER.glob("python*/site-packages"))  # behind the engine's own packages
+    arguments = dict(BY_NAME[MODEL].arguments) | {"max_model_len": 4096}
+    if transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(kv_role="kv_both", **transfer)
+    try:
+        engine = _engines.vllm(model, None, **arguments)
+    except BaseException as error:
+        lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+        reason.write_text(lines[0])
+        raise
+    _child.serve(lambda asked: _engines.ask_vllm(engine, asked, 1)[0], lambda: engine.reset_prefix_cache() and None)
+
+
+def hits(child: Child, shift: int, *, empties: bool) -> int:
+    """Of the requests at this shift, how many find every whole chunk that they share. empties: vLLM's own cache is
+    emptied before each."""
+    shared = [3 + (7919 * i + shift) % 2000 for i in range(SHARED_TOKENS - shift)]
+    found = 0
+    for number in range(REQUESTS):
+        own = [3 + (104729 * i + 31 * number + shift) % 2000 for i in range(TOKENS - len(shared))]
+        if empties:
+            child.forget()
+        found += child.ask(shared + own)[1] >= len(shared) // CHUNK_TOKENS * CHUNK_TOKENS
+    return found
+
+
+def row(name: str, model: str, scratch: Path, say: Callable[[str], None]) -> str:
+    transfer, reason = SYSTEMS[name], scratch / "reason"
+    reason.unlink(missing_ok=True)
+    environ = _engines.ENVIRON | _engines.threads_environ(1)
+    try:
+        child = Child(__file__, [model, json.dumps(transfer), str(reason)], environ)
+    except SystemExit:
+        why = reason.read_text() if reason.exists() else "its process ended"
+        return f"| {name} | does not start: {why[:160]} |" + " |" * (len(SHIFTS) - 1)
+    try:
+        found = []
+        for shift in SHIFTS:
+            say(f"{name}, shift {shift}")
+            found.append(hits(child, shift, empties=transfer is not None))
+    finally:
+        child.close()
+    return f"| {name} | " + " | ".join(map(str, found)) + " |"
+
+
+def main() -> int:
+    if "--serve" in sys.argv:
+        model, transfer, reason = sys.argv[2:]
+        serve(model, json.loads(transfer), Path(reason))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
+        model = str(BY_NAME[MODEL].write(Path(scratch) / "model"))
+        print(
+            f"| hits of {REQUESTS}, shared tokens | "
+            + " | ".join(str(SHARED_TOKENS - shift) for shift in SHIFTS)
+            + " |"
+        )
+        print("|---" * (len(SHIFTS) + 1) + "|")
+        for name in sys.argv[1:] or SYSTEMS:
+            print(row(name, model, Path(scratch), progress), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

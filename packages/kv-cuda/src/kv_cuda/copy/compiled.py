@@ -1,0 +1,44 @@
+"""Whole blocks in C, on a CPU: what `CpuCopier` does with torch's strided copies, in one call for all chunks of a plan.
+
+A strided copy in torch costs tens of microseconds before it moves a byte, and a small model's block is moved in two.
+Where a part is transposed, the C function works in squares of a cache line each way and needs no scratch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kv_cuda.kernels import Kernels
+
+
+class CompiledBlocks:
+    """One part of a layout. It keeps the engine's memory alive."""
+
+    def __init__(self, kernels: Kernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
+        """
+        runs: of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
+        chunk_layer: from one layer to the next in a chunk, in words.
+        """
+        self._kernels = kernels
+        self._runs = []
+        first = 0
+        for run in runs:
+            (layers, _, *sizes), (layer, block, *strides) = run.shape, run.stride()
+            axes = [number for axis in zip(sizes, strides, strict=True) for number in axis]
+            shape = [run.element_size(), run.storage_offset(), layers, layer, chunk_layer, block, *axes]
+            engine = torch.empty(0, dtype=torch.uint8).set_(run.untyped_storage()).numpy()
+            self._runs.append((np.array([first, 0, 0]), np.array(shape, np.int64), engine))
+            first += layers * chunk_layer
+
+    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: NDArray[np.uint8], *, to_engine: bool) -> None:
+        """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
+        how many there are.
+
+        Raises:
+            MisuseError: some of it is beyond the pool or the engine's memory. Nothing was copied.
+        """
+        given = np.array(blocks, np.int64)
+        for first, shape, engine in self._runs:
+            self._kernels.call("copy_blocks", int(to_engine), shape, given + first, engine, pool)

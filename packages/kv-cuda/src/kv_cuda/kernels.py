@@ -1,0 +1,28 @@
+"""Functions in C for copies and formats on a CPU.
+
+They are in the library that is built with kv-tiers (docs/adr/0026), found by an entry point, because neither package
+depends on the other. Without it, torch does the work, with the same bytes.
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROUP: Final = "kv_cuda.kernels"
+"""The entry-point group. An entry point names a function that returns `Kernels`, or None if there are none."""
+
+
+class Kernels(Protocol):
+    """C functions by name. Raises `MisuseError` where the arrays' sizes do not fit each other."""
+
+    def call(self, name: str, /, *arguments: int | NDArray[np.generic]) -> int: ...
+
+
+@cache
+def installed_kernels() -> Kernels | None:
+    """None: they are not installed, or not for this machine."""
+    found = (entry.load()() for entry in entry_points(group=GROUP))
+    return next((kernels for kernels in found if kernels is not None), None)

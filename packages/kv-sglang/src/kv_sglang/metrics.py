@@ -1,0 +1,147 @@
+"""Our figures in SGLang's own `/metrics`, by the names that all engines have (`kv_tiers.attach.figures`).
+
+With `--enable-metrics` SGLang's processes write their metrics to files (prometheus-client's multiprocess mode) that its
+HTTP server reads, so a metric made in a scheduler's process is served. Each rank counts the bytes that it copies, and
+the first one the tokens. What is not counted here has no equivalent in SGLang's calls.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kv_tiers import LocalCache
+from kv_tiers.attach.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS
+from kv_tiers.server.remote_cache import RemoteCache
+
+COUNTED: Final = (
+    "lookups",
+    "asked_tokens",
+    "found_tokens",
+    "loaded_tokens",
+    "stored_tokens",
+    "loaded_bytes",
+    "stored_bytes",
+    "loads",
+    "loads_failed",
+    "stores_failed",
+    "pool_used_bytes",
+    "pool_bytes",
+    "on",
+)
+_BYTES: Final = frozenset({"loaded_bytes", "stored_bytes"})
+_POOL_EVERY_S: Final = 1.0
+_MAX_ASKERS: Final = 4096
+
+
+class Figures:
+    """Where a store counts. This one is for engines without metrics: it does nothing."""
+
+    def add(self, name: str, amount: int) -> None:
+        """name: of a counter in `COUNTED`."""
+
+    def given(self, tokens_by_tier: Mapping[str, int]) -> None:
+        """Requests got so many tokens, by tier."""
+
+    def look_at(self, cache: LocalCache | RemoteCache) -> None:
+        """Something was copied: the pool is not as it was."""
+
+    def off(self) -> None:
+        """The cache is in use no more."""
+
+
+NO_FIGURES: Final = Figures()
+
+
+class EngineFigures(Figures):
+    """Metrics of prometheus-client in this process. Thread-safe, as that is."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        # SGLang sets the directory of the multiprocess mode first: the import decides by that.
+        from prometheus_client import Counter, Gauge
+
+        names = list(labels)
+        self._metrics: dict[str, Any] = {}
+        for name in COUNTED:
+            made: Any = (
+                Counter(f"sglang:{PREFIX}{name}", FIGURES[name].about, names)
+                if FIGURES[name].kind == "counter"
+                else Gauge(f"sglang:{PREFIX}{name}", FIGURES[name].about, names, multiprocess_mode="mostrecent")
+            )
+            self._metrics[name] = made.labels(**labels)
+        self._by_tier = Counter(f"sglang:{PREFIX}{TIER_TOKENS}", ABOUT_TIER_TOKENS, [*names, "tier"])
+        self._labels = dict(labels)
+        self._look_at_s = 0.0
+        self._metrics["on"].set(1)
+
+    def add(self, name: str, amount: int) -> None:
+        if amount:
+            self._metrics[name].inc(amount)
+
+    def given(self, tokens_by_tier: Mapping[str, int]) -> None:
+        for tier, tokens in tokens_by_tier.items():
+            self._by_tier.labels(**self._labels, tier=tier).inc(tokens)
+
+    def look_at(self, cache: LocalCache | RemoteCache) -> None:
+        """At most once a second of a server, which is asked."""
+        pool = cache.pool
+        if isinstance(cache, LocalCache):
+            used = cache.pool.slots_used
+        elif time.monotonic() < self._look_at_s:
+            return
+        else:
+            self._look_at_s = time.monotonic() + _POOL_EVERY_S
+            used = cache.counts().slots_used
+        self._metrics["pool_used_bytes"].set(used * pool.slot_bytes)
+        self._metrics["pool_bytes"].set(pool.slots * pool.slot_bytes)
+
+    def off(self) -> None:
+        self._metrics["on"].set(0)
+
+
+class BytesOnly(Figures):
+    """For pools beside the KV, and for all ranks but the first: tokens are counted once."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def add(self, name: str, amount: int) -> None:
+        if name in _BYTES:
+            self._figures.add(name, amount)
+
+    def off(self) -> None:
+        self._figures.off()
+
+
+class OncePerRequest:
+    """Whether a request is asked about for the first time. Of requests that were asked about long ago it is not known
+    any more. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def is_new(self, request: str) -> bool:
+        if request in self._known:
+            return False
+        self._known[request] = None
+        if len(self._known) > _MAX_ASKERS:
+            self._known.popitem(last=False)
+        return True
+
+
+_MADE: Final[list[EngineFigures]] = []
+
+
+def engine_figures(*, number: int, stage: int, replica: int) -> Figures:
+    """Of a rank's process, which makes its metrics once, with the labels that SGLang gives a scheduler's."""
+    from sglang.srt.runtime_context import get_observability, get_serving
+
+    observed = get_observability()
+    if not observed.enable_metrics:
+        return NO_FIGURES
+    ranks = {"tp_rank": number, "pp_rank": stage, "dp_rank": replica}
+    labels = {"model_name": get_serving().served_model_name, **ranks, **(observed.extra_metric_labels or {})}
+    named = {str(name): str(value) for name, value in labels.items()}
+    if not _MADE:
+        _MADE.append(EngineFigures(named))
+    return _MADE[0]

@@ -1,0 +1,138 @@
+"""What requests say for themselves (docs/requests.md), which SGLang does not tell its storage.
+
+A request has its options in SGLang's `custom_params`, and SGLang asks its storage for pages, on threads that know of no
+request. So the options are read where the scheduler first looks for the prompt (`Scheduler._prefetch_kvcache`), before
+anything of it is looked up or written, and kept by the hashes of the prompt's pages. A page is the same for all
+requests that have it in their prompt: the latest of them decides. Pages that follow the prompt's are generated, and go
+by the page in front of them.
+"""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from weakref import WeakSet
+
+from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_core.cost import Use
+from kv_core.log import limited_logger
+from kv_tiers.attach.request_options import chosen
+from kv_tiers.settings import Settings
+
+_log = limited_logger(__name__)
+
+_FIELD: Final = "custom_params"
+_UNSUPPORTED: Final = ("tags", "min_load_tokens")
+"""SGLang names its pages itself: its `extra_key` and `cache_salt` set requests apart. And it has its own threshold for
+loads, `prefetch_threshold`."""
+MAX_PAGES: Final = 1 << 16
+"""Pages whose options are remembered, those noted last. A prompt's pages are written soon after it is computed."""
+_FOLLOWED: "WeakSet[RequestPages]" = WeakSet()
+_LOCK: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """controls: of this page. after: of pages behind it that are no prompt's."""
+
+    controls: Controls
+    after: Controls
+
+
+class RequestPages:
+    """The options of the pages of one engine's prompts. Thread-safe."""
+
+    def __init__(self, use: Use, page_tokens: int, tiers: Callable[[], Sequence[str]]) -> None:
+        """use: the setting. tiers: the names of the cache's tiers."""
+        self._defaults = Settings(use=use, save_decode=True)  # SGLang stores whatever its tree has
+        self._page_tokens = page_tokens
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[str, _Page] = OrderedDict()
+
+    def note(self, request_id: str, params: object, tokens: int, hashes: Callable[[], Sequence[str]]) -> None:
+        """A request has come.
+
+        params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
+        """
+        own = chosen(self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED)
+        controls = own.controls
+        has_options = controls != NO_CONTROLS or not own.save_decode
+        if not has_options and not self._pages:
+            return
+        storable = controls.storable(tokens)
+        keeps_generated = storable == tokens and controls.max_store_tokens is None and own.save_decode
+        after = replace(controls, stores=controls.stores and keeps_generated)
+        named = hashes()
+        with self._lock:
+            for number, page in enumerate(named, 1):
+                if has_options:
+                    stores = controls.stores and number * self._page_tokens <= storable
+                    self._pages[page] = _Page(replace(controls, stores=stores), after)
+                    self._pages.move_to_end(page)
+                elif (before := self._pages.get(page)) is not None:
+                    self._pages[page] = _Page(NO_CONTROLS, before.after)
+            self._trim()
+
+    def of(self, pages: Sequence[str], before: Sequence[str] = ()) -> list[Controls]:
+        """The options of each of these pages, which follow one another. before: the pages in front of them."""
+        if not self._pages:
+            return [NO_CONTROLS] * len(pages)
+        found = []
+        with self._lock:
+            last = self._pages.get(before[-1]) if before else None
+            for page in pages:
+                here = self._pages.get(page)
+                if here is None and last is not None:
+                    here = self._pages[page] = _Page(last.after, last.after)
+                last = here
+                found.append(NO_CONTROLS if here is None else here.controls)
+            self._trim()
+        return found
+
+    def _trim(self) -> None:
+        while len(self._pages) > MAX_PAGES:
+            self._pages.popitem(last=False)
+
+
+def follow_requests(pages: RequestPages) -> None:
+    """Note every request of this process in `pages`, for as long as that lives; raises what importing SGLang raises."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    _FOLLOWED.add(pages)
+    call = getattr(Scheduler, "_prefetch_kvcache", None)
+    if call is None:
+        _log.warning("this SGLang looks for prompts otherwise: what requests say in %s is not followed", _FIELD)
+        return
+    with _LOCK:
+        if not getattr(call, "_kv_followed", False):
+            Scheduler._prefetch_kvcache = _followed(call)
+
+
+def _followed(call: Any) -> Any:
+    @functools.wraps(call)
+    def called(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        for pages in list(_FOLLOWED):
+            try:
+                params = req.sampling_params.custom_params
+                hashes = functools.partial(_hashes_of, req, self.tree_cache)
+                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes)
+            except Exception:  # noqa: BLE001  # whatever it is, the engine would die of it
+                _log.exception("what request %s says in %s is not followed", req.rid, _FIELD)
+        return call(self, req, *args, **kwargs)
+
+    called._kv_followed = True  # type: ignore[attr-defined]
+    return called
+
+
+def _hashes_of(req: Any, tree: Any) -> list[str]:
+    """Of the pages of a request's prompt, as SGLang itself has them."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    key = RadixKey(
+        req.origin_input_ids, extra_key=req.extra_key, is_bigram=tree.tree_core.is_eagle, cache_salt=req.cache_salt
+    )
+    return list(get_storage_hash_str(key.page_aligned(tree.page_size), page_size=tree.page_size))

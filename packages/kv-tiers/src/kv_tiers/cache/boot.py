@@ -1,0 +1,94 @@
+"""The boot measurement: how quickly a tier delivers what it holds, before any request waits for it.
+
+Without it, a tier that an earlier process has filled is taken to be quick until a few requests have waited for it
+(`kv_tiers.cache.worth`). A thread reads a few chunks of each tier that can name some, through the tier's lane, into
+memory of its own, and throws them away: the lane learns from these loads as from all others. Nothing is written. The
+start does not wait for it. After a second no further load is begun, so a slow tier is read from once, which is enough
+to know that it is slow; and none is begun once requests use the lane.
+"""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.log import limited_logger
+
+from kv_tiers import chunk_header
+from kv_tiers.lanes.jobs import Arrival
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.tier import NamesChunks, Read
+
+_log = limited_logger(__name__)
+
+LIMIT_S: Final = 1.0
+"""For one tier: no load is begun after this time."""
+_LOOK_S: Final = 0.05
+_END_S: Final = 1.0
+_AT_MOST_BYTES: Final = 16 << 20
+_LOADS: Final = (1, 2, 1, 4)
+"""Chunks of each load: of several sizes, as a load's fixed part shows in the difference. A single chunk may be larger
+than `_AT_MOST_BYTES`."""
+
+
+class BootMeasurement:
+    """One cache's. It begins when it is made."""
+
+    def __init__(self, lanes: Sequence[Lane], sizes: PayloadSizes, slot_bytes: int, clock: Clock) -> None:
+        self._lanes = [lane for lane in lanes if isinstance(lane.tier, NamesChunks) and lane.load_cost() is None]
+        self._sizes, self._slot_bytes, self._clock = sizes, slot_bytes, clock
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-boot-measurement", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No load is begun from now on. One that is under way is its lane's, and ends with it."""
+        self._is_over.set()
+
+    def join(self) -> None:
+        """After `stop`: wait until its thread has seen that, but not for a tier that hangs."""
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        for lane in self._lanes:
+            try:
+                self._measure(lane)
+            except Exception:  # noqa: BLE001  # a tier is somebody else's code, and nothing depends on this
+                _log.exception("tier %s could not be measured", lane.name)
+
+    def _measure(self, lane: Lane) -> None:
+        assert isinstance(lane.tier, NamesChunks)
+        until_s = self._clock.now_s() + LIMIT_S
+        keys = lane.tier.some_keys(sum(_LOADS))
+        most = max(1, _AT_MOST_BYTES // self._slot_bytes)
+        for number, wanted in enumerate(_LOADS):
+            chunks, keys = keys[: min(wanted, most)], keys[wanted:]
+            is_late = number > 0 and self._clock.now_s() >= until_s
+            if not chunks or is_late or self._is_over.is_set() or not lane.is_idle():
+                break
+            memory = memoryview(mmap.mmap(-1, len(chunks) * self._slot_bytes))  # in whole pages, for direct reads
+            reads = [
+                Read(
+                    key,
+                    bytearray(chunk_header.HEADER_BYTES),
+                    memory[at * self._slot_bytes : (at + 1) * self._slot_bytes],
+                    self._sizes.largest,
+                    self._sizes.of(key),
+                )
+                for at, key in enumerate(chunks)
+            ]
+            came = threading.Event()
+
+            def arrived(_arrivals: Sequence[Arrival], came: threading.Event = came) -> None:
+                came.set()
+
+            if not lane.load(reads, arrived):
+                break
+            while not came.wait(_LOOK_S):
+                if self._is_over.is_set():
+                    return
+        if (cost := lane.load_cost(trust=True)) is not None:
+            speed = f"{1 / cost[1] / 1e9:.2f} GB/s" if cost[1] > 0 else "no time a byte"
+            _log.info("tier %s: %.1f ms a load and %s, measured at start", lane.name, cost[0] * 1e3, speed)

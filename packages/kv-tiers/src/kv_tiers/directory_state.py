@@ -1,0 +1,46 @@
+"""What a server reports of a directory."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryState:
+    """The directory as this server sees it. All but the first seven only grow.
+
+    why: it cannot be reached, or refuses what is written; empty: all is well.
+    lag_s: since it was last read up to its end.
+    hosts, exact: others that are known, and those of them whose names are known exactly.
+    left_out: hosts for whose names there is no room.
+    names: (name, host) pairs in memory.
+    used_bytes: memory that they take.
+    listed: chunks that this server is known to hold; None: it is not listed.
+    entries, gaps: of others, applied and found to be missing.
+    repairs, failed_repairs: of a host's names, which `shards_fetched` and `repair_bytes` took.
+    not_here: chunks that a host did not have though its names said so.
+    """
+
+    why: str
+    lag_s: float
+    hosts: int
+    exact: int
+    left_out: int
+    names: int
+    used_bytes: int
+    listed: int | None
+    entries: int
+    gaps: int
+    repairs: int
+    failed_repairs: int
+    shards_fetched: int
+    repair_bytes: int
+    not_here: int
+
+    def spelled(self) -> str:
+        """In a line, for people."""
+        away = f"fails ({self.why}), and what is known stays: " if self.why else ""
+        listed = "this server is not listed" if self.listed is None else f"{self.listed:,} chunks of this server listed"
+        return (
+            f"{away}{self.hosts:,} other hosts, {self.exact:,} of them known exactly, with {self.names:,} chunks; "
+            f"read {self.lag_s:.1f} s ago; {self.gaps:,} gaps, {self.repairs:,} repairs "
+            f"of {self.repair_bytes:,} bytes; {listed}"
+        )

@@ -1,0 +1,137 @@
+"""Copies of blocks in C, held to numpy's strided views: drawn layouts that fit their buffers exactly, and ones that do
+not fit.
+
+    python -m kv_tiers.testing.copy_fuzz LIBRARY SEED ROUNDS      under a compiler's sanitizers
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kv_core.errors import MisuseError
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.compiled_kernels import CompiledKernels
+
+_AXES: Final = 7
+"""Of the engine's memory: layers, blocks, tiles of tokens, tokens, heads, tiles of dims, dims."""
+_STRANGE: Final = (-1, 0, 1 << 29, 1 << 31, (1 << 62) + 1)
+_WORDS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCopy:
+    """A layout and a copy that needs every byte of its buffers.
+
+    shape, runs: as the C function takes them.
+    engine: [layers, blocks, tiles, tokens, heads, tiles of dims, dims], strides of the engine's buffer.
+    """
+
+    word: int
+    shape: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    chunk_layer: int
+    engine_words: int
+    pool_words: int
+
+    def expected(self, engine: NDArray[Any], pool: NDArray[Any], *, to_engine: bool) -> None:
+        """The same copy by numpy."""
+        word = self.word
+        theirs = as_strided(engine[self.offset :], self.sizes, [stride * word for stride in self.strides])
+        inside = self.sizes[2:]
+        block_words = int(np.prod(inside))
+        packed = [int(np.prod(inside[axis + 1 :])) for axis in range(len(inside))]
+        for first, block, blocks in self.runs:
+            shape = (self.sizes[0], int(blocks), *inside)
+            strides = [step * word for step in (self.chunk_layer, block_words, *packed)]
+            ours = as_strided(pool[first:], shape, strides)
+            run = theirs[:, block : block + blocks]
+            if to_engine:
+                run[...] = ours
+            else:
+                ours[...] = run
+
+
+def drawn_copy(chance: np.random.Generator) -> DrawnCopy:
+    """Axes in any order, most often one with tokens or dims innermost, as engines have them."""
+    word = int(chance.choice([1, 2, 2, 4, 4, 8]))
+    in_pairs = word == 2 and chance.random() < 0.3  # of tokens, as matrix units have them
+    most = (3, 5, 3, 2 if in_pairs else 40, 4, 3, 40)
+    sizes = tuple(int(chance.integers(1, limit + 1)) for limit in most)
+    order = list(chance.permutation(_AXES))
+    if (innermost := 3 if in_pairs else int(chance.choice([-1, 3, 6]))) >= 0:
+        order.remove(innermost)
+        order.append(innermost)
+        if in_pairs or chance.random() < 0.5:  # heads, tiles and blocks around it, as a paged cache is
+            order = [0, 1, 4, 2, 5, 9 - innermost, innermost]
+    strides, step = [0] * _AXES, 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step = step * sizes[axis] + int(chance.integers(0, 3)) * (chance.random() < 0.3)
+    offset = int(chance.integers(0, 4))
+    pairs = [number for axis in range(2, _AXES) for number in (sizes[axis], strides[axis])]
+    block_words = int(np.prod(sizes[2:]))
+    runs, first, block = [], int(chance.integers(0, 5)), 0
+    while block < sizes[1]:
+        blocks = int(chance.integers(1, sizes[1] - block + 1))
+        runs.append((first, block, blocks))
+        first, block = first + blocks * block_words, block + blocks
+    chunk_layer = first + int(chance.integers(0, 3))
+    return DrawnCopy(
+        word=word,
+        shape=np.array([word, offset, sizes[0], strides[0], chunk_layer, strides[1], *pairs], np.int64),
+        runs=np.array(runs, np.int64),
+        sizes=sizes,
+        strides=tuple(strides),
+        offset=offset,
+        chunk_layer=chunk_layer,
+        engine_words=offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1,
+        pool_words=first + (sizes[0] - 1) * chunk_layer,
+    )
+
+
+def wrong_copies(kernels: CompiledKernels, seed: int, rounds: int) -> list[str]:
+    """What was copied otherwise than by numpy, and what should have been refused or left alone and was not."""
+    chance, wrong = np.random.default_rng(seed), []
+    for number in range(rounds):
+        drawn = drawn_copy(chance)
+        kind = _WORDS[drawn.word]
+        sizes = (drawn.engine_words * drawn.word, drawn.pool_words * drawn.word)
+        engine, pool = (chance.integers(0, 256, nbytes, dtype=np.uint8) for nbytes in sizes)
+        for to_engine in (False, True):
+            made, expected = [engine.copy(), pool.copy()], [engine.copy().view(kind), pool.copy().view(kind)]
+            kernels.call("copy_blocks", int(to_engine), drawn.shape, drawn.runs, *made)
+            drawn.expected(*expected, to_engine=to_engine)
+            if any(one.tobytes() != other.tobytes() for one, other in zip(made, expected, strict=True)):
+                wrong.append(f"{number}: other bytes, to_engine={to_engine}: {drawn}")
+            for short in ((engine[:-1], pool), (engine, pool[:-1])):
+                made = [one.copy() for one in short]
+                if not _refused(kernels, to_engine, drawn.shape, drawn.runs, *made):
+                    wrong.append(f"{number}: a buffer that is too small was accepted: {drawn}")
+                elif any(one.tobytes() != other.tobytes() for one, other in zip(made, short, strict=True)):
+                    wrong.append(f"{number}: something was copied before it was refused: {drawn}")
+        for place in range(drawn.shape.size + drawn.runs.size):  # whatever the answer, within the buffers
+            bent = np.concatenate([drawn.shape, drawn.runs.reshape(-1)])
+            bent[place] = chance.choice([*_STRANGE, bent[place] + 1])
+            shape, runs = bent[: drawn.shape.size].copy(), bent[drawn.shape.size :].copy()
+            _refused(kernels, bool(place % 2), shape, runs, engine.copy(), pool.copy())
+    return wrong
+
+
+def _refused(kernels: CompiledKernels, to_engine: bool, *arrays: NDArray[Any]) -> bool:
+    try:
+        kernels.call("copy_blocks", int(to_engine), *arrays)
+    except MisuseError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    library, seed, rounds = sys.argv[1:]
+    sys.stdout.write("\n".join(wrong_copies(CompiledKernels(Path(library)), int(seed), int(rounds))))

@@ -1,0 +1,150 @@
+"""What this server holds for others to read, as the directory knows it: names, their sums, and numbered changes.
+
+Indexes only say which keys to look at again. Whether peers may read a chunk is asked where they would be answered, so
+that the directory says what a peer would be told, however a chunk came or left. From time to time all keys are looked
+at, for what no index notices: a tier that went down, or came back.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+from kv_core.keys import ChunkKey
+
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.host_port import HostPort
+from kv_tiers.index.journal import Journal
+from kv_tiers.tiers.directory.entries import HOST_BYTES, MAX_CHANGES, VERSION, Entry
+from kv_tiers.tiers.directory.holders import HolderTable
+from kv_tiers.tiers.directory.names import NAME_BYTES, Names, names_of, no_sums, pack, root_of, shards_of, toggle
+
+SCAN_S: Final = 120.0
+"""How often all keys are looked at."""
+_OURS: Final = 1
+_AT_ONCE: Final = 1 << 14
+_MAX_DOUBTED: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An index: where it notes changes, and all of its keys."""
+
+    journal: Journal
+    all_keys: Callable[[], Sequence[ChunkKey]]
+
+
+class Contents:
+    """Of one cache. Safe to call from any thread, `update` from one at a time."""
+
+    def __init__(
+        self,
+        holds: Callable[[Sequence[ChunkKey]], list[bool]],
+        sources: Sequence[Source],
+        *,
+        scan_s: float = SCAN_S,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """holds: whether peers may read these now."""
+        self.id = secrets.token_bytes(HOST_BYTES)
+        """Unique to this for ever, because the numbers of another mean nothing here."""
+        self._holds = holds
+        self._sources = sources
+        self._scan_s, self._now_s = scan_s, now_s
+        self._scan_at_s = now_s()
+        self._doubted: set[ChunkKey] = set()
+        self._lock = threading.Lock()  # of what follows
+        self._table = HolderTable()
+        self._sums = no_sums()
+        self._sequence = 0
+
+    @property
+    def count(self) -> int:
+        """How many names there are."""
+        return self._table.entries
+
+    def doubt(self, keys: Iterable[ChunkKey]) -> None:
+        """A peer asked for these in vain."""
+        with self._lock:
+            if len(self._doubted) < _MAX_DOUBTED:
+                self._doubted.update(keys)
+
+    def update(self, address: str) -> Entry:
+        """Look at what has changed; the entry that says so. One without changes says that this server lives.
+
+        address: where peers read from it.
+        """
+        with self._lock:
+            touched, self._doubted = self._doubted, set()
+        scans = self._now_s() >= self._scan_at_s
+        for source in self._sources:
+            noted = source.journal.take()
+            scans = scans or noted is None
+            touched |= noted or set()
+        if scans:
+            self._scan_at_s = self._now_s() + self._scan_s
+            touched.update(*(source.all_keys() for source in self._sources))
+        keys = list(touched)
+        held: list[bool] = []
+        for at in range(0, len(keys), _AT_ONCE):
+            held += self._holds(keys[at : at + _AT_ONCE])
+        names, is_held = names_of(keys), np.asarray(held, np.bool_)
+        here, gone = np.unique(names[is_held]), np.unique(names[~is_held])
+        with self._lock:
+            if scans:
+                gone = np.union1d(gone, self._table.names_of(_OURS))
+            gone = np.setdiff1d(gone, here, assume_unique=True)
+            added = here[self._table.add(here, _OURS)]
+            removed = gone[self._table.remove(gone, _OURS)]
+            toggle(self._sums, added)
+            toggle(self._sums, removed)
+            if len(added) + len(removed) > MAX_CHANGES:
+                self._sequence += 1  # for which there is no entry
+                added = removed = added[:0]
+            elif len(added) + len(removed):
+                self._sequence += 1
+            count, root = self._table.entries, root_of(self._sums)
+            return Entry(VERSION, self.id, address, self._sequence, count, root, pack(added), pack(removed))
+
+    def goodbye(self) -> Entry:
+        """The entry of a server that ends."""
+        return Entry(VERSION, self.id, "", self._sequence, 0, bytes(NAME_BYTES))
+
+    def sums(self) -> tuple[int, bytes]:
+        """The number of the last change, and the sum of each shard."""
+        with self._lock:
+            return self._sequence, pack(self._sums)
+
+    def names_in(self, shards: Sequence[int], max_names: int) -> tuple[int, int, Names]:
+        """The number of the last change; how many of these shards there is room for, one at least; the names in them.
+
+        Of a first shard that is larger than the room, only so many.
+        """
+        with self._lock:
+            sequence, names = self._sequence, self._table.names_of(_OURS)
+        its_shards = shards_of(names)
+        sizes = np.bincount(its_shards, minlength=1)
+        room, taken = max_names, 0
+        for shard in shards:
+            size = int(sizes[shard]) if shard < len(sizes) else 0
+            if taken and size > room:
+                break
+            room, taken = room - size, taken + 1
+        return sequence, taken, names[np.isin(its_shards, list(shards[:taken]))][:max_names]
+
+
+@runtime_checkable
+class ListsHolders(Protocol):
+    """What a `Tier` may do besides: tell other hosts what this server holds, and know what they hold."""
+
+    lists_holders: bool
+    """Whether it is to."""
+
+    def publish(self, contents: Contents, address: HostPort) -> None:
+        """From now on, until `close`. address: where peers read from this server."""
+
+    def directory_state(self) -> DirectoryState | None:
+        """None: there is no directory."""

@@ -1,0 +1,339 @@
+"""A server's part in a directory: it writes what it holds, reads what others write, and repairs what it has missed.
+
+Two threads. One writes and reads every `interval_s`; it never asks a peer, so that a peer that hangs delays no entry.
+The other repairs, several hosts at once, from these themselves: they know what they hold now, they are needed for the
+chunks in any case, and Valkey need not keep every server's names.
+
+While Valkey cannot be reached the mirror stays as it is. A chunk that came since is not found, one that has left costs
+a read that finds nothing, and a host that is dead is noticed by the first who asks it. What was not written in time is
+written later, up to `_MAX_UNSENT` entries; beyond that readers notice the gap.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+from kv_core.errors import InputError, MisuseError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.tiers.directory.contents import Contents
+from kv_tiers.tiers.directory.entries import decode, encode
+from kv_tiers.tiers.directory.mirror import Host, Mirror, Summed
+from kv_tiers.tiers.directory.names import SUMS_BYTES, names_of, unpack
+from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Position, Stream
+from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
+from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, PeerStream, Sum
+from kv_tiers.tiers.peers_wire import Summed as SummedAnswer
+from kv_tiers.tiers.redis_servers import RedisAccess
+
+_log = limited_logger(__name__)
+
+_MAX_UNSENT: Final = 64
+_MAX_NOT_HERE: Final = 1 << 16
+_MOST_HOLDERS: Final = 8
+"""Holders of a chunk that a lookup considers."""
+_REPAIRS_AT_ONCE: Final = 16
+_HEARTBEATS: Final = 5
+"""In a lease."""
+
+
+class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The directory of what each host holds, for many hosts (docs/scale.md)."""
+
+    connections: int = 1
+    timeout_s: float = 1.0
+    """For sending, and for one reply; up to twice that if it arrives slowly."""
+    address: str = ""
+    """A host and a port where other hosts reach this server. Empty: `peers.listen`."""
+    interval_s: float = 1.0
+    """How often changes are written and read. A chunk is known elsewhere after twice that, at most."""
+    lease_s: float = 15.0
+    """A host of which nothing was heard for so long is not asked any more."""
+    max_chunks: int = 50_000_000
+    """Chunks of all other hosts together of which is known where they are, at 18 to 28 bytes each. A host for whose
+    chunks there is no room is not asked."""
+    max_hosts: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address:
+            read_host_port(self.address, "address")
+        if self.interval_s < 0.01 or self.lease_s < 3 * self.interval_s:
+            raise ValueError("interval_s is at least 0.01, and lease_s at least three times as long")
+        if self.max_chunks < 1 or self.max_hosts < 1:
+            raise ValueError("max_chunks and max_hosts are positive")
+
+
+class Directory:
+    """Of one tier. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        config: DirectoryConfig,
+        namespace: str,
+        peers: PeerHosts,
+        *,
+        answer_s: float,
+        is_allowed: Callable[[HostPort], bool],
+        where: str,
+    ) -> None:
+        """Connects to nobody yet.
+
+        peers: the connections; their hosts are those of the directory from now on.
+        answer_s: for one answer of a peer.
+        is_allowed: whether a host at this address may be connected to.
+
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        self._config = config
+        self._namespace = namespace
+        self._peers = peers
+        self._answer_s = answer_s
+        self._stream = Stream(config, namespace, where)
+        self._mirror = Mirror(
+            lease_s=config.lease_s, max_names=config.max_chunks, max_hosts=config.max_hosts, is_allowed=is_allowed
+        )
+        self._closing = threading.Event()
+        self._repair_due = threading.Event()
+        self._lock = threading.Lock()  # of what follows, but for what only the stream's thread uses
+        self._threads: list[threading.Thread] = []
+        self._contents: Contents | None = None
+        self._address = config.address
+        self._not_here: OrderedDict[tuple[HostPort, ChunkKey], float] = OrderedDict()
+        self._counts_not_here = 0
+        self._why = ""
+        # The stream's thread's.
+        self._position: Position | None = None
+        self._refusal = ""
+        self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
+        self._said = (-1, -_HEARTBEATS * config.lease_s)  # number, and when
+        self._caught_up_s = time.monotonic()
+        self._any_read_s = time.monotonic()
+
+    def start(self) -> None:
+        """Take part from now on. Again: nothing."""
+        with self._lock:
+            if self._threads or self._closing.is_set():
+                return
+            self._threads = [
+                threading.Thread(target=work, name=name, daemon=True)
+                for work, name in ((self._run, "kv-directory"), (self._repair_all, "kv-directory-repair"))
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def publish(self, contents: Contents, address: HostPort) -> None:
+        """List this server's contents. address: where it is read, unless the settings say."""
+        self._mirror.ignore(contents.id)
+        with self._lock:
+            self._address = self._address or str(address)
+            self._contents = contents
+        self.start()
+
+    def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
+        """The peers that hold each of these and may be queried now. From memory."""
+        found = self._mirror.holders(names_of(keys), _MOST_HOLDERS)
+        answers: list[list[Peer]] = []
+        up: dict[HostPort, list[Peer]] = {}
+        now_s = time.monotonic()
+        for key, hosts in zip(keys, found, strict=True):
+            peers: list[Peer] = []
+            for host in hosts:
+                if self._not_here and now_s < self._not_here.get((host.address, key), 0.0):
+                    continue
+                if host.address not in up:
+                    up[host.address] = self._up_at(host.address)
+                peers += up[host.address]
+            answers.append(peers)
+        return answers
+
+    def not_here(self, host: HostPort, keys: Sequence[ChunkKey]) -> None:
+        """This host does not have these, though its names say so. It has noticed that now; until we hear, or for a
+        lease if it does not say so, it is not asked again."""
+        until_s = time.monotonic() + self._config.lease_s
+        with self._lock:
+            self._counts_not_here += len(keys)
+            for key in keys:
+                self._not_here[host, key] = until_s
+                self._not_here.move_to_end((host, key))
+            while len(self._not_here) > _MAX_NOT_HERE:
+                self._not_here.popitem(last=False)
+
+    def cleared(self) -> None:
+        """This cache was cleared."""
+        self._mirror.cleared(time.monotonic())
+        self._repair_due.set()
+
+    def state(self) -> DirectoryState:
+        counts, used_bytes = self._mirror.counts(), self._mirror.nbytes
+        with self._lock:
+            contents = self._contents
+            return DirectoryState(
+                why=self._why,
+                lag_s=time.monotonic() - self._caught_up_s,
+                used_bytes=used_bytes,
+                listed=None if contents is None else contents.count,
+                not_here=self._counts_not_here,
+                **msgspec.structs.asdict(counts),
+            )
+
+    def close(self) -> None:
+        """Leave the directory. Threads that wait for an answer end within their deadline."""
+        self._closing.set()
+        self._repair_due.set()
+        with self._lock:
+            threads = self._threads
+        for thread in threads:
+            thread.join(2 * (self._config.timeout_s + self._config.connect_timeout_s + self._answer_s))
+        self._stream.close()
+
+    def _up_at(self, address: HostPort) -> list[Peer]:
+        return [peer for peer in self._peers.at(address) if peer.is_up()]
+
+    # The stream's thread.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                self._write()
+                self._read()
+                why = self._refusal
+            except TierDown as error:
+                why = str(error)
+            except MisuseError:  # the cache is closed, and this soon will be
+                break
+            except Exception:  # noqa: BLE001  # a bug costs misses, and must not end what repairs them
+                _log.exception("a directory met a bug")
+                why = "a bug, which is in the log"
+            if why and not self._why:
+                _log.warning("the directory fails, and what is known stays as it is: %s", why)
+            self._why = why
+            self._closing.wait(max(0.0, began_s + self._config.interval_s - time.monotonic()))
+        self._leave()
+
+    def _write(self) -> None:
+        """Write what has changed, and now and then that we live."""
+        with self._lock:
+            contents, address = self._contents, self._address
+        self._refusal = ""
+        if contents is None:
+            return
+        entry = contents.update(address)
+        now_s = time.monotonic()
+        sequence, said_s = self._said
+        if entry.sequence != sequence or now_s - said_s >= self._config.lease_s / _HEARTBEATS:
+            self._said = entry.sequence, now_s
+            self._unsent.append(encode(entry))
+        if self._unsent:
+            self._refusal = self._stream.append(list(self._unsent))
+            if not self._refusal:
+                self._unsent.clear()
+
+    def _read(self) -> None:
+        """Read up to the end."""
+        if self._position is None:
+            self._position = self._stream.last()  # every live host writes an entry within a lease
+        while not self._closing.is_set():
+            entries = self._stream.read(self._position)
+            now_s = time.monotonic()
+            if now_s - self._caught_up_s > self._config.lease_s / 2:
+                self._mirror.resumed(now_s)
+            for position, written in entries:
+                self._position = position
+                try:
+                    self._mirror.take(decode(written), now_s)
+                except InputError as error:
+                    _log.warning("the directory has an entry that is none: %s", error)
+            if entries:
+                self._any_read_s = now_s
+            elif now_s - self._any_read_s > self._config.lease_s / 2:
+                self._any_read_s = now_s
+                if self._stream.last() < self._position:  # its server has lost them, and its clock was set back
+                    self._position = BEGINNING
+                    continue
+            if len(entries) < AT_ONCE:
+                self._caught_up_s = now_s
+                break
+        self._mirror.expire(time.monotonic())
+        self._peers.set_hosts(self._mirror.addresses())
+        self._repair_due.set()
+
+    def _leave(self) -> None:
+        with self._lock:
+            contents = self._contents
+        if contents is not None:
+            try:
+                self._stream.append([encode(contents.goodbye())])
+            except TierDown as error:
+                _log.debug("the directory does not hear that we leave: %s", error)
+
+    # The repairing thread.
+
+    def _repair_all(self) -> None:
+        while not self._closing.is_set():
+            self._repair_due.wait()
+            self._repair_due.clear()
+            while not self._closing.is_set():
+                queried: dict[HostPort, Peer] = {}
+
+                def can_query(address: HostPort, queried: dict[HostPort, Peer] = queried) -> bool:
+                    queried.update((address, peer) for peer in self._up_at(address)[:1])
+                    return address in queried
+
+                hosts = self._mirror.begin_repairs(_REPAIRS_AT_ONCE, time.monotonic(), can_query)
+                if not hosts:
+                    break
+                of = {queried[host.address]: host for host in hosts}
+                done = self._peers.each(list(of), lambda peer, of=of: self._repair(peer, of[peer]))  # type: ignore[misc]
+                for peer in of.keys() - done.keys():
+                    self._mirror.fail_repair(of[peer], time.monotonic())
+
+    def _repair(self, peer: Peer, host: Host) -> None:
+        """
+        Raises:
+            OSError, InputError: it failed.
+        """
+        try:
+            self._fetch(peer, host)
+        except (OSError, InputError):
+            raise
+        except Exception as error:
+            _log.exception("a repair met a bug")
+            raise InputError("a bug") from error
+
+    def _fetch(self, peer: Peer, host: Host) -> None:
+        asked_s = time.monotonic()
+        said = peer.talk(self._sum, self._answer_s)
+        if said.host != host.id:
+            self._mirror.drop(host)
+            return
+        if len(said.sums) != SUMS_BYTES:
+            raise InputError(f"{len(said.sums)} bytes of sums")
+        cleared_s = None if said.cleared_s is None else asked_s - said.cleared_s
+        nbytes = len(said.sums)
+        left = self._mirror.differing(host, Summed(said.sequence, unpack(said.sums)))
+        while left:
+            listed = peer.talk(partial(self._list, left), self._answer_s)
+            if listed.host != host.id or not 1 <= listed.shards <= len(left) or len(listed.names) % 8:
+                raise InputError("an answer to another question")
+            self._mirror.replace(host, listed.sequence, left[: listed.shards], unpack(listed.names))
+            nbytes += len(listed.names)
+            left = left[listed.shards :]
+        self._mirror.end_repair(host, time.monotonic(), cleared_s=cleared_s, nbytes=nbytes)
+
+    def _sum(self, stream: PeerStream, deadline: float) -> SummedAnswer:
+        stream.send_message(Sum(self._namespace), deadline)
+        return stream.answer(SummedAnswer, deadline, max_bytes=SUMMED_BYTES)
+
+    def _list(self, shards: Sequence[int], stream: PeerStream, deadline: float) -> Listed:
+        stream.send_message(List(self._namespace, list(shards)), deadline)
+        return stream.answer(Listed, deadline, max_bytes=MAX_LISTED_BYTES)

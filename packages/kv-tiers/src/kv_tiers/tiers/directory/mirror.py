@@ -1,0 +1,399 @@
+"""What the others hold, in memory: updated by their entries, compared with each entry's root, repaired after a loss.
+
+A host's entries have consecutive numbers. One that is missing, or a root that is not ours, makes the host *doubtful*:
+its names are used on as they are, and it is queried for the sums of its shards; only shards whose sums differ are
+fetched from it. Meanwhile its entries wait. They are then applied to what was fetched, which may be newer: whether a
+name is held is decided by the last change of it, so applying a change again does no harm.
+
+A host that has written nothing for `lease_s` is dropped with all its names; so is one in whose place another has
+appeared. This file does no I/O and has no clock.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from threading import Lock
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kv_tiers.host_port import HostPort
+from kv_tiers.tiers.directory.entries import Entry
+from kv_tiers.tiers.directory.holders import MAX_HOSTS, HolderTable
+from kv_tiers.tiers.directory.names import Names, no_sums, root_of, shards_of, toggle
+
+MAX_WAITING: Final = 256
+"""Entries of one host that wait for its repair. If there are more it is repaired again."""
+MIN_BACKOFF_S: Final = 0.5
+MAX_BACKOFF_S: Final = 60.0
+
+
+class Trust(Enum):
+    """How well a host's names are known."""
+
+    DOUBTFUL = auto()
+    REPAIRING = auto()
+    EXACT = auto()
+
+
+class Sign(Enum):
+    """The events that change a host's `Trust`."""
+
+    DIFFERS = auto()
+    REPAIR = auto()
+    REPAIRED = auto()
+    FAILED = auto()
+
+
+_NEXT: Final = {
+    (Trust.EXACT, Sign.DIFFERS): Trust.DOUBTFUL,
+    (Trust.DOUBTFUL, Sign.DIFFERS): Trust.DOUBTFUL,
+    (Trust.DOUBTFUL, Sign.REPAIR): Trust.REPAIRING,
+    (Trust.REPAIRING, Sign.REPAIRED): Trust.EXACT,
+    (Trust.REPAIRING, Sign.FAILED): Trust.DOUBTFUL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What a host says of all that it holds.
+
+    sequence: of its last change.
+    sums: of each shard.
+    """
+
+    sequence: int
+    sums: Names
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """One host's part.
+
+    number: in the table.
+    sequence: of the last entry that was applied.
+    covered: a repair has brought everything up to this number.
+    exact_from: from this number on our root must be the host's; some shards may have been fetched later than others.
+    cleared_s: when it was cleared, by our clock, as far as is known.
+    is_believed: it has answered, and was not cleared before we were (`Mirror.cleared`). Others are not used.
+    """
+
+    id: bytes
+    address: HostPort
+    number: int
+    heard_s: float
+    trust: Trust = Trust.DOUBTFUL
+    sequence: int = 0
+    covered: int = 0
+    exact_from: int = 0
+    count: int = 0
+    sums: Names = field(default_factory=no_sums)
+    waiting: list[Entry] = field(default_factory=list)
+    cleared_s: float | None = None
+    is_believed: bool = False
+    is_left_out: bool = False
+
+
+class MirrorCounts(msgspec.Struct):
+    """As in `DirectoryState`."""
+
+    hosts: int = 0
+    exact: int = 0
+    names: int = 0
+    entries: int = 0
+    gaps: int = 0
+    repairs: int = 0
+    failed_repairs: int = 0
+    shards_fetched: int = 0
+    repair_bytes: int = 0
+    left_out: int = 0
+
+
+@dataclass(slots=True)
+class _Backoff:
+    seconds: float = 0.0
+    until_s: float = 0.0
+
+
+class Mirror:
+    """Safe to call from any thread. `holders` takes no lock."""
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        max_names: int,
+        max_hosts: int,
+        is_allowed: Callable[[HostPort], bool] = lambda _: True,
+    ) -> None:
+        """lease_s: how long a host is known after its last entry.
+        max_names: (name, host) pairs. A host for whose names there is no room is left out.
+        max_hosts: further ones are ignored.
+        is_allowed: whether a host at this address may be connected to.
+        """
+        self._lease_s = lease_s
+        self._max_names = max_names
+        self._max_hosts = min(max_hosts, MAX_HOSTS)
+        self._is_allowed = is_allowed
+        self._lock = Lock()
+        self._table = HolderTable()
+        self._hosts: dict[bytes, Host] = {}
+        self._at: dict[HostPort, Host] = {}
+        self._by_number: list[Host | None] = [None] * (MAX_HOSTS + 1)
+        self._numbers = 0
+        self._free_numbers: list[int] = []
+        # By address, so that a host that changes its id with each entry is not queried more often for it.
+        self._backoff: dict[HostPort, _Backoff] = {}
+        self._own: bytes | None = None
+        self._cleared_s: float | None = None
+        self._counts = MirrorCounts()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory for the names and the sums."""
+        with self._lock:
+            return self._table.nbytes + sum(host.sums.nbytes for host in self._hosts.values())
+
+    def counts(self) -> MirrorCounts:
+        """A snapshot."""
+        with self._lock:
+            counts = self._counts
+            counts.hosts = len(self._hosts)
+            counts.exact = sum(host.trust is Trust.EXACT for host in self._hosts.values())
+            counts.left_out = sum(host.is_left_out for host in self._hosts.values())
+            counts.names = self._table.entries
+            return msgspec.structs.replace(counts)
+
+    def ignore(self, own: bytes) -> None:
+        """Entries of this host are ours."""
+        self._own = own
+
+    def addresses(self) -> list[HostPort]:
+        with self._lock:
+            return list(self._at)
+
+    def host_at(self, address: HostPort) -> Host | None:
+        with self._lock:
+            return self._at.get(address)
+
+    def holders(self, names: Names, most: int) -> list[list[Host]]:
+        """Hosts that hold each name and are believed, of the first `most` that are known."""
+        found = self._table.holders(names, most)
+        answers: list[list[Host]] = [[] for _ in range(len(names))]
+        for at, column in zip(*np.nonzero(found), strict=True):
+            host = self._by_number[found[at, column]]
+            if host is not None and host.is_believed:
+                answers[at].append(host)
+        return answers
+
+    def names_of(self, host: bytes) -> Names:
+        """What this host holds, as far as is known."""
+        with self._lock:
+            known = self._hosts.get(host)
+            return np.zeros(0, np.uint64) if known is None else self._table.names_of(known.number)
+
+    def take(self, entry: Entry, now_s: float) -> None:
+        """An entry was read. In any order, any number of times."""
+        if entry.host == self._own:
+            return
+        with self._lock:
+            host = self._hosts.get(entry.host)
+            if not entry.address:
+                if host is not None:
+                    self._drop(host)
+                return
+            if host is None and (host := self._new(entry, now_s)) is None:
+                return
+            host.heard_s = now_s
+            if host.trust is not Trust.REPAIRING:
+                self._apply(host, entry)
+            elif len(host.waiting) < MAX_WAITING:
+                host.waiting.append(entry)
+
+    def expire(self, now_s: float) -> None:
+        """Drop hosts whose time is over."""
+        with self._lock:
+            for host in [host for host in self._hosts.values() if now_s - host.heard_s > self._lease_s]:
+                self._drop(host)
+
+    def resumed(self, now_s: float) -> None:
+        """Nothing could be read for a while, so that nobody's silence means anything."""
+        with self._lock:
+            for host in self._hosts.values():
+                host.heard_s = now_s
+
+    def cleared(self, now_s: float) -> None:
+        """Our cache was cleared: only hosts that were cleared later are believed. All are queried for when that was."""
+        with self._lock:
+            self._cleared_s = now_s
+            self._backoff.clear()
+            for host in self._hosts.values():
+                self._believe(host)
+
+    # Repairs. Between `begin_repair` and its end the host's entries wait.
+
+    def begin_repairs(
+        self, most: int, now_s: float, can_query: Callable[[HostPort], bool] = lambda _: True
+    ) -> list[Host]:
+        """Hosts to query now. can_query: whether the host at this address can be."""
+        with self._lock:
+            begun: list[Host] = []
+            for host in self._hosts.values():
+                if len(begun) == most:
+                    break
+                if host.trust is not Trust.DOUBTFUL or host.is_left_out:
+                    continue
+                backoff = self._backoff.get(host.address)
+                if (backoff is None or now_s >= backoff.until_s) and can_query(host.address):
+                    _advance(host, Sign.REPAIR)
+                    begun.append(host)
+            return begun
+
+    def differing(self, host: Host, summed: Summed) -> list[int]:
+        """The shards that have to be fetched from this host, which has just said this."""
+        with self._lock:
+            host.covered = summed.sequence
+            host.exact_from = max(host.exact_from, summed.sequence)
+            return [int(shard) for shard in np.flatnonzero(host.sums != summed.sums)]
+
+    def replace(self, host: Host, sequence: int, shards: Sequence[int], names: Names) -> None:
+        """Take what the host holds in these shards, as of this number."""
+        with self._lock:
+            if self._hosts.get(host.id) is not host:
+                return
+            names = np.unique(names[np.isin(shards_of(names), shards)])
+            ours = names[:0]
+            if host.count:  # else there is nothing to look for in the whole table
+                ours = self._table.names_of(host.number)
+                ours = ours[np.isin(shards_of(ours), shards)]
+            self._change(
+                host, np.setdiff1d(names, ours, assume_unique=True), np.setdiff1d(ours, names, assume_unique=True)
+            )
+            host.exact_from = max(host.exact_from, sequence)
+            self._counts.shards_fetched += len(shards)
+
+    def end_repair(self, host: Host, now_s: float, *, cleared_s: float | None, nbytes: int) -> None:
+        """Everything has been fetched. cleared_s: when the host was cleared, by our clock; None: never."""
+        with self._lock:
+            if self._hosts.get(host.id) is not host:
+                return
+            _advance(host, Sign.REPAIRED)
+            self._counts.repairs += 1
+            self._counts.repair_bytes += nbytes
+            # Success comes first from the next entry whose root is ours; until then a repair is not repeated at once.
+            self._back_off(host, now_s)
+            host.cleared_s = cleared_s
+            self._believe(host)
+            waiting, host.waiting = host.waiting, []
+            if len(waiting) == MAX_WAITING and host.trust is Trust.EXACT:
+                _advance(host, Sign.DIFFERS)
+            for entry in waiting:
+                self._apply(host, entry)
+
+    def fail_repair(self, host: Host, now_s: float) -> None:
+        """It does not answer, or not so that it makes sense."""
+        with self._lock:
+            if self._hosts.get(host.id) is not host:
+                return
+            _advance(host, Sign.FAILED)
+            self._counts.failed_repairs += 1
+            self._back_off(host, now_s)
+            waiting, host.waiting = host.waiting, []
+            for entry in waiting:
+                self._apply(host, entry)
+
+    def drop(self, host: Host) -> None:
+        """It is not there any more."""
+        with self._lock:
+            if self._hosts.get(host.id) is host:
+                self._drop(host)
+
+    # Under the lock.
+
+    def _new(self, entry: Entry, now_s: float) -> Host | None:
+        address = entry.host_port()
+        if not self._is_allowed(address):
+            return None
+        if (before := self._at.get(address)) is not None:
+            self._drop(before)  # it was started anew
+        if len(self._hosts) >= self._max_hosts:
+            return None
+        if self._free_numbers:
+            number = self._free_numbers.pop()
+        else:
+            self._numbers += 1
+            number = self._numbers
+        host = Host(entry.host, address, number, now_s)
+        self._hosts[entry.host] = self._at[address] = self._by_number[number] = host
+        return host
+
+    def _drop(self, host: Host) -> None:
+        self._by_number[host.number] = None
+        del self._hosts[host.id], self._at[host.address]
+        self._table.drop(host.number)
+        self._free_numbers.append(host.number)
+
+    def _apply(self, host: Host, entry: Entry) -> None:
+        if host.is_left_out:
+            self._readmit(host, entry)
+            return
+        known = max(host.sequence, host.covered)
+        if entry.has_changes:
+            if entry.sequence <= known:
+                return  # again, too late, or fetched already
+            is_gap = entry.sequence > known + 1
+            added, removed = entry.names()
+            self._change(host, np.unique(added), np.unique(removed))
+            host.sequence = entry.sequence
+        else:
+            if entry.sequence < known:
+                return
+            is_gap = entry.sequence > known
+        self._counts.entries += 1
+        if is_gap:
+            self._counts.gaps += 1
+        elif entry.sequence < host.exact_from:
+            return  # what was fetched is newer
+        if is_gap or host.count != entry.count or root_of(host.sums) != entry.root:
+            if host.trust is Trust.EXACT:
+                _advance(host, Sign.DIFFERS)
+        elif host.trust is Trust.EXACT and host.is_believed:
+            self._backoff.pop(host.address, None)
+
+    def _change(self, host: Host, added: Names, removed: Names) -> None:
+        if self._table.entries + len(added) > self._max_names:
+            host.is_left_out = True
+            self._table.drop(host.number)
+            host.sums, host.count = no_sums(), 0
+            return
+        added = added[self._table.add(added, host.number)]
+        removed = removed[self._table.remove(removed, host.number)]
+        toggle(host.sums, added)
+        toggle(host.sums, removed)
+        host.count += len(added) - len(removed)
+
+    def _readmit(self, host: Host, entry: Entry) -> None:
+        """There may be room again. With some to spare, so that it is not left out at the next entry."""
+        if self._table.entries + entry.count <= 0.9 * self._max_names:
+            host.is_left_out = False
+            if host.trust is Trust.EXACT:
+                _advance(host, Sign.DIFFERS)
+
+    def _believe(self, host: Host) -> None:
+        """Whether it is, and if not, have it queried again."""
+        ours, its = self._cleared_s, host.cleared_s
+        host.is_believed = ours is None or (its is not None and its > ours)
+        if not host.is_believed and host.trust is Trust.EXACT:
+            _advance(host, Sign.DIFFERS)
+
+    def _back_off(self, host: Host, now_s: float) -> None:
+        if len(self._backoff) > 2 * self._max_hosts:
+            self._backoff.clear()
+        backoff = self._backoff.setdefault(host.address, _Backoff())
+        backoff.seconds = min(MAX_BACKOFF_S, 2 * backoff.seconds or MIN_BACKOFF_S)
+        backoff.until_s = now_s + backoff.seconds
+
+
+def _advance(host: Host, sign: Sign) -> None:
+    host.trust = _NEXT[host.trust, sign]

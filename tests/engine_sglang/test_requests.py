@@ -1,0 +1,54 @@
+"""What a request says for itself on real SGLang, in `custom_params`: what is loaded, and where its pages go.
+
+The cache is at a server, whose successor shows what is on disk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PAGE, PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
+from kv_tiers.server.process import ServerProcess, launch
+
+KEPT_OUT, WRITTEN, NOT_STORED = PROMPTS[0], PROMPTS[5], SHARED[300:400]
+
+
+def serve(directory: Path) -> ServerProcess:
+    disk = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    settings = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    return launch(settings, socket=directory / "private" / "s", detached=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linker", [False, True], ids=["storage", "linker"])
+def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path, linker: bool
+) -> None:
+    def ask(engine: Engine, prompt: list[int], answer: Answer | None, **kv_tiers: Any) -> int:
+        """How many tokens were found. What is on disk alone is a miss of the linker's, the first time."""
+        (answered,) = engine.ask_in_turn([prompt], custom_params={"kv_tiers": kv_tiers})
+        assert answer in (None, answered)
+        return engine.hits[0]
+
+    server = serve(tmp_path)
+    cache = {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
+    try:
+        with started(tiny_llama, cache=cache, linker=linker) as engine:
+            assert ask(engine, KEPT_OUT, reference[0], tiers=["host", "nvme9"]) == 0
+            assert ask(engine, WRITTEN, reference[5], tiers=["host", "disk"]) == 0
+            assert ask(engine, NOT_STORED, None, store=False) == 0
+            assert ask(engine, KEPT_OUT, reference[0], tiers=[]) == WARM_HITS[0]  # from the pool
+            assert ask(engine, KEPT_OUT, reference[0], load=False, tiers=[]) == 0
+            assert ask(engine, KEPT_OUT, reference[0], use="never", tiers=[]) == 0
+            assert ask(engine, NOT_STORED, None, store=False) == 0
+            server.stop()
+            server = serve(tmp_path)
+            engine.ask_in_turn([SHARED[700 : 700 + PAGE + 1]])  # it has connected to the successor by then
+            silent = {"store": False}
+            assert ask(engine, WRITTEN, reference[5], tiers=["host"], **silent) == 0
+            assert ask(engine, WRITTEN, reference[5], tiers=["host"], **silent) == 0
+            found = [ask(engine, WRITTEN, reference[5], tiers=["disk"], **silent) for _ in range(2)]
+            assert found[1 if linker else 0] == WARM_HITS[5]
+            assert [ask(engine, KEPT_OUT, reference[0], **silent) for _ in range(2)] == [0, 0]
+    finally:
+        server.stop()
