@@ -158,6 +158,22 @@ def test_what_a_chunk_was_kept_from_is_forgotten_when_it_leaves_the_pool() -> No
     tower.close()
 
 
+def test_a_chunk_that_is_forgotten_and_stored_again_is_its_new_requests_alone() -> None:
+    """It gets the slot it had, and what waited there to be written back was of the request before."""
+    tower = Tower("back", slots=4)
+    store(tower, KEYS[:3], None)
+    tower.cache.forget(KEYS[2:3])
+    tower.run()
+    store(tower, KEYS[:3], ())
+    crowd = key_chain(4, branch="crowd")
+    for length in range(1, 5):
+        store(tower, crowd[:length], ())
+        tower.run()
+    assert tower.cache.lookup(KEYS, "r").chunks == 0
+    assert below(tower, KEYS) == [2]
+    tower.close()
+
+
 CHAINS = ([*KEYS[:3], *key_chain(3, branch="left")], KEYS, key_chain(5, branch="other"))
 TIERS = (None, (), ("host",), ("tier0",), ("tier1",), ("host", "tier0", "tier1"))
 

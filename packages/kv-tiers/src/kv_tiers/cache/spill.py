@@ -148,6 +148,10 @@ class Spills:
         lacking = {number for number, tier in enumerate(self._tiers[:above]) if tier.mode != "never"}
         here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
         for key, slot in here:  # the others were forgotten while they were written
+            for tier in self._tiers:
+                # Of a chunk that has left the slot since; it may be the same one, forgotten and stored again by a
+                # request with other tiers.
+                tier.counts.lost += tier.remove(slot)
             self._withheld.pop(slot, None)
             if lower is not None and not lacking <= lower:
                 self._withheld[slot] = key, frozenset(lacking - lower)
@@ -156,8 +160,6 @@ class Spills:
         for number in sorted(lacking if lower is None else lacking & lower):
             tier = self._tiers[number]
             for key, slot in here:
-                if tier.remove(slot):
-                    tier.counts.lost += 1  # another chunk's, evicted since
                 tier.add(slot, _Waiting(key, parents.get(key)), share)
         self._pump(share)
 
