@@ -17,8 +17,9 @@ ABOUT = --document docs/requests.md --question "Which field does a request carry
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
 # Two files of tests at a time, in the order of their names: by number of tests the files that start most engines would
 # come last, one alone at the end. An engine's start is one thread's work, and two that share two cores get in each
-# other's way when each takes both.
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# other's way when each takes both. A worker that dies ends the run: xdist 3.8 starts another one, but then
+# waits for ever.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 

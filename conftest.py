@@ -9,6 +9,17 @@ from kv_core.log import LIMIT
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
+SHRINKING_S = 480
+"""For one test of Hypothesis's: it takes up to five minutes to make a failing example small, and a worker that is ended
+before says nothing of what failed."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("hypothesis") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SHRINKING_S))
+
 
 @pytest.fixture(autouse=True)
 def _unlimited_by_other_tests() -> None:

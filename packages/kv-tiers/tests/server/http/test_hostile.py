@@ -1,6 +1,7 @@
 """Who may ask, and requests that are wrong or hostile: the relay never notices them."""
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -102,9 +103,17 @@ def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     many = b" " * (operation_module.MAX_BODY_BYTES + 1)
     assert "at most" in problem(served.client.post("/clear", content=many, headers=headers), 413)
-    in_parts = (many[:65536] for _ in range(len(many) // 65536 + 1))
-    with contextlib.suppress(httpx.WriteError):  # it hangs up on who goes on
-        assert "at most" in problem(served.client.post("/clear", content=in_parts, headers=headers), 413)
+    in_parts = (many[start : start + 65536] for start in range(0, len(many), 65536))
+    assert "at most" in problem(served.client.post("/clear", content=in_parts, headers=headers), 413)
+    endless = itertools.repeat(many)
+    with contextlib.suppress(httpx.NetworkError):  # it hangs up on who goes on, and not all then see the answer
+        assert "at most" in problem(served.client.post("/clear", content=endless, headers=headers), 413)
+    head = (
+        f"POST /clear HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99999999\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as much:
+        much.sendall(head.encode())  # and no byte of it
+        assert much.recv(100).startswith(b"HTTP/1.1 413")
     monkeypatch.setattr(operation_module, "BODY_S", 0.2)
     head = f"POST /clear HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port()), 10) as slow:

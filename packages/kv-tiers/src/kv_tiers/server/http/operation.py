@@ -18,6 +18,9 @@ from kv_tiers.server.http.problem import Problem
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Room for thirty thousand keys."""
+MAX_READ_BYTES: Final = 4 * MAX_BODY_BYTES
+"""A body that is too long is read up to here all the same: a connection that is closed with bytes unread is reset, and
+who sent them may never see the answer."""
 BODY_S: Final = 10.0
 """Seconds that a body may take to arrive."""
 
@@ -95,19 +98,23 @@ def _authorize(request: Request, token: str) -> None:
 async def _body(request: Request) -> bytes:
     """All of it, within its bounds."""
     length = request.headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length[:12]) > MAX_BODY_BYTES:
+    if length.isascii() and length.isdigit() and int(length[:12]) > MAX_READ_BYTES:
         raise _too_long()
-    body = bytearray()
+    body, read = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
+                read += len(part)
+                if read > MAX_READ_BYTES:
                     raise _too_long()
+                if read <= MAX_BODY_BYTES:
+                    body += part
     except TimeoutError:
         raise Problem(408, f"the body did not arrive within {BODY_S:g} s", {"connection": "close"}) from None
     except ClientDisconnect:
         raise Problem(400, "the body ended early") from None
+    if read > MAX_BODY_BYTES:
+        raise _too_long()
     return bytes(body)
 
 
