@@ -100,6 +100,7 @@ ROWS = {
     "BLIP-2": Sgl(
         cannot="No module or parameter named 'model.language_model.decoder' in TransformersMultiModalForCausalLM"
     ),
+    "Qwen2-Audio": Sgl(),
     "Whisper": Sgl(left_alone="The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive"),
     "Qwen2-VL": Sgl(),
 }

@@ -423,6 +423,45 @@ def _qwen2_vl(directory: Path) -> Path:
     return directory
 
 
+def _qwen2_audio(directory: Path) -> Path:
+    """A second of sound is 25 tokens."""
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    mel_bins = 80
+    config = Qwen2AudioConfig(
+        architectures=["Qwen2AudioForConditionalGeneration"],
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "num_mel_bins": mel_bins,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "initializer_range": 0.15,
+        },
+        text_config={**_COMMON, "model_type": "qwen2", "num_hidden_layers": 3},
+        audio_token_index=_VOCABULARY - 1,
+        initializer_range=0.15,
+        dtype="float32",
+    )
+    _save(directory, Qwen2AudioForConditionalGeneration, config)
+    # transformers 5.19 doubles a part of the names that the published weights have, and vLLM reads.
+    weights = directory / "model.safetensors"
+    named = {name.replace("model.model.model.", "model.model."): tensor for name, tensor in load_file(weights).items()}
+    save_file(named, weights, metadata={"format": "pt"})
+    Qwen2AudioProcessor(
+        WhisperFeatureExtractor(feature_size=mel_bins),
+        _words(directory, "<|audio_eos|>", "<|audio_bos|>", "<|AUDIO|>"),
+    ).save_pretrained(directory)
+    return directory
+
+
 def _whisper(directory: Path) -> Path:
     from transformers import (
         WhisperConfig,
@@ -484,6 +523,7 @@ MODELS: Final = (
     TinyModel("LFM2", _causal(_lfm2), STATES, own_hits=True),
     TinyModel("Llama 4", _causal(_llama4)),
     TinyModel("BLIP-2", _blip2, {"skip_tokenizer_init": False}),
+    TinyModel("Qwen2-Audio", _qwen2_audio, {"skip_tokenizer_init": False}),
     TinyModel(
         "Whisper",
         _whisper,
