@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
   wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,6 +20,7 @@ ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/p
 # other's way when each takes both. A worker that dies ends the run: xdist 3.8 starts another one, but then
 # waits for ever.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 SOURCES := packages/kv-core/src packages/kv-tiers/src packages/kv-cuda/src packages/kv-vllm/src packages/kv-sglang/src
 
@@ -31,15 +32,11 @@ demo: ## a trained model answers about a document, across requests and processes
 	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2))" || model=tiny; \
 	env $(DEMO_PYTHON) --model "$$model" $(if $(MODEL),,--dtype float32) $(ABOUT) $(if $(filter both,$(ENGINE)),--then "$(SGLANG_DEMO)")
 
-test: lint test-packages test-engine test-sglang ## everything but `test-engines`: some 12 minutes on two cores
+test: lint test-packages test-engine test-sglang ## everything but `test-slow`: some 12 minutes on two cores
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
-	@scripts/setup.sh browser
-	@scripts/setup.sh arm64
-	@scripts/setup.sh mooncake
-	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) packages tests \
-	  --ignore tests/engine --ignore tests/engine_sglang -m "not gpu"
+	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "not gpu and not slow"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
@@ -51,7 +48,15 @@ test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and bac
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "not gpu and not slow and not long"
 
-test-engines: ## what of both engines `make test` has no time for, and a soak: half an hour
+test-slow: ## what `make test` has no time for: slow tests of the packages, and `test-engines`
+	@scripts/setup.sh workspace
+	@scripts/setup.sh browser
+	@scripts/setup.sh arm64
+	@scripts/setup.sh mooncake
+	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
+	@$(MAKE) --no-print-directory test-engines
+
+test-engines: ## slow tests of both engines, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"

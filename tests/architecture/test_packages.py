@@ -110,6 +110,7 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
         assert absent.returncode != 0, f"{stranger} is there, so the check proves nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["there", "missing"])
 def test_kv_tiers_builds_with_a_compiler_and_without(compiler: str, wheels: Path, tmp_path: Path) -> None:
     """Without one the wheel is pure, and its codecs use numpy."""
@@ -173,6 +174,7 @@ def test_wheels_name_no_address_that_is_none(url: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_wheels_carry_their_types_licence_and_addresses_and_no_tests(wheels: Path) -> None:
     for package in PACKAGES:
         module = package.name.replace("-", "_")
@@ -195,6 +197,7 @@ def test_the_wheels_carry_their_types_licence_and_addresses_and_no_tests(wheels:
         assert not [name for name in names if name.startswith("tests/")]
 
 
+@pytest.mark.slow
 def test_a_packages_readme_links_to_nothing_that_its_wheel_has_not(wheels: Path) -> None:
     """On an index it stands alone: a link to a file beside it leads nowhere."""
     for package in PACKAGES:

@@ -206,8 +206,8 @@ def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str
     ("directories", "settings"),
     [
         (1, {}),
-        (2, {"direct": "never"}),
-        (1, {"durability": "process"}),
+        pytest.param(2, {"direct": "never"}, marks=pytest.mark.slow),
+        pytest.param(1, {"durability": "process"}, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_any_moment(tmp_path: Path, directories: int, settings: dict[str, str]) -> None:
@@ -289,7 +289,7 @@ class Medium:
         return said
 
 
-@pytest.mark.parametrize("directories", [1, 2])
+@pytest.mark.parametrize("directories", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_power_lost_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directories: int) -> None:
     medium, rng = Medium(), random.Random(directories)
     source = tmp_path / "source"

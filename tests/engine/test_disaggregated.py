@@ -19,6 +19,7 @@ from kv_tiers.server.report import CacheReport
 from kv_tiers.testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_tiers.testing.wait import until
 
+pytestmark = pytest.mark.slow
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -80,14 +81,14 @@ def report_of(server: ServerProcess) -> CacheReport:
     return answer.report.caches[0]
 
 
-NAMESPACES = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="no network namespaces for us")]
+NAMESPACES = pytest.mark.skipif(not available(), reason="no network namespaces for us")
 
 
 @pytest.fixture(
     scope="module",
     params=[
         "one server",
-        pytest.param("two hosts", marks=pytest.mark.slow),
+        "two hosts",
         pytest.param("two network namespaces, followed", marks=NAMESPACES),
     ],
 )

@@ -25,7 +25,6 @@ from models import BY_NAME, MODELS, TinyModel
 from models_page import PAGE, Row, read_rows, write_row
 
 PROMPT = [3 + (7919 * i) % 1900 for i in range(1500)]
-QUICK = ("LFM2",)
 NEW_TOKENS = 6
 
 
@@ -165,13 +164,10 @@ def scramble(inner: Attached, group: int) -> None:
     inner.cache.release(lease)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(model.name, marks=() if model.name in QUICK else pytest.mark.slow)
-        for model in MODELS
-        if not model.cannot
-    ],
+    [model.name for model in MODELS if not model.cannot],
 )
 def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None:
     """Cold, warm, at every boundary, half forgotten, from disk, after a restart: the tokens of the engine alone; and

@@ -73,7 +73,10 @@ def cache_of(server: ServerProcess) -> CacheReport:
     return answer.report.caches[0]
 
 
-@pytest.mark.parametrize("capacity_bytes", [LARGE, SMALL], ids=["from the pool", "from the disk"])
+@pytest.mark.parametrize(
+    "capacity_bytes",
+    [pytest.param(LARGE, id="from the pool"), pytest.param(SMALL, id="from the disk", marks=pytest.mark.slow)],
+)
 def test_what_an_engine_computed_is_a_hit_of_another_hosts(
     tiny_llama: str, reference: list[Answer], hosts: Hosts, capacity_bytes: str
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_peer_that_dies_costs_its_hits_only(tiny_llama: str, reference: list[A
         second.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_bytes_that_are_flipped_on_the_way_are_a_miss_and_the_same_tokens(
     tiny_llama: str, reference: list[Answer], ending: ExitStack, tmp_path: Path
 ) -> None:

@@ -226,7 +226,7 @@ def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[
     assert named is not None and named.lora == "a@content"
 
 
-@pytest.mark.parametrize("pooling_type", ["MEAN", "CLS"])
+@pytest.mark.parametrize("pooling_type", [pytest.param("MEAN", marks=pytest.mark.slow), "CLS"])
 def test_poolers_that_fail_on_part_of_a_prompt_get_all_of_it(pooling_type: str, spelling_llama: str) -> None:
     prompts = [[3 + (7919 * i) % 2000 for i in range(600)]] * 2
     pooled = {

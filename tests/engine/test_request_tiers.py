@@ -34,10 +34,8 @@ def saying(**kv_tiers: Any) -> dict[str, Any]:
     return {"extra_args": {"kv_transfer_params": {"kv_tiers": kv_tiers}}}
 
 
-@pytest.mark.parametrize(
-    "where",
-    [*(pytest.param(where, marks=pytest.mark.slow) for where in ("in process", "private server")), "shared server"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in process", "private server", "shared server"])
 def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
     tiny_llama: str, reference: list[Answer], tmp_path: Path, where: str
 ) -> None:

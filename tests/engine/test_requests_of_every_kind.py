@@ -82,6 +82,7 @@ def test_a_draft_models_layers_are_part_of_the_key(tiny_llama: str, reference: l
     assert hits == [[0, 512], [0, 512], [512, 512]]
 
 
+@pytest.mark.slow
 def test_a_producer_never_loads_and_a_consumer_never_stores(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:

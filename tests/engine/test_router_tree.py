@@ -221,6 +221,7 @@ def test_the_routers_tree_equals_the_cache_in_process(tree: Tree) -> None:
     engine.cache.close()
 
 
+@pytest.mark.slow
 def test_the_routers_tree_equals_the_cache_at_a_server(tree: Tree, tmp_path: Path) -> None:
     """The server is killed from time to time, and the engine goes on with the next."""
     tmp_path.chmod(0o700)

@@ -291,6 +291,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts 24 processes
 def test_killed_at_any_moment_it_serves_whole_chunks_only(name: str) -> None:
     """kill -9 while storing, evicting and forgetting; what the next process adopts must verify, all of it."""

@@ -28,6 +28,7 @@ store = pytest.importorskip(
     "mooncake.store", reason="Mooncake's client is not installed (scripts/setup.sh mooncake)", exc_type=ImportError
 )
 
+pytestmark = pytest.mark.slow  # a master and nodes for each test
 NUMBERS = itertools.count()
 NODE_BYTES = 64 << 20
 NODE = f"""

@@ -81,6 +81,7 @@ def test_every_answer_is_as_the_document_says(described: Served, mode: Generatio
     assert check_against_document(schema, TOKEN, mode) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, mode: GenerationMode) -> None:
     http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token"), "archive_directory": str(tmp_path)}

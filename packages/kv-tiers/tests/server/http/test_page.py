@@ -24,6 +24,7 @@ from kv_tiers.testing.http import store
 from kv_tiers.testing.shapes import keys_for
 from kv_tiers.testing.wait import line, until
 
+pytestmark = pytest.mark.slow  # a browser for all
 CHUNK_BYTES = 64 << 10
 PENDING = ("waiting", "under_way")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
