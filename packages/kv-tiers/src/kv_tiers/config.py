@@ -181,6 +181,8 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
     """Peers served at once. Each has a thread, and reads one chunk at a time."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """How long a peer may take to read a chunk, plus a second for each megabyte of it. A slower one is disconnected."""
+    take_offers: bool = True
+    """Whether to fetch what a peer offers before it leaves (`kv drain`), in half of the pool at most."""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

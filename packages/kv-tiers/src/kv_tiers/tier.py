@@ -21,6 +21,7 @@ were read and proved wrong are `Damaged`. A medium that is full or read-only is 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from kv_core.extent import FileExtent
@@ -245,6 +246,52 @@ class HandsOver(Protocol):
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """What is kept elsewhere of these is needed no longer. It returns at once."""
+
+
+class Fate(IntEnum):
+    """What became of an offered chunk so far."""
+
+    NOT_TAKEN = 0
+    COMING = 1
+    HERE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """fates: of each offered chunk. room: how many more would be taken now."""
+
+    fates: list[Fate]
+    room: int
+
+
+class Taker(Protocol):
+    """Another host, to which chunks of this one can be offered."""
+
+    name: str
+
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
+        """Have it fetch the chunks of this chain from this place on, unless it has them; at most `MAX_OFFERED`. It
+        returns at once; to offer the same again tells how far it is.
+
+        Raises:
+            OSError, InputError: it does not answer, or not as a peer does.
+        """
+
+
+MAX_OFFERED: Final = 1 << 8
+
+
+@runtime_checkable
+class PassesOn(Protocol):
+    """Optional capability of a `Tier` of other hosts: to offer them what this one holds before it leaves."""
+
+    name: str
+
+    def takers(self) -> Sequence[Taker]:
+        """The hosts that are up. It may wait."""
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """As of `Tier`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_tiers.drain_state import DrainState
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.cache_servers import held, join_server, read, report_of, settings_for, store
+from kv_tiers.testing.cache_servers import SLOT_BYTES, held, join_server, read, report_of, settings_for, store
+from kv_tiers.testing.contract import content
 from kv_tiers.testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_tiers.testing.wait import until
 
@@ -87,3 +92,48 @@ def test_a_throttled_line_carries_what_it_can(ending: ExitStack, hosts: TwoHosts
     store(one, keys := key_chain(8))
     until(lambda: held(two, keys) == 8, within_s=60)
     assert read(two, keys)
+
+
+LARGE = 1 << 16
+
+
+def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
+    ending: ExitStack, hosts: TwoHosts, home: Path
+) -> None:
+    leaving = serve(ending, hosts, home / "one", 0, slots=16 * LARGE // SLOT_BYTES)
+    serve(ending, hosts, home / "two", 1, slots=32 * LARGE // SLOT_BYTES)
+    hosts.throttle("2mbit")
+    one, two = join_server(home / "one", group_bytes=(LARGE,)), join_server(home / "two", group_bytes=(LARGE,))
+    ending.callback(one.close)
+    ending.callback(two.close)
+    prompts = [key_chain(4, branch=str(number)) for number in range(3)]
+    for keys in prompts:
+        store(one, keys)
+    first = drained(home / "one", 0.6)
+    assert first.phase == "stopped" and first.why == "the time is over"
+    assert first.left == 12 - first.moved > 0
+    again = drained(home / "one", 80.0)
+    assert again.phase == "drained" and again.moved + again.elsewhere == 12
+    assert again.elsewhere >= first.moved
+    leaving.stop()
+    for keys in prompts:
+        assert held(two, keys) == 4
+        lease = two.load(keys, "reader")
+        assert isinstance(lease, ReadLease)
+        for key, extent in zip(keys, lease.extents, strict=True):
+            assert bytes(two.pool.view[extent.offset : extent.offset + extent.nbytes]) == content(key, LARGE)
+        assert two.release(lease)
+
+
+def drained(home: Path, timeout_s: float) -> DrainState:
+    ask_server(home / "s", wire.Drain(True, timeout_s, None), timeout_s=10.0)
+    states: list[DrainState] = []
+
+    def has_ended() -> bool:
+        state = report_of(home / "s").caches[0].drain
+        assert state is not None
+        states.append(state)
+        return state.phase != "draining"
+
+    until(has_ended, within_s=90)
+    return states[-1]

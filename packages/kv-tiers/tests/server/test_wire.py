@@ -14,6 +14,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
+from kv_tiers.drain_state import DrainState
 from kv_tiers.server import wire
 from kv_tiers.server.report import CacheReport, PeersServed, Registration, Report, TenantReport, TierReport
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
@@ -27,6 +28,8 @@ REQUESTS: list[wire.Request] = [
     wire.Registered("engine"),
     wire.Ping(),
     wire.Status(),
+    wire.Drain(True, 60.0, 1 << 30),
+    wire.Drain(False, 60.0, None),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True, None, None),
     wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, None, ("disk",)),
@@ -62,6 +65,7 @@ REPORT = Report(
             [TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
             [TenantReport("a", "00" * 7, 1, 4096, None)],
             1,
+            drain=DrainState("stopped", "the time is over", 9, 1, 2, 8192, 3, 0, 3),
         )
     ],
     peers=PeersServed(1, 2, 3, 4, 5, 6),

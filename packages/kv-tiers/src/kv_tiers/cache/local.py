@@ -24,12 +24,14 @@ from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease,
 
 from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots
+from kv_tiers.cache.drain import Drain
 from kv_tiers.cache.handed_over import HandOverFeed
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.cache.offers import Offers
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
@@ -106,6 +108,11 @@ class LocalCache:
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
+        self.offers = Offers(self._host, self._index, self.lower)
+        """What other hosts offer before they leave."""
+        self.drain = Drain(self._host, self._index, self.lower, on_change=self._leave)
+        """For when this host is to leave."""
+        self._is_leaving = False
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self.lower.follow(self._bring)
 
@@ -204,7 +211,7 @@ class LocalCache:
             own_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(own_slots) < len(chain) else []
             skipped: set[int] = set()
-            slots = self._host.reserve(missing, frozenset(own_slots), skipped)
+            slots = [] if self._is_leaving else self._host.reserve(missing, frozenset(own_slots), skipped)
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(own_slots) if slot in skipped])
@@ -222,6 +229,8 @@ class LocalCache:
                 f"no room for {refused} of {len(chain)} chunks: each of the pool's {self.pool.slots} slots is "
                 "being read or written, or holds an earlier chunk of the same prompt"
             )
+            if self._is_leaving:
+                why = "this host is being drained, and takes no new chunks"
         if short := self.pool.back(slots):
             unbacked = self._give_up_from(write, min(map(slots.index, short)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
@@ -361,6 +370,7 @@ class LocalCache:
         Raises:
             BufferError: the pool's memory is still in use; the cache is closed but the pool is not: close again later.
         """
+        self.drain.close()
         with self._lock:
             self._host.stop()
             for write in self._leases.clear():
@@ -400,6 +410,11 @@ class LocalCache:
             self.holds.hold(slots, until_s, self._clock.now_s())
 
         self._promotions.bring(tier, chain, first, hold)
+
+    def _leave(self, is_leaving: bool) -> None:
+        """Takes the lock itself."""
+        with self._lock:
+            self._is_leaving = self.offers.is_refused = is_leaving
 
     def _count_lookup(self, chunks_asked: int, chunks_hit: int) -> None:
         self._totals.lookups += 1

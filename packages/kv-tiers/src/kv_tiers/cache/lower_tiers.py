@@ -22,7 +22,7 @@ from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import HandsOver, ReadOnly, SupportsFileExtents, TierUsage
+from kv_tiers.tier import HandsOver, PassesOn, ReadOnly, SupportsFileExtents, TierUsage
 from kv_tiers.tiers.directory.contents import Contents, ListsHolders
 
 _log = limited_logger(__name__)
@@ -121,6 +121,13 @@ class LowerTiers:
         """The lanes of tiers that answer from memory of what is on this host, hottest first."""
         return [lane for lane in self._lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
 
+    def held_here(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these the tiers on this host hold. Takes no lock."""
+        held = [False] * len(keys)
+        for lane in self.local_lanes():
+            held = [a or b for a, b in zip(held, lane.holds(keys), strict=True)]
+        return held
+
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers of which `holding` says nothing."""
         return [lane.name for lane in self._lanes if not lane.holds_is_local]
@@ -160,6 +167,14 @@ class LowerTiers:
         for lane in self._lanes:
             if isinstance(lane.tier, ListsHolders) and lane.tier.lists_holders:
                 lane.tier.publish(track(), address)
+
+    def peers(self) -> int | None:
+        """The number of the tier of other hosts; None: there is none. Takes no lock."""
+        return next((number for number, lane in enumerate(self._lanes) if isinstance(lane.tier, PassesOn)), None)
+
+    def passes_on(self) -> list[PassesOn]:
+        """The tiers of other hosts. They are called past their lanes, so from a thread that may wait."""
+        return [lane.tier for lane in self._lanes if isinstance(lane.tier, PassesOn)]
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """What is kept elsewhere of these is needed no longer. Without the lock."""

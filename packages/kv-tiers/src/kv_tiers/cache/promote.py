@@ -18,7 +18,7 @@ behind a missing one are worthless and are given up.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.clock import Clock
@@ -194,15 +194,26 @@ class Promotions:
         return self._start(Promotion(holder, requested, share, lower=lower), jobs)
 
     def bring(
-        self, tier: int, chain: Sequence[ChunkKey], first: int, on_arrived: Callable[[Sequence[int]], object]
+        self,
+        tier: int,
+        chain: Sequence[ChunkKey],
+        first: int,
+        on_arrived: Callable[[Sequence[int]], object] | None = None,
+        *,
+        only: Container[ChunkKey] | None = None,
     ) -> None:
-        """Load what the pool lacks of a chain from this place on, before a lookup asks for it. on_arrived: as of
-        `Promotion`."""
+        """Load what the pool lacks of a chain from this place on, before a lookup asks for it.
+
+        on_arrived: as of `Promotion`.
+        only: of these keys; None: all.
+        """
         began_s, batch, chain = self._clock.now_s(), self._batch_chunks(self._lanes[tier]), list(chain)
         jobs: list[Job] = []
         with self._host.lock:
             is_held = self._index.is_held
             lacking = [at for at in range(first, len(chain)) if self._host.is_open and not is_held(chain[at])]
+        if only is not None:
+            lacking = [at for at in lacking if chain[at] in only]
         for at in lacking:
             if not jobs or jobs[-1].end != at or len(jobs[-1].keys) == batch:
                 jobs.append(Job(tier, at, False, chain, at, [], [], began_s))

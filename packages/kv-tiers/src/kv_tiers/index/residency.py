@@ -10,6 +10,7 @@ Nothing here locks, waits or reads a chunk's bytes: the cache holds its one lock
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import pairwise
 from typing import Final
 
 from kv_core.keys import ChunkKey
@@ -20,6 +21,8 @@ from kv_tiers.index.life import Event, Life, advance
 
 _SHARE_AT: Final = slice(24, 28)
 """Where a key names its group and shard."""
+_CHAIN_BYTES: Final = _SHARE_AT.stop
+"""What keys of one chain have in common, at their beginning."""
 
 
 class Residency:
@@ -242,8 +245,36 @@ class Residency:
     def empty(self, slot: int) -> ChunkKey:
         """Evict the chunk in this slot, which must not be leased; returns its key."""
         self._policy.removed(slot)
+        self._excluded.discard(slot)
         self._move([slot], Event.EVICT)
         return self._hide(slot)
+
+    def set_aside(self, at_most: int) -> list[int]:
+        """The next victims, in their order. They are not offered as such until they are used, or `take_back`."""
+        slots: list[int] = []
+        while len(slots) < at_most and (slot := self._policy.victim()) is not None:
+            self._policy.exclude(slot)
+            self._excluded.add(slot)
+            slots.append(slot)
+        return slots
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        """Offer these again that `set_aside` gave, the last of them first."""
+        back = [slot for slot in slots if slot in self._excluded and not self._leases[slot]]
+        self._excluded.difference_update(back)
+        if back:
+            self._policy.reinsert(back)
+
+    def parents(self) -> dict[int, int]:
+        """By slot, the one of the chunk before it in a prompt, as far as runs tell. May be called without the lock, and
+        what it says is a hint."""
+        parents: dict[int, int] = {}
+        for run in self._runs:
+            for before, slot in pairwise(run or ()):
+                key, its_parent = self._key_at[slot], self._key_at[before]
+                if key is not None and its_parent is not None and key[:_CHAIN_BYTES] == its_parent[:_CHAIN_BYTES]:
+                    parents[slot] = before
+        return parents
 
     def is_leased(self, slot: int) -> bool:
         return self._leases[slot] > 0

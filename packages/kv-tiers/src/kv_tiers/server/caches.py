@@ -58,6 +58,7 @@ class Caches:
         self._opened: deque[Opened] = deque()
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
+        self._drained: tuple[float, int | None] | None = None
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
@@ -96,10 +97,23 @@ class Caches:
                 context = TierContext(opened.cache.pool.chunk_bytes, opened.cache.pool.slot_bytes, fingerprint)
                 reads = opened.cache.reads_for_peers(fingerprint)
                 self._for_peers[context.namespace] = opened.cache, reads
+                if self._drained is not None:
+                    opened.cache.drain.begin(*self._drained)
                 if self.peers_address is not None:
                     opened.cache.lower.publish(reads.track, self.peers_address)
             news.append(opened)
         return news
+
+    def drain(self, timeout_s: float, max_bytes: int | None) -> None:
+        """Have every cache leave (`cache.drain`), those too that are opened from now on."""
+        self._drained = timeout_s, max_bytes
+        for cache in self._caches.values():
+            cache.drain.begin(timeout_s, max_bytes)
+
+    def end_drain(self) -> None:
+        self._drained = None
+        for cache in self._caches.values():
+            cache.drain.end()
 
     def close(self) -> None:
         """Spill what waits, then close. Takes at most some seconds per cache."""

@@ -25,6 +25,7 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
+from kv_tiers.tier import MAX_OFFERED, Fate, Taken
 from kv_tiers.tiers.directory.names import pack
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import (
@@ -41,14 +42,16 @@ from kv_tiers.tiers.peers_wire import (
     Holds,
     List,
     Listed,
+    Offer,
+    Offered,
     PeerStream,
     Refused,
     Sum,
     Summed,
-    Taken,
     deadline_for,
     unpack_keys,
 )
+from kv_tiers.tiers.peers_wire import Taken as NotNeeded
 
 _log = limited_logger(__name__)
 
@@ -187,10 +190,12 @@ class PeerServer:
                     self._answer_fetch(stream, request)
                 case Follow():
                     self._answer_follow(stream, request, deadline)
-                case Taken():
+                case NotNeeded():
                     if (found := self._find(request.namespace)) is not None:
                         found[1].taken(unpack_keys(request))
                     stream.send_message(Held(b"", None), deadline)
+                case Offer():
+                    self._answer_offer(stream, request, deadline)
                 case Sum():
                     self._answer_sum(stream, request, deadline)
                 case List():
@@ -244,6 +249,15 @@ class PeerServer:
         upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
         given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
         stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
+
+    def _answer_offer(self, stream: PeerStream, request: Offer, deadline: float) -> None:
+        chain = unpack_keys(request)
+        offered = len(chain) - request.first
+        if not 0 < offered <= MAX_OFFERED:
+            raise InputError(f"an offer of {offered} chunks")
+        found = self._find(request.namespace) if self._config.take_offers else None
+        taken = Taken([Fate.NOT_TAKEN] * offered, 0) if found is None else found[0].offers.take(chain, request.first)
+        stream.send_message(Offered(bytes(taken.fates), taken.room), deadline)
 
     def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:
         found = self._find(request.namespace)

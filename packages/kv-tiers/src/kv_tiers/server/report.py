@@ -8,6 +8,7 @@ from typing import Final
 from kv_core.service import CacheCounts
 
 from kv_tiers.directory_state import DirectoryState
+from kv_tiers.drain_state import DrainState
 
 MAX_TENANTS: Final = 1000
 """That a report lists though they have no name and no quota: there may be as many as there are chunks."""
@@ -104,6 +105,7 @@ class CacheReport:
         every group and shard by itself, but for lookups.
     payload_bytes: of all of these; slots may be larger.
     by_group: chunks in the pool of each group of layers, each once, however many of its shards are held.
+    drain: if this host is to leave.
     """
 
     chunk_bytes: int
@@ -119,6 +121,7 @@ class CacheReport:
     chunks: int = 0
     payload_bytes: int = 0
     by_group: tuple[int, ...] = ()
+    drain: DrainState | None = None
 
 
 @dataclass(slots=True)

@@ -180,6 +180,12 @@ class CacheServer:
                 send(wire.Done())
             case wire.Status():
                 send(wire.Stated(self.report()))
+            case wire.Drain():
+                if request.is_begun:
+                    self.drain(request.timeout_s, request.max_bytes)
+                else:
+                    self.end_drain()
+                send(wire.Stated(self.report()))
             case wire.Explain():
                 sessions = self.registrations()
                 send(explain_prompt(request, self.caches, sessions, self._history, self.bus.now_s()))
@@ -196,6 +202,14 @@ class CacheServer:
                 answer = client.session.answer(request)
                 if answer is not None:
                     send(answer)
+
+    def drain(self, timeout_s: float, max_bytes: int | None) -> None:
+        """For the serving thread: have all caches leave (`cache.drain`)."""
+        self._caches.drain(timeout_s, max_bytes)
+
+    def end_drain(self) -> None:
+        """For the serving thread: they stay after all."""
+        self._caches.end_drain()
 
     # Sessions, from their registration to their end.
 
@@ -332,6 +346,7 @@ class CacheServer:
                 held.chunks,
                 held.payload_bytes,
                 held.by_group,
+                cache.drain.state(),
             )
             for (group_bytes, fingerprint), cache in self._caches.by_format().items()
             for held in [cache.admin.held()]

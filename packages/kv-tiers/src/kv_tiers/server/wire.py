@@ -105,6 +105,19 @@ class Status(Message, tag="status"):
     pass
 
 
+class Drain(Message, tag="drain"):
+    """Have all caches offer their chunks to other hosts and take no new ones; or have them take new ones again.
+
+    is_begun: the first; else the second.
+    timeout_s: how long it may take.
+    max_bytes: how much may be moved, of each cache; None: all.
+    """
+
+    is_begun: bool
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    max_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
+
+
 class Explain(Message, tag="explain"):
     """Asks what happened to a prompt's chunks, in every key space and tenant that the caches remember.
 
@@ -224,7 +237,7 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | EngineMeasured
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Request = Hello | Register | Unregister | Registered | Ping | Status | Explain | Verb
+Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Explain | Verb
 
 # Answers.
 

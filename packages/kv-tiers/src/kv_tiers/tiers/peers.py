@@ -29,6 +29,7 @@ from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.directory import Directory, DirectoryConfig
 from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
+from kv_tiers.tiers.peer_offers import PeerTaker
 from kv_tiers.tiers.peers_security import check_protected, is_protected, read_token, tls_context
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
@@ -214,6 +215,11 @@ class PeersTier:
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         self._following.taken(keys)
+
+    def takers(self) -> list[PeerTaker]:
+        if self._directory is not None:
+            self._directory.start()
+        return [PeerTaker(peer, self._namespace, self._answer_s) for peer in self._hosts.peers() if peer.is_up()]
 
     def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
         """On a thread of the following. What cannot be believed, or is hidden here, is not fetched."""

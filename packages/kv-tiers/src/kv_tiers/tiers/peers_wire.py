@@ -12,6 +12,7 @@ Frames and keys are those of `kv_tiers.messages`. The listening side begins:
                 that are in the processor's cache, while they are sent
     Follow  ->  Followed, as soon as there is something to say
     Taken   ->  Held, of no keys
+    Offer   ->  Offered: a server that is to leave says what could be fetched from it
     Sum     ->  Summed: what is here in short, for the directory (`tiers.directory`)
     List    ->  Listed: names of what is here, of some shards
 
@@ -33,6 +34,7 @@ from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
+from kv_tiers.tier import MAX_OFFERED
 from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_tiers.tiers.peers_security import is_proof, prove
 from kv_tiers.tiers.timed_socket import TimedSocket
@@ -200,18 +202,38 @@ class Listed(Message, tag="listed"):
     names: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTED * NAME_BYTES)]
 
 
+class Offer(Message, tag="offer"):
+    """The server that says this is to leave, and holds these: the peer may fetch them, by its own settings. The same
+    again asks how far it is.
+
+    keys: of a prompt, from its first chunk up to the last of these.
+    first: the place of the first of these. At most `MAX_OFFERED` are from there on.
+    """
+
+    namespace: Namespace
+    keys: Keys
+    first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+
+
+class Offered(Message, tag="offered"):
+    """fates: of each that was offered a byte, a `Fate`. room: for how many more there is room."""
+
+    fates: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED)]
+    room: Count
+
+
 class Refused(Message, tag="refused"):
     text: Text
 
 
-Request = Hello | Holds | Fetch | Follow | Taken | Sum | List
-Answer = Challenge | Welcome | Held | Followed | Summed | Listed | Refused
+Request = Hello | Holds | Fetch | Follow | Taken | Sum | List | Offer
+Answer = Challenge | Welcome | Held | Followed | Summed | Listed | Offered | Refused
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", Challenge, Welcome, Held, Followed, Summed, Listed)
+A = TypeVar("A", Challenge, Welcome, Held, Followed, Summed, Listed, Offered)
 M = TypeVar("M")
 
 
@@ -226,7 +248,7 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
-def unpack_keys(request: Holds | Fetch | Taken | Given) -> list[ChunkKey]:
+def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey]:
     """
     Raises:
         InputError: too many, or no keys of this release.

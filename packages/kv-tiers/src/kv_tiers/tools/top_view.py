@@ -67,6 +67,8 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
     for state in (tier.directory for cache in report.caches for tier in cache.tiers if tier.directory is not None):
         head.append(f"directory: {state.spelled()}\n", style="bold red" if state.why else "")
+    for drain in (cache.drain for cache in report.caches if cache.drain is not None):
+        head.append(f"this host is to leave: {drain.spelled()}\n", style="bold")
     return head
 
 

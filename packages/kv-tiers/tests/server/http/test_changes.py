@@ -304,3 +304,16 @@ def test_what_is_no_key_is_refused(served: Served, key: str) -> None:
     cache = served.join()
     assert problem(served.post("/prefixes/pin", {"name": "p", "keys": [key]}), 400)
     cache.close()
+
+
+def test_a_server_without_peers_says_that_it_cannot_be_drained(served: Served) -> None:
+    """With peers: tests/server/test_drain.py."""
+    assert served.client.get("/drain").json() == {"caches": []}
+    cache = served.join()
+    store(cache, 2)
+    (state,) = served.post("/drain", {"timeout_s": 5, "max_bytes": 1 << 20}).json()["caches"]
+    assert state["phase"] == "stopped" and "peers" in state["why"]
+    assert served.client.get("/status").json()["caches"][0]["drain"] == state
+    assert served.post("/drain/end").json() == {"caches": []}
+    assert problem(served.post("/drain", {"timeout_s": 0}), 400)
+    cache.close()

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_tiers.server.http import clear, metrics, openapi, prefixes, route, state, tenants
+from kv_tiers.server.http import clear, drain, metrics, openapi, prefixes, route, state, tenants
 from kv_tiers.server.http.guard import Guard
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.operation import Operation, perform
@@ -34,6 +34,7 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
         *state.operations(relay),
         *metrics.operations(relay),
         *clear.operations(relay, names),
+        *drain.operations(relay),
         *tenants.operations(relay, names),
         *prefixes.operations(relay, Jobs(), archive_directory),
         *route.operations(relay),

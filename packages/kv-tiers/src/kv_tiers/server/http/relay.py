@@ -65,6 +65,20 @@ class Relay:
         """
         return await _answer(self._server.submit(lambda: self._server.caches))
 
+    async def drain(self, timeout_s: float, max_bytes: int | None) -> None:
+        """
+        Raises:
+            Problem: as for `report`.
+        """
+        await _answer(self._server.submit(lambda: self._server.drain(timeout_s, max_bytes)))
+
+    async def end_drain(self) -> None:
+        """
+        Raises:
+            Problem: as for `report`.
+        """
+        await _answer(self._server.submit(self._server.end_drain))
+
     async def registrations(self) -> list[Registration]:
         """
         Raises:

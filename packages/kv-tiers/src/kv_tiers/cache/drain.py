@@ -1,0 +1,325 @@
+"""A host that is to leave offers its peers what is worth moving, and they fetch it.
+
+From its beginning the cache takes no new chunks. What the pool holds is offered, most worth first, unless another host
+has it already; a peer that takes an offer reads the chunks as it reads any hit, so nothing is sent from here that was
+not asked for, and nothing is leased but what is being read. The same offer again tells how far it is. A peer that dies,
+or fetches nothing for a while, loses its offers to the others.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kv_core.errors import InputError, MisuseError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+
+from kv_tiers.cache.host import HostTier
+from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.cache.ranking import chains, most_worth_first
+from kv_tiers.drain_state import DrainState
+from kv_tiers.index.residency import Residency
+from kv_tiers.tier import Fate, PassesOn, Taker
+
+_log = limited_logger(__name__)
+
+_WINDOW: Final = 512
+"""Chunks that are looked for elsewhere together, before they are offered."""
+_PIECE: Final = 32
+"""Chunks of an offer."""
+_IN_FLIGHT: Final = 64
+"""Chunks that one peer fetches at a time."""
+_ASK_S: Final = 0.02
+_STALL_S: Final = 15.0
+"""A peer that took chunks and has fetched none of them for so long is not waited for."""
+_FULL_S: Final = 2.0
+"""When no peer takes anything for so long, none will."""
+_END_S: Final = 10.0
+MAX_CHAIN: Final = 1 << 13
+"""Keys of one offer. Of longer prompts the chunks are offered without those before them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """Chunks of one chain, from `first` on. left: those of which nothing is known yet. moved_s: when one came last."""
+
+    chain: list[ChunkKey]
+    first: int
+    left: set[ChunkKey]
+    refused_by: set[str] = field(default_factory=set)
+    moved_s: float = 0.0
+
+
+class Drain:
+    """Of one cache. Safe to call from any thread; the work is on a thread of its own."""
+
+    def __init__(
+        self, host: HostTier, index: Residency, lower: LowerTiers, *, on_change: Callable[[bool], object]
+    ) -> None:
+        """on_change: called with whether this host is to leave."""
+        self._host = host
+        self._index = index
+        self._lower = lower
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._state: DrainState | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, timeout_s: float, max_bytes: int | None = None) -> None:
+        """Take no new chunks, and offer what is here, for so long, and so many bytes, at most. A drain that goes on is
+        begun anew. It returns at once."""
+        with self._lock:
+            self._stop.set()
+            tiers = self._lower.passes_on()
+            if not tiers:
+                why = "no tier of type peers is configured, so there is nobody to offer anything to"
+                self._state = DrainState("stopped", why)
+                return
+            self._on_change(True)
+            self._stop = threading.Event()
+            self._state = DrainState("draining")
+            work = _Work(self._host, self._index, tiers, self._state, stop=self._stop, max_bytes=max_bytes)
+            self._thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Offer nothing any more, and take new chunks again. It returns at once."""
+        with self._lock:
+            self._stop.set()
+            self._state = None
+            self._on_change(False)
+
+    def close(self) -> None:
+        """Offer nothing any more. It waits for the answer of a peer, for a bounded time."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    def state(self) -> DrainState | None:
+        """A snapshot; None: this host is not to leave."""
+        with self._lock:
+            return None if self._state is None else replace(self._state)
+
+
+class _Work:
+    """What the thread does."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        index: Residency,
+        tiers: Sequence[PassesOn],
+        state: DrainState,
+        *,
+        stop: threading.Event,
+        max_bytes: int | None,
+    ) -> None:
+        self._host = host
+        self._index = index
+        self._tiers = tiers
+        self._state = state
+        self._stop = stop
+        self._bytes_left = max_bytes
+        self._parents: dict[ChunkKey, ChunkKey] = {}
+        self._order: deque[ChunkKey] = deque()
+        self._todo: deque[_Offer] = deque()
+        self._taken: dict[str, list[_Offer]] = {}
+        self._failed: dict[str, str] = {}
+        self._progress_s = 0.0
+
+    def run(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        why = ""
+        try:
+            self._rank()
+            self._progress_s = time.monotonic()
+            while self._order or self._todo or any(self._taken.values()):
+                why = self._over(until_s)
+                if why:
+                    break
+                self._fill()
+                if not self._round():
+                    self._stop.wait(_ASK_S)
+        except MisuseError:
+            why = "the cache is closed"
+        except Exception as error:  # noqa: BLE001  # it is said, and costs misses elsewhere
+            _log.exception("a drain met a bug")
+            why = f"a bug, which is in the log: {error}"
+        self._state.why = why or ("" if not self._state.refused else self._reasons("no peer took some of it"))
+        self._state.phase = "stopped" if why else "drained"
+        _log.info("drain: %s", self._state)
+
+    def _over(self, until_s: float) -> str:
+        """Why it ends now; empty: it goes on."""
+        now_s = time.monotonic()
+        if self._stop.is_set():
+            return "it was ended"
+        if now_s >= until_s:
+            return "the time is over"
+        if self._room() == 0 and not any(self._taken.values()):
+            return "max_bytes have been moved"
+        if now_s - self._progress_s > _FULL_S and not any(self._taken.values()):
+            return self._reasons("no peer takes more")
+        return ""
+
+    def _reasons(self, what: str) -> str:
+        failed = "; ".join(f"{name}: {why}" for name, why in sorted(self._failed.items()))
+        return f"{what} ({failed})" if failed else f"{what}: none is up"
+
+    def _rank(self) -> None:
+        slots = most_worth_first(self._host, self._index)
+        parents = self._index.parents()
+        with self._host.lock:
+            key_at = {slot: key for slot in slots if (key := self._index.key_at(slot)) is not None}
+        self._parents = {
+            key_at[slot]: key_at[before] for slot, before in parents.items() if slot in key_at and before in key_at
+        }
+        self._order.extend(key_at.values())
+        self._state.chunks = self._state.left = len(self._order)
+
+    def _fill(self) -> None:
+        """Have something to offer: of the next chunks those that no other host has."""
+        while self._order and not self._todo:
+            keys = self._here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
+            wanted = []
+            for key, is_there in zip(keys, self._elsewhere(keys), strict=True):
+                if is_there:
+                    self._settle(elsewhere=1)
+                else:
+                    wanted.append(key)
+            self._todo += self._offers_of(wanted, set())
+
+    def _offers_of(self, keys: Sequence[ChunkKey], refused_by: set[str]) -> list[_Offer]:
+        offers = []
+        for chain, first in chains(keys, self._parents, _PIECE):
+            is_long = len(chain) > MAX_CHAIN
+            offers.append(
+                _Offer(chain[first:] if is_long else chain, 0 if is_long else first, set(chain[first:]), refused_by)
+            )
+        return offers
+
+    def _here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that are here still."""
+        with self._host.lock:
+            self._host.check_open()
+            here = [key for key in keys if self._index.find(key) is not None]
+        self._settle(gone=len(keys) - len(here))
+        return here
+
+    def _elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        found = [False] * len(keys)
+        for tier in self._tiers:
+            try:
+                found = [a or b for a, b in zip(found, tier.holds(keys), strict=True)]
+            except TierDown as error:
+                self._failed[tier.name] = str(error)
+        return found
+
+    def _round(self) -> bool:
+        """Ask every peer how far it is, and offer it more. Whether anything came of it."""
+        settled = self._state.left
+        takers = {taker.name: taker for tier in self._tiers for taker in tier.takers()}
+        for name in self._taken.keys() - takers.keys():
+            for offer in self._taken.pop(name):  # it is down: somebody else may want them
+                self._give_up(offer, name)
+        for taker in takers.values():
+            taken = self._taken.setdefault(taker.name, [])
+            for offer in list(taken):
+                if not self._offer(taker, offer, again=True):
+                    taken.remove(offer)
+            self._offer_more(taker, taken, set(takers))
+        if self._state.left < settled:
+            self._progress_s = time.monotonic()
+        return self._state.left < settled
+
+    def _offer_more(self, taker: Taker, taken: list[_Offer], takers: set[str]) -> None:
+        for waiting in list(self._todo):
+            offer = waiting
+            in_flight = sum(len(one.left) for one in taken)
+            room = self._room()
+            if in_flight >= _IN_FLIGHT or room == 0 or self._stop.is_set():
+                return
+            if offer.refused_by >= takers:
+                self._todo.remove(offer)
+                self._settle(refused=len(offer.left))
+            elif taker.name not in offer.refused_by:
+                self._todo.remove(offer)
+                if room is not None and room < len(offer.chain) - offer.first:
+                    offer, rest = _split(offer, offer.first + room)
+                    self._todo.appendleft(rest)
+                offer.moved_s = time.monotonic()
+                if self._offer(taker, offer, again=False):
+                    taken.append(offer)
+
+    def _room(self) -> int | None:
+        """How many more chunks may be offered within `max_bytes`; None: any number."""
+        if self._bytes_left is None:
+            return None
+        sizes = self._host.pool.sizes
+        on_their_way = sum(sizes.total(list(one.left)) for taken in self._taken.values() for one in taken)
+        return max(0, self._bytes_left - on_their_way) // sizes.largest
+
+    def _offer(self, taker: Taker, offer: _Offer, *, again: bool) -> bool:
+        """Offer, or ask how far it is. Whether the peer is fetching some of it."""
+        if again:
+            gone = offer.left - set(self._here(list(offer.left)))
+            offer.left -= gone
+            if not offer.left:
+                return False
+        try:
+            answer = taker.offer(offer.chain, offer.first)
+        except (OSError, InputError) as error:
+            self._failed[taker.name] = str(error) or type(error).__name__
+            self._give_up(offer, taker.name)
+            return False
+        fates = dict(zip(offer.chain[offer.first :], answer.fates, strict=True))
+        now_s = time.monotonic()
+        for key in [key for key in offer.left if fates[key] is Fate.HERE]:
+            offer.left.remove(key)
+            offer.moved_s = now_s
+            nbytes = self._host.pool.sizes.of(key)
+            self._state.moved_bytes += nbytes
+            self._bytes_left = None if self._bytes_left is None else self._bytes_left - nbytes
+            self._settle(moved=1)
+        if not offer.left:
+            return False
+        is_coming = any(fates[key] is Fate.COMING for key in offer.left)
+        if is_coming and now_s - offer.moved_s <= _STALL_S:
+            return True
+        if not is_coming and answer.room and now_s - offer.moved_s <= _FULL_S:
+            return True  # it has no hands free just now
+        self._failed[taker.name] = (
+            "it fetched nothing of what it took"
+            if is_coming
+            else "it has no room, or no engine has told it of this format"
+            if not answer.room
+            else "it is busy"
+        )
+        self._give_up(offer, taker.name)
+        return False
+
+    def _give_up(self, offer: _Offer, name: str) -> None:
+        """What is left of it is for the others."""
+        left = [key for key in offer.chain if key in offer.left]
+        self._todo.extendleft(reversed(self._offers_of(left, offer.refused_by | {name})))
+
+    def _settle(self, *, elsewhere: int = 0, moved: int = 0, refused: int = 0, gone: int = 0) -> None:
+        state = self._state
+        state.elsewhere += elsewhere
+        state.moved += moved
+        state.refused += refused
+        state.gone += gone
+        state.left -= elsewhere + moved + refused + gone
+
+
+def _split(offer: _Offer, at: int) -> tuple[_Offer, _Offer]:
+    """What is before this place of its chain, and the rest."""
+    before, after = set(offer.chain[offer.first : at]), set(offer.chain[at:])
+    return (
+        _Offer(offer.chain[:at], offer.first, offer.left & before, offer.refused_by),
+        _Offer(offer.chain, at, offer.left & after, offer.refused_by),
+    )

@@ -1,0 +1,86 @@
+"""What a host that is to leave offers: its peers fetch it, as far as there is room for it.
+
+An offer is a list of keys. This side looks for them where every lookup does, in the tier of its peers, and reads,
+verifies and commits them as every promotion. What came from offers and was not used yet is half of a share at most, so
+that a host that leaves cannot push out everything that is used here.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.cache.host import TIER, HostTier
+from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.eviction.shares import Share
+from kv_tiers.index.residency import Residency
+from kv_tiers.tier import Fate, Taken
+
+_AT_ONCE: Final = 256
+"""Chunks of earlier offers that one offer looks at again."""
+
+
+class Offers:
+    """Of one cache. Safe to call from any thread."""
+
+    def __init__(self, host: HostTier, index: Residency, lower: LowerTiers) -> None:
+        self._host = host
+        self._index = index
+        self._lower = lower
+        self._unused: OrderedDict[ChunkKey, Share] = OrderedDict()  # coming or here, and not used since
+        self._of: Counter[Share] = Counter()
+        self.is_refused = False
+        """This host is to leave as well."""
+
+    def take(self, chain: Sequence[ChunkKey], first: int) -> Taken:
+        """Fetch the chunks of this chain from this place on, unless they are here. To ask again tells how far it is.
+
+        chain: one group's and shard's keys of a prompt, from its first chunk on.
+        """
+        wanted = list(chain[first:])
+        if not wanted:
+            return Taken([], 0)
+        here = self._lower.held_here(wanted)
+        tier = None if self.is_refused else self._lower.peers()
+        with self._host.lock:
+            share = self._host.share_of(wanted[0].tenant)
+            self._look_again()
+            room = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
+            lacking = [
+                key for key, is_here in zip(wanted, here, strict=True) if not is_here and not self._index.is_held(key)
+            ][:room]
+            for key in lacking:
+                self._note(key, share)
+        if tier is not None and lacking:
+            self._lower.promotions.bring(tier, chain, first, only=frozenset(lacking))
+        with self._host.lock:
+            for key in lacking:
+                if not self._index.is_held(key):
+                    self._drop(key)
+            left = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
+            return Taken([self._fate(key, is_here) for key, is_here in zip(wanted, here, strict=True)], left)
+
+    def _fate(self, key: ChunkKey, is_here: bool) -> Fate:
+        if is_here or self._index.find(key) is not None:
+            return Fate.HERE
+        return Fate.COMING if self._index.is_held(key) else Fate.NOT_TAKEN
+
+    def _look_again(self) -> None:
+        """Forget some that have left, or were used: these are this host's own from now on."""
+        for key in [key for key, _ in zip(self._unused, range(_AT_ONCE), strict=False)]:
+            slot = self._index.find(key)
+            is_used = slot is not None and self._lower.promotions.sources([slot]) == [TIER]
+            if is_used or not self._index.is_held(key):
+                self._drop(key)
+            else:
+                self._unused.move_to_end(key)
+
+    def _note(self, key: ChunkKey, share: Share) -> None:
+        self._drop(key)
+        self._unused[key] = share
+        self._of[share] += 1
+
+    def _drop(self, key: ChunkKey) -> None:
+        if (share := self._unused.pop(key, None)) is not None:
+            self._of[share] -= 1

@@ -1,0 +1,52 @@
+"""`POST /drain`: before this host leaves, offer what it holds to its peers; `POST /drain/end`: stay after all."""
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kv_tiers.drain_state import DrainState
+from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.relay import Relay
+
+
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """timeout_s: how long it may take. max_bytes: how much may be moved, of each format; all if it is not given."""
+
+    timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0
+    max_bytes: Annotated[int, Meta(ge=0, lt=1 << 62)] | UnsetType = UNSET
+
+
+class Drains(msgspec.Struct, frozen=True):
+    """Of each cache how far it is; of none if this host is not to leave."""
+
+    caches: list[DrainState]
+
+
+def operations(relay: Relay) -> list[Operation]:
+    async def drain(body: Drain) -> Drains:
+        await relay.drain(body.timeout_s, None if body.max_bytes is UNSET else body.max_bytes)
+        return await state()
+
+    async def end() -> Drains:
+        await relay.end_drain()
+        return await state()
+
+    async def state() -> Drains:
+        states = [cache.drain.state() for cache in (await relay.caches()).values()]
+        return Drains([one for one in states if one is not None])
+
+    describe = partial(Operation, answer=Drains, failures=(503,))
+    return [
+        describe("GET", "/drain", "How far the drain of this host is", state),
+        describe(
+            "POST",
+            "/drain",
+            "Store nothing new, and offer what is here to peers",
+            drain,
+            body=Drain,
+            status=202,
+        ),
+        describe("POST", "/drain/end", "Stop offering, and store as before", end),
+    ]

@@ -1,0 +1,105 @@
+"""`kv drain`: have a server's peers fetch what is worth keeping before its host leaves."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from kv_core.errors import ConfigError, InputError, TierDown
+
+if TYPE_CHECKING:
+    from kv_tiers.drain_state import DrainState
+    from kv_tiers.server.wire import Request
+
+_ABOUT: Final = """\
+Prepare a kv-server's host to leave: it stores nothing new from now on and offers its peers (a tier of type peers) what
+its pool holds and no other host has, most worth first. They read it as they read any hit, into half of their pools at
+most. Engines of this host still load what it has. What is only on its disks is not offered.
+
+The command waits until that is over. Stop the server then, or end the drain with --end.
+"""
+_EXAMPLES: Final = """\
+examples:
+  kv drain                               # for a minute at most
+  kv drain --timeout 300 --max-bytes 20GiB --name llama
+  kv drain --end                         # it stays after all
+  kv drain --no-wait && kv top           # kv top shows how far it is
+
+The exit status is 0 if all of it is on other hosts, 1 if something is left, or 2 if no server was found, or an option
+is wrong.
+"""
+_ASK_S: Final = 0.2
+_PRINT_S: Final = 1.0
+_ANSWER_S: Final = 5.0
+
+
+def register(commands: Any) -> None:
+    """Add `kv drain`; called by the `kv` command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "drain",
+        help="move what a server holds to its peers before it leaves",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_drain)
+    parser.add_argument("--name", default="default", help="of the server, as kv-server's --name (default: default)")
+    parser.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="at most (default: 60)")
+    parser.add_argument("--max-bytes", metavar="BYTES", help="move so much at most, of each format; such as 20GiB")
+    parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
+    parser.add_argument("--end", action="store_true", help="stop offering, and store as before")
+    parser.add_argument("--json", action="store_true", help="how it ended, as one JSON object a format")
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from kv_tiers.options import byte_count
+    from kv_tiers.server import wire
+    from kv_tiers.server.config import default_socket
+
+    if not 0.1 <= args.timeout <= 86400:
+        raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
+    most = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
+    path = Path(args.socket) if args.socket else default_socket(args.name)
+    try:
+        states = _ask(path, wire.Drain(not args.end, args.timeout, most))
+        if args.end:
+            print("it stores as before")
+            return 0
+        if args.no_wait:
+            return 0
+        said_s = time.monotonic()
+        while any(state.phase == "draining" for state in states):
+            time.sleep(_ASK_S)
+            states = _ask(path, wire.Status())
+            if time.monotonic() - said_s >= _PRINT_S:
+                said_s = time.monotonic()
+                for state in states:
+                    print(state.spelled(), file=sys.stderr, flush=True)
+    except TierDown as why:
+        raise ConfigError(f"{why}; say --name or --socket") from None
+    for state in states:
+        print(msgspec.json.encode(state).decode() if args.json else state.spelled())
+    if not states and not args.json:
+        print("nothing is held: no engine has registered a format, or another one has ended the drain")
+    return 0 if all(state.phase == "drained" and not state.refused for state in states) else 1
+
+
+def _ask(path: Path, request: "Request") -> "Sequence[DrainState]":
+    """
+    Raises:
+        TierDown: the server does not answer.
+        ConfigError: it refuses us.
+        InputError: it does not know how to.
+    """
+    from kv_tiers.server import wire
+    from kv_tiers.server.connection import ask_server
+
+    answer = ask_server(path, request, timeout_s=_ANSWER_S)
+    if not isinstance(answer, wire.Stated):
+        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {path} cannot be drained: {said}")
+    return [cache.drain for cache in answer.report.caches if cache.drain is not None]

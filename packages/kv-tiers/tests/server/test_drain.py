@@ -1,0 +1,332 @@
+"""A host that is to leave: its peers fetch what is worth moving, and whatever fails costs misses and no more."""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from kv_core.keys import ChunkKey
+from kv_core.testing import key_chain
+from kv_core.tools.cli import main
+from kv_tiers.drain_state import DrainState
+from kv_tiers.server import launch, wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.process import ServerProcess
+from kv_tiers.testing.cache_servers import (
+    held,
+    join_at,
+    join_server,
+    kill_server,
+    read,
+    report_of,
+    settings_for,
+    store,
+)
+from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.peers import FakePeer, listening, own_nobody
+from kv_tiers.testing.servers import Proxy, free_port
+from kv_tiers.testing.wait import until
+from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
+
+PROMPTS = [key_chain(4, branch=str(number)) for number in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_nobody(monkeypatch)
+
+
+def peers_at(*addresses: str, **options: object) -> list[dict[str, object]]:
+    waits = {"connect_timeout_s": 2.0, "answer_timeout_s": 2.0, "resolve_s": 0.2}
+    return [{"type": "peers", "hosts": list(addresses), **waits, **options}]
+
+
+def serve(
+    ending: ExitStack, home: Path, port: int, *others: int, slots: int = 32, disk: bool = False, **options: object
+) -> ServerProcess:
+    """A server in its own process, whose peers are at these ports."""
+    home.mkdir(mode=0o700, exist_ok=True)
+    config = settings_for(home, slots, disk=disk)
+    tiers = [*config.get("tiers", ()), *peers_at(*(f"127.0.0.1:{other}" for other in others))]  # type: ignore[misc]
+    settings = {**config, "tiers": tiers, "peers": {"listen": f"127.0.0.1:{port}", **options}}
+    server = launch(settings, socket=home / "s")
+    ending.callback(server.stop)
+    return server
+
+
+def begin(home: Path, *, timeout_s: float = 60.0, max_bytes: int | None = None) -> None:
+    ask_server(home / "s", wire.Drain(True, timeout_s, max_bytes), timeout_s=10.0)
+
+
+def state_of(home: Path) -> DrainState:
+    (cache,) = report_of(home / "s").caches
+    assert cache.drain is not None
+    return cache.drain
+
+
+def ended(home: Path) -> DrainState:
+    until(lambda: state_of(home).phase != "draining", within_s=60)
+    return state_of(home)
+
+
+def drained(home: Path, **options: object) -> DrainState:
+    begin(home, **options)  # type: ignore[arg-type]
+    return ended(home)
+
+
+def in_pool(home: Path) -> int:
+    return sum(cache.chunks for cache in report_of(home / "s").caches)
+
+
+def filled(ending: ExitStack, home: Path, prompts: Sequence[Sequence[ChunkKey]]) -> None:
+    cache = join_server(home)
+    ending.callback(cache.close)
+    for keys in prompts:
+        store(cache, keys)
+
+
+def test_what_a_host_had_is_read_at_its_peer_when_it_is_gone(ending: ExitStack, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    leaving = serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], slots=64)
+    other = join_server(two)
+    ending.callback(other.close)
+    filled(ending, one, PROMPTS)
+    assert held(other, PROMPTS[0]) == 4
+    assert drained(one) == DrainState("drained", chunks=24, elsewhere=4, moved=20, moved_bytes=20 * CHUNK_BYTES)
+    leaving.stop()
+    for keys in PROMPTS:
+        assert held(other, keys) == 4
+        assert read(other, keys)
+
+
+def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: ExitStack, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0])
+    cache, other = join_server(one), join_server(two)
+    ending.callback(cache.close)
+    ending.callback(other.close)
+    store(cache, PROMPTS[0])
+    assert drained(one).moved == 4
+    lease = cache.begin_store(PROMPTS[1], "w")
+    assert lease.keys == () and "drained" in lease.refused
+    assert held(cache, PROMPTS[0]) == 4 and read(cache, PROMPTS[0])
+    # Nor does it take what another one offers.
+    store(other, PROMPTS[2])
+    refused = drained(two)
+    assert refused.moved == 0 and refused.refused == 4 and "no room" in refused.why
+    # Until it is to stay after all.
+    ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
+    assert report_of(one / "s").caches[0].drain is None
+    assert store(cache, PROMPTS[3]).keys == tuple(PROMPTS[3])
+    assert read(cache, PROMPTS[3])
+
+
+def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are_few(
+    ending: ExitStack, tmp_path: Path
+) -> None:
+    """A peer takes half of its pool; and what it uses itself stays there. Of a prompt its head is moved first."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], slots=16)
+    other = join_server(two)
+    ending.callback(other.close)
+    own = [key_chain(4, branch=f"own {number}") for number in range(4)]
+    for keys in own:
+        store(other, keys)
+    filled(ending, one, PROMPTS)
+    few = drained(one, max_bytes=6 * CHUNK_BYTES + 1)
+    assert few.moved == 6 and few.moved_bytes == 6 * CHUNK_BYTES and few.left == 18 and few.phase == "stopped"
+    full = drained(one)
+    assert full.moved + full.elsewhere == 8 and full.refused == 16 and "no room" in full.why
+    assert in_pool(two) == 16
+    assert held(other, own[-1]) == 4
+    ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
+    (cache,) = report_of(two / "s").caches
+    assert cache.counts.chunks_evicted == 8  # the two prompts of its own that were used least recently
+
+
+def test_a_peer_that_refuses_offers_is_left_alone(ending: ExitStack, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], take_offers=False)
+    other = join_server(two)
+    ending.callback(other.close)
+    filled(ending, one, PROMPTS[:1])
+    assert drained(one).refused == 4
+    assert in_pool(two) == 0
+    assert held(other, PROMPTS[0]) == 4  # and reads as ever
+
+
+def test_without_peers_nothing_is_offered_and_stores_go_on(ending: ExitStack, tmp_path: Path) -> None:
+    home = tmp_path / "one"
+    home.mkdir(mode=0o700)
+    server = launch(settings_for(home, 8), socket=home / "s")
+    ending.callback(server.stop)
+    filled(ending, home, PROMPTS[:1])
+    state = drained(home)
+    assert state.phase == "stopped" and "no tier of type peers" in state.why
+    filled(ending, home, PROMPTS[1:2])
+    assert in_pool(home) == 8
+
+
+def test_what_one_of_two_peers_does_not_bring_home_the_other_does(ending: ExitStack, tmp_path: Path) -> None:
+    """It is killed while it fetches."""
+    homes = [tmp_path / name for name in ("one", "two", "three")]
+    ports = [free_port() for _ in homes]
+    line = Proxy(ports[0])  # through which the second reads
+    ending.callback(line.close)
+    serve(ending, homes[0], ports[0], ports[1], ports[2], slots=64)
+    dying = serve(ending, homes[1], ports[1], line.port, slots=64)
+    serve(ending, homes[2], ports[2], ports[0], slots=64)
+    others = [join_server(home) for home in homes[1:]]
+    for other in others:
+        ending.callback(other.close)
+    filled(ending, homes[0], PROMPTS)
+    line.stall()
+    begin(homes[0])
+    until(lambda: state_of(homes[0]).moved > 0)
+    kill_server(dying)
+    state = ended(homes[0])
+    assert state.phase == "drained" and state.moved == 24 and state.refused == 0
+    for keys in PROMPTS:
+        assert held(others[1], keys) == 4 and read(others[1], keys)
+
+
+def test_a_host_that_is_killed_while_it_is_drained_leaves_whole_chunks_and_no_leases(
+    ending: ExitStack, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    line = Proxy(ports[0])  # through which the other reads
+    ending.callback(line.close)
+    leaving = serve(ending, one, ports[0], ports[1], slots=64)
+    serve(ending, two, ports[1], line.port, slots=64)
+    other = join_server(two)
+    ending.callback(other.close)
+    filled(ending, one, PROMPTS)
+    crossed = 0
+
+    def stall_in_a_chunk(data: bytes) -> bytes:
+        nonlocal crossed
+        crossed += len(data)
+        if crossed > 6.5 * CHUNK_BYTES:
+            line.stall()
+        return data
+
+    line.spoil = stall_in_a_chunk
+    begin(one)
+    until(lambda: state_of(one).moved >= 1)
+    kill_server(leaving)
+    line.spoil = lambda data: None
+    line.flow()
+    until(lambda: report_of(two / "s").caches[0].counts.chunks_reserved == 0)
+    came = 0
+    for keys in PROMPTS:
+        came += (found := held(other, keys))
+        assert not found or read(other, keys[:found])
+    assert 1 <= came < 24
+    counts = report_of(two / "s").caches[0].counts
+    assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+
+
+def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
+    """The peer fetches nothing: it says so until the time is over."""
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        assert isinstance(request, Offer)
+        offered = len(request.keys.unpack()) - request.first
+        stream.send_message(Offered(b"\1" * offered, 100), time.monotonic() + 10)
+
+    peer = FakePeer(answer)
+    ending.callback(peer.close)
+    peer.hold = lambda request: bytes(len(request.keys.unpack()))  # type: ignore[method-assign]
+    server = listening(tiers=peers_at(peer.address))
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, PROMPTS[0])
+    (local,) = server.server.caches.values()
+    local.drain.begin(0.3)
+    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining")
+    assert local.drain.state() == DrainState("stopped", "the time is over", chunks=4, left=4)
+    assert not any(local._index.is_leased(slot) for slot in range(local.pool.slots))
+    local.drain.end()
+    assert store(cache, PROMPTS[1]).keys == tuple(PROMPTS[1])  # in the place of the first, whose order is whole again
+    assert store(cache, PROMPTS[2]).keys == tuple(PROMPTS[2])
+
+
+@pytest.mark.parametrize("fates", [b"", b"\7\7\7\7", b"\2\2\2\2\2"])
+def test_a_peer_that_answers_nonsense_has_taken_nothing(ending: ExitStack, fates: bytes) -> None:
+    def answer(stream: PeerStream, request: Request) -> None:
+        stream.send_message(Offered(fates, 100), time.monotonic() + 10)
+
+    peer = FakePeer(answer)
+    ending.callback(peer.close)
+    peer.hold = lambda request: bytes(len(request.keys.unpack()))  # type: ignore[method-assign]
+    server = listening(tiers=peers_at(peer.address))
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, PROMPTS[0])
+    (local,) = server.server.caches.values()
+    local.drain.begin(20)
+    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
+    state = local.drain.state()
+    assert state is not None and state.moved == 0
+
+
+def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: ExitStack) -> None:
+    """A peer can have us ask our peers, and reserve half of the pool for a moment, no more."""
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        assert isinstance(request, Fetch)
+        stream.send([SIZE.pack(NOT_HERE)] * len(request.keys.unpack()), time.monotonic() + 10)
+
+    liar = FakePeer(answer)
+    ending.callback(liar.close)
+    server = listening(8, tiers=peers_at(liar.address))
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, PROMPTS[0])
+    (local,) = server.server.caches.values()
+    taken = local.offers.take(key_chain(100, branch="nowhere"), 0)
+    assert sum(fate == 1 for fate in taken.fates) <= 4 and taken.room == 0
+    until(lambda: local.counts().chunks_reserved == 0)
+    assert held(cache, PROMPTS[0]) == 4
+    again = local.offers.take(PROMPTS[0], 2)
+    assert [int(fate) for fate in again.fates] == [2, 2]
+    until(lambda: local.offers.take(PROMPTS[0], 0).room == 4)
+
+
+def test_the_command_waits_for_its_end_and_says_how_it_was(
+    ending: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], slots=16)
+    filled(ending, two, [])
+    filled(ending, one, PROMPTS[:1])
+    socket = ["--socket", str(one / "s")]
+    assert main(["drain", *socket]) == 0
+    said = f"drained: of 4 chunks 4 chunks ({4 * CHUNK_BYTES} bytes) moved, 0 on other hosts already\n"
+    assert capsys.readouterr().out == said
+    assert main(["drain", *socket, "--end"]) == 0
+    filled(ending, one, PROMPTS[1:])  # more than the other has room for
+    assert main(["drain", *socket, "--json", "--timeout", "30"]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    told = json.loads(last)
+    assert told["elsewhere"] == 4 and told["moved"] == 4 and told["refused"] == 16
+    assert main(["drain", *socket, "--no-wait"]) == 0
+    assert main(["drain", "--socket", str(tmp_path / "nobody")]) == 2
+    assert main(["drain", *socket, "--timeout", "-1"]) == 2
+    assert main(["drain", *socket, "--max-bytes", "many"]) == 2
