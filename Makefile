@@ -43,8 +43,7 @@ test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	-@scripts/setup.sh dynamo
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
 
-test-sglang: ## real SGLang on the CPU, and a prefix from vLLM to SGLang and back
-	@scripts/setup.sh vllm
+test-sglang: ## real SGLang on the CPU
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "not gpu and not slow and not long"
 
@@ -56,7 +55,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
-test-engines: ## slow tests of both engines, and a soak: half an hour
+test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"

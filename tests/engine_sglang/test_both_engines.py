@@ -25,7 +25,10 @@ VLLM = Path(sys.prefix).parent / "vllm" / "bin" / "python"
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside SGLang: scripts/setup.sh vllm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside SGLang: scripts/setup.sh vllm"),
+]
 
 
 def run_vllm(
@@ -90,7 +93,7 @@ def assert_sglang_finds_it(sglang: Engine, reference: list[Answer]) -> None:
     assert sglang.hits == [640, 640]
 
 
-@pytest.mark.parametrize("opaque", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("opaque", [False, True])
 def test_each_finds_at_a_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path, opaque: bool
 ) -> None:
@@ -113,7 +116,6 @@ def test_each_finds_at_a_server_what_the_other_computed(
         server.stop()
 
 
-@pytest.mark.slow
 def test_each_finds_at_another_hosts_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
@@ -139,7 +141,6 @@ def test_each_finds_at_another_hosts_server_what_the_other_computed(
             assert_sglang_finds_it(sglang, reference)
 
 
-@pytest.mark.slow
 def test_each_finds_in_a_directory_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:

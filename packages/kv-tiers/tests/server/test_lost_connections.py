@@ -1,5 +1,6 @@
 """Clients that go, however they go: what they held is given back, and only what nobody can be writing."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -18,8 +20,10 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server import connection as connection_module
 from kv_tiers.server import connections as clients_module
 from kv_tiers.server import orphans as orphans_module
+from kv_tiers.server.connection import Connection
 from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
 from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up
 from kv_tiers.testing.wait import until
@@ -39,6 +43,25 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
     (behind,) = served.server.caches.values()
     assert not behind._leases.holders()
     stays.close()
+
+
+def test_an_answer_that_has_come_counts_however_late_its_reader_runs(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = Connection(served.path, 0.2)
+    now_s = [0.0]
+    monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    read = connection._read
+
+    def read_late() -> bytes:
+        data = read()
+        now_s[0] += 1.0  # another thread had the processor
+        return data
+
+    monkeypatch.setattr(connection, "_read", read_late)
+    with contextlib.closing(connection):
+        assert isinstance(connection.receive(0.2), wire.Welcome)
+        assert isinstance(connection.ask(wire.Status()), wire.Stated)
 
 
 def test_who_lost_only_the_connection_may_still_be_writing(served: ThreadedServer) -> None:

@@ -81,12 +81,12 @@ class Connection:
         try:
             self._socket.settimeout(timeout_s)
             while (body := self._frames.next()) is None:
+                if timeout_s and time.monotonic() > until:
+                    return None  # not before looking at what has come: this thread may have been kept from it
                 data = self._read()
                 if not data:
                     raise TierDown("the server has closed the connection")
                 self._frames.feed(data)
-                if time.monotonic() > until and timeout_s:
-                    return None
             return wire.read_answer(body)
         except (BlockingIOError, TimeoutError):
             return None
