@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
   wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -66,6 +66,10 @@ test-long: ## what of both engines CI has no time for: SGLang's table of models,
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q tests/engine -m "long and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q tests/engine_sglang -m "long and not gpu"
+
+test-deep: ## the packages' state machines with 20 times their examples (EXAMPLES=20): an hour or more
+	@scripts/setup.sh workspace
+	KV_EXAMPLES=$(or $(EXAMPLES),20) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -k runTest
 
 test-trained: ## two trained models on real vLLM: the same answers about this repository's documents, cold and found
 	@scripts/setup.sh vllm
