@@ -29,6 +29,7 @@ from kv_tiers.approximate import is_approximate
 from kv_tiers.attach.connect import Format, check_replicas, open_in_process, open_remote
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
+from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
@@ -201,8 +202,11 @@ def attach(
     """
     if rank.replicas > 1:
         check_replicas(settings)
-    judge, approximate = settings.judge, is_approximate(settings.tiers)
-    demand(judge.verdict, judge.max_kl, [pages.format for pages in pools.values()], approximate=approximate)
+    judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
+    codec, stored = "" if calibration is None else calibration.name, [pages.format for pages in pools.values()]
+    demand(judge.verdict, judge.max_kl, stored, approximate=approximate, codec=codec)
+    if calibration is not None:
+        calibration.check(stored)
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
@@ -211,12 +215,13 @@ def attach(
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
-    formats = {name: Format((pages.format.nbytes,), pages.format.fingerprint) for name, pages in pools.items()}
+    prints = {name: fingerprint_of(calibration, pages.format.fingerprint) for name, pages in pools.items()}
+    formats = {name: Format((pages.format.nbytes,), prints[name]) for name, pages in pools.items()}
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so what one of them has may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
     made = Attached(watch=watch, figures=figures)
-    keeps = StoredFormat.of(model, pools[KV].format.kind, pools[KV].format.fingerprint)
+    keeps = StoredFormat.of(model, pools[KV].format.kind, prints[KV])
     if rank.number == rank.stage == rank.replica == 0:
         warn_of_other_formats(settings, keeps)
     try:
@@ -249,7 +254,7 @@ def attach(
             space = LiveKeySpace(
                 watch.weights,
                 kv_dtype=pages.dtype,
-                format_fingerprint=pages.format.fingerprint,
+                format_fingerprint=prints[name],
                 world=1 if whole else rank.ranks,
                 chain=settings.scheme().name,
                 tags=() if name == KV else (("pool", name),),

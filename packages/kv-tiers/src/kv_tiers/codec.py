@@ -61,6 +61,15 @@ class DecodesPrefixes(Protocol):
         """
 
 
+@runtime_checkable
+class EncodesFirst(Protocol):
+    """Optional capability of a `Codec`: a prompt's first chunk, which begins with attention's sinks, is encoded with
+    more care."""
+
+    def encode_first(self, chunk: memoryview, out: memoryview) -> int | None:
+        """Like `encode`, of a chunk that may be its prompt's first: no chunk before it is known."""
+
+
 CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
 """What an entry point of the group `kv_tiers.codecs` names. Arguments: the options that the user wrote (without `type`;
 empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a library

@@ -14,6 +14,7 @@ from kv_tiers.attach.chunk_size import fitted
 from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
 from kv_tiers.attach.neighbours import StoredFormat
+from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
@@ -49,8 +50,12 @@ def bind_worker(
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
         return _refused(engine, bound)
-    judge, approximate = settings.judge, is_approximate(settings.tiers)
-    demand(judge.verdict, judge.max_kl, bound.formats, approximate=approximate)
+    judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
+    codec = "" if calibration is None else calibration.name
+    demand(judge.verdict, judge.max_kl, bound.formats, approximate=approximate, codec=codec)
+    if calibration is not None:
+        calibration.check(bound.formats)
+    fingerprint = fingerprint_of(calibration, bound.fingerprint)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,
@@ -69,8 +74,8 @@ def bind_worker(
     engine.bind_worker(
         settings,
         facts,
-        Format(bound.group_bytes, bound.fingerprint),
-        StoredFormat.of(model, bound.kind, bound.fingerprint),
+        Format(bound.group_bytes, fingerprint),
+        StoredFormat.of(model, bound.kind, fingerprint),
         bound.copiers,
         share=share,
         in_process=in_one_process(vllm_config),

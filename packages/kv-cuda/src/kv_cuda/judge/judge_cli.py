@@ -12,6 +12,9 @@ from kv_core.format import QUANTISED, is_quantised_kind
 
 from kv_cuda.judge.verdict import FIRST_PARTS
 
+STEP = 0.4
+"""Of the codec `kvtc`: about six times smaller."""
+
 if TYPE_CHECKING:
     from kv_cuda.judge.verdict import Verdict
 
@@ -19,6 +22,9 @@ _ABOUT = """\
 Run a model on text twice: with exact keys and values of the context, and with what a lossy format makes of them. What
 that does to the next token's distribution is what the format costs. Needs transformers (engines bring it) and the
 model in memory once; a model of 135 million parameters takes a minute on two cores.
+
+The codec `kvtc` of tiers is calibrated for a model: `--calibrate TEXT --calibration FILE` writes FILE, which the
+settings name. With `--text` it is judged at once; give that other text.
 
 Give text like what the model will see: --text FILE, repeated. With --out the findings are a file; `judge.verdict` and
 `judge.max_kl` in the settings then refuse, at start, a format that loses more than you allow.
@@ -33,7 +39,7 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or its name on the Hugging Face hub")
-    parser.add_argument("--text", metavar="FILE", type=Path, action="append", required=True, help="UTF-8 text; repeat")
+    parser.add_argument("--text", metavar="FILE", type=Path, action="append", default=[], help="UTF-8 text; repeat")
     parser.add_argument(
         "--format",
         dest="formats",
@@ -41,11 +47,25 @@ def register(subparsers: Any) -> None:
         choices=[*sorted(QUANTISED), FIRST_PARTS],
         help=f"only this one; repeat (default: those of one byte a number). {FIRST_PARTS}: first parts of its chunks",
     )
+    parser.add_argument("--compare", action="store_true", help="published formats too, for comparison")
     parser.add_argument(
-        "--compare",
+        "--calibration",
         metavar="FILE",
         type=Path,
-        help="published formats too, for comparison; FILE: other text, for those that are calibrated",
+        action="append",
+        default=[],
+        help="judge the codec kvtc with this calibration; repeat",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="write --calibration first, by this text",
+    )
+    parser.add_argument(
+        "--step", type=float, default=STEP, help=f"of a calibration, in standard deviations (default: {STEP})"
     )
     parser.add_argument(
         "--dtype",
@@ -67,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         InputError: a number is out of range.
         ConfigError: there is no such model or text, or it cannot be judged.
     """
+    from kv_cuda.judge.calibrate import calibrate, through_calibrated
     from kv_cuda.judge.measure import Model, Windows, judge
     from kv_cuda.judge.rivals import rivals
     from kv_cuda.judge.roundtrip import FirstParts, RoundTrip, Trip
@@ -74,27 +95,46 @@ def run(args: argparse.Namespace) -> int:
 
     if args.context < 257 or args.windows < 1:
         raise InputError("--context takes 257 tokens or more, one chunk and a token behind it, and --windows 1 or more")
-    names = args.formats or sorted(QUANTISED)
+    if not args.text and not args.calibrate:
+        raise InputError("give --text, or --calibrate, or both")
+    if args.calibrate and len(args.calibration) != 1:
+        raise InputError("--calibrate writes one file: give --calibration FILE once")
+    # A codec that is judged is asked for by its calibration alone.
+    names = args.formats or ([] if args.calibration else sorted(QUANTISED))
     trips: list[Trip] = [RoundTrip(name) for name in names if is_quantised_kind(name)]
     trips += [FirstParts()] if FIRST_PARTS in names else []
-    try:
-        text = "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in args.text)
-        calibration = args.compare.read_text(encoding="utf-8", errors="replace") if args.compare else ""
-    except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}") from error
+    trips += rivals() if args.compare else []
+    text, calibrating = _read(args.text), _read(args.calibrate)
 
     def said(what: str) -> None:
         print(f"kv judge: {what}", file=sys.stderr)
 
     said(f"loading {args.model}")
     model = Model(args.model, dtype=args.dtype, device=args.device)
-    trips += rivals(model, model.tokens(calibration)) if calibration else []
+    if args.calibrate:
+        (path,) = args.calibration
+        learnt = calibrate(model, model.tokens(calibrating)).learnt(args.step)
+        try:
+            learnt.write(path)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from error
+        said(f"calibration {learnt.name} is in {path}")
+    if not args.text:
+        return 0
+    trips += [through_calibrated(str(path)) for path in args.calibration]
     verdict = judge(model, text, trips, Windows(args.context, most=args.windows), said)
     if args.out is not None:
         write_verdict(args.out, verdict)
         said(f"the verdict is in {args.out}")
     print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
     return 0
+
+
+def _read(paths: list[Path]) -> str:
+    try:
+        return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from error
 
 
 def _table(verdict: "Verdict") -> str:

@@ -120,6 +120,23 @@ class Model:
             raise ConfigError(f"model {self.name} rotates its keys in a way not known here: {error}") from error
         return made
 
+    def frequencies(self) -> list[Any]:
+        """All tables of frequencies that it rotates by, in radians a token, each [head_dim / 2], float64, unordered."""
+        embedding = getattr(self._model.model, "rotary_emb", None)
+        found = [] if embedding is None else list(embedding.buffers())
+        return [one.double().cpu().numpy() for one in found if one.ndim == 1]
+
+    def keys_at(self, tokens: Sequence[int], first: int) -> list[Any]:
+        """The keys of each layer, [heads, tokens, head_dim], float32, of a text that begins at this position."""
+        cache = self._cache([])
+        self._forward(tokens, cache, first)
+        return [layer.keys[0].float().cpu().numpy() for layer in cache.layers]
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt that it is made for."""
+        return int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 1 << 17))
+
     def _cache(self, layers: Layers) -> Any:
         """A cache of all tokens in every layer, including layers with sliding windows: their mask hides what they do
         not see.
@@ -132,9 +149,13 @@ class Model:
         return cache
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+    def _forward(self, tokens: Sequence[int], cache: Any, first: int | None = None) -> torch.Tensor:
+        """first: the first token's position; None: behind what is in the cache."""
         ids = torch.tensor([list(tokens)], device=self.device)
-        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        places = {}
+        if first is not None:
+            places["position_ids"] = torch.arange(first, first + len(tokens), device=self.device)[None]
+        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **places).logits
         return logits
 
 

@@ -8,25 +8,22 @@ token in groups of 64 channels, each group with a float16 scale and zero.
 differences to it in bins of .5, 1 and 1.5 standard deviations by thirds of the layers.
 `bf16m3`, `bf16m2`: so many bits of the mantissa, the exponents entropy coded.
 `uniform25`: one step a layer of keys and of values, a quarter of its standard deviation.
-`kvtc25`, `kvtc40`, `kvtc60`, `kvtc80`: "KV Cache Transform Coding" (arXiv 2511.01815): principal components of each
-layer's keys before their rotation, and of its values, learnt on other text, in steps of .25 to .8 standard deviations.
 
 The first four tokens, attention's sinks, stay exact in all but `int8-channel`, and count as 16 bits each. What a paper
-codes arithmetically is coded by zstd here, and its bytes are counted. Tables and bases that are stored once for a model
-are not. Speeds are not measured.
+codes arithmetically is coded by zstd here, and its bytes are counted. Speeds are not measured. Transform coding (KVTC)
+is not here: it is the codec `kvtc` of tiers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_cuda.judge.measure import Model
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, Cost, Layers, through
 
 Numbers = NDArray[np.float32]
@@ -35,7 +32,6 @@ _GROUP: Final = 64
 _ANCHOR_TOKENS: Final = 10
 _CODED_CHANNELS: Final = 32
 """Channels that share a table of the entropy coder."""
-_CALIBRATION_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +89,8 @@ class Rival:
         return back
 
 
-def rivals(model: Model, calibration: Sequence[int]) -> list[Rival]:
-    """All of them. calibration: tokens of text that is not judged.
-
-    Raises:
-        ConfigError: zstandard is missing, keys are rotated in no way known here, or there is too little text.
-    """
-    transform = _Transform(model, calibration)
+def rivals() -> list[Rival]:
+    """All of them."""
     return [
         Rival("int8-channel", _int8_by_channel, sinks=0),
         Rival("kivi4", partial(_kivi, bits=4)),
@@ -108,7 +99,6 @@ def rivals(model: Model, calibration: Sequence[int]) -> list[Rival]:
         Rival("bf16m3", partial(_mantissa, bits=3)),
         Rival("bf16m2", partial(_mantissa, bits=2)),
         Rival("uniform25", partial(_uniform, step=0.25)),
-        *(Rival(f"kvtc{hundredths}", partial(transform, step=hundredths / 100)) for hundredths in (25, 40, 60, 80)),
     ]
 
 
@@ -152,52 +142,6 @@ def _uniform(plane: Plane, step: float) -> tuple[Numbers, int]:
     width = step * float(plane.numbers.std())
     symbols = np.round(plane.numbers / width)
     return (symbols * width).astype(np.float32), _coded_bytes(symbols)
-
-
-class _Transform:
-    """Principal components, by layer and part. Of keys that are rotated back to no position."""
-
-    def __init__(self, model: Model, calibration: Sequence[int]) -> None:
-        if len(calibration) < _CALIBRATION_TOKENS:
-            raise ConfigError(f"--calibrate takes {_CALIBRATION_TOKENS} tokens of text or more")
-        self._rotations = model.rotations(_CALIBRATION_TOKENS)
-        seen: dict[tuple[int, bool], list[Numbers]] = {}
-        for at in range(0, min(len(calibration), 4 * _CALIBRATION_TOKENS), _CALIBRATION_TOKENS):
-            layers = model.computed(calibration[at : at + _CALIBRATION_TOKENS])
-            for number, pair in enumerate(layers):
-                for kv, is_keys in zip(pair, (True, False), strict=True):
-                    numbers = kv[0].transpose(0, 1).flatten(1).float().cpu().numpy()
-                    plane = Plane(numbers, kv.shape[1], 0, number, len(layers), is_keys)
-                    seen.setdefault((number, is_keys), []).append(self._unrotated(plane)[_SINKS:])
-        self._bases: Mapping[tuple[int, bool], tuple[Any, Any, float]] = {
-            which: _components(np.concatenate(numbers)) for which, numbers in seen.items()
-        }
-
-    def __call__(self, plane: Plane, step: float) -> tuple[Numbers, int]:
-        mean, basis, deviation = self._bases[plane.layer, plane.is_keys]
-        width = step * deviation
-        symbols = np.round((self._unrotated(plane) - mean) @ basis / width)
-        back = (symbols * width) @ basis.T + mean
-        return self._turned(plane, back.astype(np.float32), 1), _coded_bytes(symbols)
-
-    def _unrotated(self, plane: Plane) -> Numbers:
-        return self._turned(plane, plane.numbers, -1)
-
-    def _turned(self, plane: Plane, numbers: Numbers, direction: int) -> Numbers:
-        if not plane.is_keys:
-            return numbers
-        cos, sin = (table[plane.first : plane.first + len(numbers), None] for table in self._rotations[plane.layer])
-        heads = numbers.reshape(len(numbers), plane.heads, -1)
-        low, high = np.split(heads, 2, -1)
-        turned: Numbers = heads * cos + np.concatenate((-high, low), -1) * (direction * sin)
-        return turned.reshape(numbers.shape)
-
-
-def _components(numbers: Numbers) -> tuple[Numbers, Numbers, float]:
-    """The mean, the principal components as columns, the largest first, and the standard deviation of all."""
-    mean = numbers.mean(0)
-    variances, basis = np.linalg.eigh(np.cov((numbers - mean).T))
-    return mean, basis[:, ::-1].astype(np.float32), float(np.sqrt(variances.mean()))
 
 
 def _coded_bytes(symbols: Numbers) -> int:

@@ -1,5 +1,5 @@
 """Keys and values through a format and back, by the code that engines use: `RoundTrip` for a format of the pool,
-`FirstParts` for what a tier's codec makes of a chunk whose first part alone is read."""
+`ThroughCodec` for a lossy codec of tiers, `FirstParts` for one of which the first part of a chunk alone is read."""
 
 import time
 from collections.abc import Callable
@@ -112,28 +112,17 @@ class RoundTrip:
         return known
 
 
-class FirstParts:
-    """Chunks of all layers through the codec, of which the first quarter is read back."""
+class ThroughCodec:
+    """A `Trip` of chunks of all layers through a codec of tiers. Layers of equal shape form one chunk, although an
+    engine may have them in several groups."""
 
-    def __init__(self) -> None:
-        """
-        Raises:
-            ConfigError: the codec is not installed, or a library that it needs.
-        """
-        found = entry_points(group="kv_tiers.codecs", name=FIRST_PARTS)
-        if not found:
-            raise ConfigError(f"format {FIRST_PARTS} needs the package kv-tiers; pip install 'kv-tiers[zstd]'")
-        self.name, self.cost = FIRST_PARTS, Cost()
-        self._codec: Any = next(iter(found)).load()({}, None)
+    def __init__(self, name: str, codec: Any) -> None:
+        """codec: a `kv_tiers.codec.Codec`."""
+        self.name, self.cost = name, Cost()
+        self._codec = codec
 
     def layers(self, layers: Layers) -> Layers:
-        """Like `Trip.layers`. Layers of equal shape form one chunk, although an engine may have them in several groups.
-
-        Raises:
-            ConfigError: the elements are not bfloat16.
-        """
-        if layers[0][0].dtype != torch.bfloat16:
-            raise ConfigError(f"format {FIRST_PARTS} is for bfloat16: judge it with --dtype bfloat16, or leave it out")
+        """Like `Trip.layers`."""
         back = [(keys.clone(), values.clone()) for keys, values in layers]
         for shape in dict.fromkeys(keys.shape for keys, _ in back):
             mine = [layer for layer in back if layer[0].shape == shape]
@@ -141,28 +130,71 @@ class FirstParts:
                 some = slice(first, first + CHUNK_TOKENS)
                 # [parts, layers, tokens, heads, head_dim]
                 chunk = torch.stack([torch.stack([layer[part][0, :, some] for layer in mine]) for part in (0, 1)])
-                decoded = self._chunk(chunk.transpose(2, 3).contiguous().cpu()).transpose(2, 3)
+                exact = chunk.transpose(2, 3).contiguous().cpu()
+                decoded = self._chunk(exact, is_first=not first).transpose(2, 3)
                 for part in (0, 1):
                     for number, layer in enumerate(mine):
                         layer[part][0, :, some] = decoded[part, number].to(layer[part].device)
         return back
 
-    def _chunk(self, exact: torch.Tensor) -> torch.Tensor:
+    def _chunk(self, exact: torch.Tensor, *, is_first: bool) -> torch.Tensor:
         source = exact.view(torch.uint8).reshape(-1).numpy().data
         payload, decoded = memoryview(bytearray(len(source))), torch.empty_like(exact)
         back = decoded.view(torch.uint8).reshape(-1).numpy().data
-        quarter = len(source) // _APPROXIMATE_SHARE
+        encode = self._codec.encode_first if is_first and hasattr(self._codec, "encode_first") else self._codec.encode
         start = time.perf_counter()
-        stored_bytes = self._codec.encode(source, payload)
+        stored_bytes = encode(source, payload)
         encoded = time.perf_counter()
         if stored_bytes is None:  # such a chunk is stored as it is, and read whole
             self.cost.add(exact, exact, len(source))
             return exact
-        self._codec.decode_prefix(payload[:quarter], back)
-        self.cost.add(exact, decoded, quarter)
+        self.cost.add(exact, decoded, self._decode(payload[:stored_bytes], back))
         self.cost.encode_s += encoded - start
         self.cost.decode_s += time.perf_counter() - encoded
         return decoded
+
+    def _decode(self, payload: memoryview, back: memoryview) -> int:
+        """How many bytes of the payload it took."""
+        self._codec.decode(payload, back)
+        return len(payload)
+
+
+class FirstParts(ThroughCodec):
+    """Chunks of which the first quarter is read back."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            ConfigError: the codec is not installed, or a library that it needs.
+        """
+        super().__init__(FIRST_PARTS, plugin("kv_tiers.codecs", FIRST_PARTS)({}, None))
+
+    def layers(self, layers: Layers) -> Layers:
+        """Like `Trip.layers`.
+
+        Raises:
+            ConfigError: the elements are not bfloat16.
+        """
+        if layers[0][0].dtype != torch.bfloat16:
+            raise ConfigError(f"format {FIRST_PARTS} is for bfloat16: judge it with --dtype bfloat16, or leave it out")
+        return super().layers(layers)
+
+    def _decode(self, payload: memoryview, back: memoryview) -> int:
+        quarter = len(back) // _APPROXIMATE_SHARE
+        self._codec.decode_prefix(payload[:quarter], back)
+        return quarter
+
+
+def plugin(group: str, name: str) -> Any:
+    """What an entry point of kv-tiers names, which this package does not import.
+
+    Raises:
+        ConfigError: kv-tiers is not installed.
+    """
+    found = entry_points(group=group, name=name)
+    if not found:
+        raise ConfigError(f"format {name} needs the package kv-tiers; pip install 'kv-tiers[zstd]'")
+    return next(iter(found)).load()
 
 
 def through(

@@ -95,13 +95,16 @@ FIRST_PARTS: Final = "progressive"
 """The codec whose first parts may be read alone: the name of its entry point in `kv_tiers.codecs`, and in findings."""
 
 
-def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False) -> None:
+def demand(
+    path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False, codec: str = ""
+) -> None:
     """Refuse formats that lose more than the operator allows, or of which nothing is known.
 
     path: of the verdict; "" where only a bound was given.
     max_kl: in nats; 0: nothing is demanded.
     formats: of the engine's groups, as they were proved, of all heads or a rank's. Exact ones are always allowed.
     approximate: whether first parts of chunks are read alone.
+    codec: what findings call the lossy codec of the engine's tiers; "" without one.
 
     Raises:
         ConfigError: a lossy format was not measured, or not on such a model, or loses more; or chunks of these formats
@@ -109,10 +112,16 @@ def demand(path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approxim
     """
     if approximate:
         _check_approximable(formats)
+    if codec:
+        _demand(path, max_kl, codec, formats)
     lossy = list(formats) if approximate else [one for one in formats if one.is_quantised]
-    if not lossy or not max_kl:
+    if lossy:
+        _demand(path, max_kl, FIRST_PARTS if approximate else lossy[0].kind, lossy)
+
+
+def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -> None:
+    if not max_kl:
         return
-    kind = FIRST_PARTS if approximate else lossy[0].kind
     if not path:
         raise ConfigError(
             f"judge.max_kl is {max_kl:g} and format {kind} is lossy: measure it with `kv judge MODEL --out FILE` and "

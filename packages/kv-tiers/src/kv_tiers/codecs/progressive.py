@@ -23,6 +23,7 @@ import xxhash
 
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder
+from kv_tiers.codecs.cursor import Cursor
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
@@ -114,7 +115,7 @@ class ProgressiveCodec:
         parts, is_longer = _parts_in(prefix, len(out))
         missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
-        first, *more = map(_Cursor, parts)
+        first, *more = map(Cursor, parts)
         for start in range(0, words.size, _SECTION):
             self._decode_section(words[start : start + _SECTION], first, more, missing)
         out[words.nbytes :] = first.take(len(out) - words.nbytes)
@@ -166,7 +167,7 @@ class ProgressiveCodec:
         halves = self.kernels.select(words, marks, mark, count).view(np.uint8)
         return *self._framed(halves[1::2].copy()), halves[::2].tobytes()
 
-    def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"], scratch: Bytes) -> None:
+    def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
         """Some numbers, from the parts that are there: the first, and those behind it."""
         exponents = np.frombuffer(first.take(words.size // SCALED_NUMBERS), np.uint8)
         symbols = self._frame(first, words.size)
@@ -181,12 +182,12 @@ class ProgressiveCodec:
             self._place(more[1], whole, missing, ALL_MISSING, words)
         self._place(first, escaped, symbols, ESCAPED, words)
 
-    def _frame(self, cursor: "_Cursor", symbols: int) -> Bytes:
+    def _frame(self, cursor: Cursor, symbols: int) -> Bytes:
         (frame_bytes,) = _FRAME_BYTES.unpack(cursor.take(_FRAME_BYTES.size))
         frame = cursor.take(frame_bytes)
         return self._coder.decode(frame, symbols) if symbols else np.empty(0, np.uint8)
 
-    def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
+    def _place(self, cursor: Cursor, count: int, marks: Bytes, mark: int, words: Words) -> None:
         """The numbers with this mark, of the given count, as the part stores them."""
         values = self._frame(cursor, count).astype("<u2") << 8
         values |= np.frombuffer(cursor.take(count), np.uint8)
@@ -256,25 +257,3 @@ class _Scratch:
         if self.nibbles.size < numbers // 2:
             self.nibbles = np.empty(numbers // 2, np.uint8)
             self.packed = np.empty(-(-numbers // _SECTION) * packed_room(_SECTION), np.uint8)
-
-
-class _Cursor:
-    """Reads one part."""
-
-    def __init__(self, part: memoryview) -> None:
-        self._part, self._at = part, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._part) - self._at
-
-    def take(self, nbytes: int) -> memoryview:
-        """
-        Raises:
-            CodecError: there is not so much.
-        """
-        if nbytes > self.left:
-            raise CodecError(f"a part ends {nbytes - self.left} bytes too early")
-        taken = self._part[self._at : self._at + nbytes]
-        self._at += nbytes
-        return taken

@@ -18,7 +18,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
-from kv_tiers.codec import Codec, CodecError, DecodesPrefixes
+from kv_tiers.codec import Codec, CodecError, DecodesPrefixes, EncodesFirst
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.tier import Read, Write
 
@@ -113,7 +113,9 @@ class Payloads:
         if self._codec is not None and chunk.nbytes > _PAGE_BYTES:
             out = self._buffer(at, len(chunk.pages))
             # A page less at least, or nothing is won on any medium.
-            stored_bytes = self._codec.encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
+            codec = self._codec
+            encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
+            stored_bytes = encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
             if stored_bytes is not None:
                 checksum, pieces = checksums_of(out[:stored_bytes], chunk.nbytes)
                 header = Header(

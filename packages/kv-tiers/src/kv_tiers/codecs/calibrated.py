@@ -1,0 +1,44 @@
+"""Caches whose tiers use the codec `kvtc`: which calibration, and how such caches are kept apart from all others.
+
+What an engine loads from such a tier is an approximation, and so is what it computes behind it. So the calibration's
+name is part of the fingerprint of the engine's chunks, as the kind of a format is: keys, headers, pools and namespaces
+of tiers differ from those of exact caches and of other calibrations (docs/adr/0034).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from kv_core.errors import ConfigError
+
+from kv_tiers.codecs.calibration import Calibration, read_calibration
+
+_NAME: Final = "kvtc"
+
+
+def calibration_of(tiers: Sequence[Mapping[str, object]]) -> Calibration | None:
+    """With which these tiers encode, if they use the codec.
+
+    Raises:
+        ConfigError: the file cannot be used, or two tiers name different ones.
+    """
+    found = {one.id: one for one in map(read_calibration, dict.fromkeys(_paths(tiers)))}
+    if len(found) > 1:
+        raise ConfigError("tiers: all that use codec kvtc must name the same calibration")
+    return next(iter(found.values()), None)
+
+
+def fingerprint_of(calibration: Calibration | None, fingerprint: str) -> str:
+    """The fingerprint of chunks that may have been through tiers with this calibration.
+
+    fingerprint: of their format.
+    """
+    return fingerprint if calibration is None else f"{fingerprint} {calibration.name}"
+
+
+def _paths(tiers: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    for tier in tiers:
+        codec = tier.get("codec")
+        if isinstance(codec, Mapping) and codec.get("type") == _NAME:
+            yield str(codec.get("calibration", ""))
+        elif codec == _NAME:
+            raise ConfigError("codec kvtc needs a calibration: write codec: {type: kvtc, calibration: FILE}")

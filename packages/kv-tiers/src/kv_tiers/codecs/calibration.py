@@ -1,0 +1,227 @@
+"""What the codec `kvtc` must know of a model: principal components of its keys and values, and how it rotates keys.
+
+`kv judge --calibrate` writes it as a file, which settings name. docs/formats/kvtc.md specifies the bytes. Nothing in
+the file is executed, and every size is checked before anything is allocated. Its hash is its name: it is in every
+payload, and in the fingerprint of a cache whose tiers use it, so what differently calibrated caches store never meets.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.rotation import Frequencies, Numbers
+
+_MAGIC: Final = b"kv-kvtc\n"
+VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sII")
+_DIGEST_BYTES: Final = 32
+ID_BYTES: Final = 8
+PARTS: Final = 2
+"""Keys, then values."""
+ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+BLOCK_CHANNELS: Final = 256
+"""Heads are transformed together up to so many channels: more would gain a little, and time grows with them."""
+_LIMITS: Final = {"layers": 1024, "heads": 1024, "head_dim": 1024, "max_tokens": 1 << 27, "tables": 1024}
+_MAX_DESCRIPTION_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a calibration is for.
+
+    model: as it was named.
+    dtype: of the stored KV.
+    heads, head_dim: of keys and of values, in every layer.
+    max_tokens: the longest prompt.
+    step: of a symbol, in standard deviations of all of a layer's keys, or values.
+    tables: for each layer, which frequencies rotate its keys.
+    """
+
+    model: str
+    dtype: str
+    layers: int
+    heads: int
+    head_dim: int
+    max_tokens: int
+    step: float
+    tables: tuple[int, ...]
+
+    @property
+    def block_heads(self) -> int:
+        """How many heads are transformed together."""
+        limit = max(1, BLOCK_CHANNELS // self.head_dim)
+        return max(count for count in range(1, min(limit, self.heads) + 1) if self.heads % count == 0)
+
+    @property
+    def block_channels(self) -> int:
+        return self.block_heads * self.head_dim
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of heads there are in all: [parts, layers, blocks of a layer], in this order."""
+        return PARTS * self.layers * (self.heads // self.block_heads)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token of a chunk, in all layers."""
+        return PARTS * self.layers * self.heads * self.head_dim * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """shape: of what.
+
+    frequencies: [tables, head_dim / 2].
+    means: of keys at position 0 and of values, [blocks, channels].
+    bases: orthonormal columns, [blocks, channels, components], float16.
+    deviations: of each component, [blocks, components].
+    widths: of a step, [blocks].
+    """
+
+    shape: Shape
+    frequencies: Frequencies
+    means: Numbers
+    bases: NDArray[np.float16]
+    deviations: Numbers
+    widths: Numbers
+
+    @cached_property
+    def content(self) -> bytes:
+        """The file, without the digest at its end."""
+        described = {name: getattr(self.shape, name) for name in Shape.__slots__}
+        text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
+        arrays = (self.frequencies, self.means, self.bases, self.deviations, self.widths)
+        types = _layout(self.shape)
+        packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
+        assert [one.shape for one in packed] == [shape for _, shape in types]
+        return b"".join([_HEAD.pack(_MAGIC, VERSION, len(text)), text, *(one.tobytes() for one in packed)])
+
+    @cached_property
+    def id(self) -> bytes:
+        return hashlib.sha256(self.content).digest()[:ID_BYTES]
+
+    @property
+    def name(self) -> str:
+        """In fingerprints and in the judge's findings."""
+        return f"kvtc-{self.id.hex()}"
+
+    def write(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.write_bytes(self.content + hashlib.sha256(self.content).digest())
+
+    def check(self, formats: Sequence[ChunkFormat]) -> None:
+        """
+        Raises:
+            ConfigError: chunks of these formats, an engine's groups, are not what this was made for.
+        """
+        shape = self.shape
+        if len(formats) != 1:
+            raise ConfigError(
+                f"codec kvtc: the model has {len(formats)} groups of layers, such as sliding windows beside full "
+                "attention; the codec is for models with one"
+            )
+        (one,) = formats
+        if one.kind != "canonical" or one.parts != ("k", "v"):
+            raise ConfigError(
+                f"codec kvtc needs keys and values in format canonical; these chunks are {'+'.join(one.parts)} in "
+                f"format {one.kind}"
+            )
+        found = (one.layers, one.heads, one.head_dim, one.dtype)
+        if found != (shape.layers, shape.heads, shape.head_dim, shape.dtype):
+            raise ConfigError(
+                f"codec kvtc: the calibration is of {shape.model}, with {shape.layers} layers of {shape.heads} heads "
+                f"of {shape.head_dim} in {shape.dtype}; this engine's chunks have {one.layers} of {one.heads} heads of "
+                f"{one.head_dim} in {one.dtype}. Write one for it with `kv judge`; ranks that share heads or layers "
+                "are not supported"
+            )
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """
+    Raises:
+        ConfigError: there is no such file, or it is damaged or none of `kv judge`'s.
+    """
+    where = f"calibration {path}"
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
+            magic, version, text_bytes = _HEAD.unpack(head)
+            if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
+                raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
+            if version != VERSION:
+                raise ConfigError(f"{where}: version {version}; this release reads version {VERSION}")
+            text = file.read(text_bytes)
+            shape = _shape(text, where)
+            layout = _layout(shape)
+            wanted = _HEAD.size + text_bytes + sum(_nbytes(*one) for one in layout) + _DIGEST_BYTES
+            if size != wanted:
+                raise ConfigError(f"{where}: it has {size} bytes instead of {wanted}")
+            rest = file.read(wanted)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from error
+    digest = hashlib.sha256(head + text + rest[:-_DIGEST_BYTES]).digest()
+    if digest != rest[-_DIGEST_BYTES:]:
+        raise ConfigError(f"{where}: its checksum is wrong; it is damaged")
+    arrays: list[Any] = []
+    at = 0
+    for dtype, dimensions in layout:
+        arrays.append(np.frombuffer(rest, dtype, int(np.prod(dimensions)), at).reshape(dimensions))
+        at += _nbytes(dtype, dimensions)
+    if not all(np.isfinite(array).all() for array in arrays) or not (arrays[4] > 0).all():
+        raise ConfigError(f"{where}: it has numbers that are none")
+    return Calibration(shape, *arrays)
+
+
+def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and dimensions of the arrays, in their order."""
+    channels = shape.block_channels
+    return [
+        ("<f8", (1 + max(shape.tables), shape.head_dim // 2)),
+        ("<f4", (shape.blocks, channels)),
+        ("<f2", (shape.blocks, channels, channels)),
+        ("<f4", (shape.blocks, channels)),
+        ("<f4", (shape.blocks,)),
+    ]
+
+
+def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
+    count = int(dtype[2:])
+    for dimension in dimensions:
+        count *= dimension
+    return count
+
+
+def _shape(text: bytes, where: str) -> Shape:
+    try:
+        said: Any = json.loads(text)
+        shape = Shape(**{**said, "tables": tuple(said["tables"])})
+        whole = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
+        whole |= {"tables": len(shape.tables)}
+        if not all(type(value) is int and 0 < value <= _LIMITS[name] for name, value in whole.items()):
+            raise ValueError(f"sizes {whole}")
+        if not all(type(table) is int and 0 <= table < len(shape.tables) for table in shape.tables):
+            raise ValueError("tables")
+        if shape.dtype not in ITEMSIZES or shape.head_dim % 2 or len(shape.tables) != shape.layers:
+            raise ValueError("shape")
+        if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
+            raise ValueError("step")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`: {error!r}") from error
+    return shape

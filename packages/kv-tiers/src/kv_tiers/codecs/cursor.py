@@ -1,0 +1,25 @@
+"""Reads a payload from its start, a piece at a time."""
+
+from kv_tiers.codec import CodecError
+
+
+class Cursor:
+    """Over one part of a payload."""
+
+    def __init__(self, part: memoryview) -> None:
+        self._part, self._at = part, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._part) - self._at
+
+    def take(self, nbytes: int) -> memoryview:
+        """
+        Raises:
+            CodecError: there is not so much.
+        """
+        if nbytes > self.left:
+            raise CodecError(f"a part ends {nbytes - self.left} bytes too early")
+        taken = self._part[self._at : self._at + nbytes]
+        self._at += nbytes
+        return taken

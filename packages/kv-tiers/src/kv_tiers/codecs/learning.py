@@ -1,0 +1,102 @@
+"""Learns a `Calibration` from a model's keys and values: `kv judge --calibrate` hands them over."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from kv_core.errors import ConfigError
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.calibration import Calibration, Shape
+from kv_tiers.codecs.rotation import Numbers, turn_back, turns
+
+SINKS: Final = 4
+"""The first tokens of a prompt, on which attention rests whatever they are. They are unlike all others, and are stored
+as they are; four are as good as sixteen."""
+_LEAST_DEVIATION: Final = 1e-6
+"""Of a layer's numbers; below, all of them are the mean."""
+
+
+class Learning:
+    """Sums over contexts, from which components are computed. Of one thread."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str,
+        heads: int,
+        head_dim: int,
+        max_tokens: int,
+        frequencies: Sequence[Sequence[float]],
+    ) -> None:
+        """frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2]."""
+        each = [tuple(float(one) for one in layer) for layer in frequencies]
+        known = list(dict.fromkeys(each))
+        self._frequencies = np.array(known, np.float64)
+        self._shape = Shape(
+            model=model,
+            dtype=dtype,
+            layers=len(each),
+            heads=heads,
+            head_dim=head_dim,
+            max_tokens=max_tokens,
+            step=1.0,
+            tables=tuple(known.index(layer) for layer in each),
+        )
+        blocks, channels = self._shape.blocks, self._shape.block_channels
+        self._tokens = 0
+        self._sums = np.zeros((blocks, channels), np.float64)
+        self._products = np.zeros((blocks, channels, channels), np.float64)
+
+    def add(self, layers: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        """A context from its first token on. layers: keys, as they are stored, and values, [tokens, heads, head_dim].
+
+        Raises:
+            ConfigError: they are of another shape.
+        """
+        shape = self._shape
+        tokens = len(layers[0][0])
+        if len(layers) != shape.layers or any(
+            one.shape != (tokens, shape.heads, shape.head_dim) for layer in layers for one in layer
+        ):
+            raise ConfigError("codec kvtc is for models whose layers all have heads of one number and size")
+        tables = [turns(frequencies, 0, tokens) for frequencies in self._frequencies]
+        of_layer = shape.heads // shape.block_heads
+        for number, pair in enumerate(layers):
+            for part, numbers in enumerate(pair):
+                wide = np.ascontiguousarray(numbers, np.float32)
+                wide = wide if part else turn_back(wide, *tables[shape.tables[number]])
+                for at in range(of_layer):
+                    heads = slice(at * shape.block_heads, (at + 1) * shape.block_heads)
+                    flat = wide[SINKS:, heads].reshape(-1, shape.block_channels).astype(np.float64)
+                    block = (part * shape.layers + number) * of_layer + at
+                    self._sums[block] += flat.sum(0)
+                    self._products[block] += flat.T @ flat
+        self._tokens += tokens - SINKS
+
+    def learnt(self, step: float) -> Calibration:
+        """step: of a symbol, in standard deviations of all of a layer's keys, or values.
+
+        Raises:
+            ConfigError: too few tokens were added, or the step is out of range.
+        """
+        shape = self._shape
+        if self._tokens < 2 * shape.block_channels:
+            raise ConfigError(f"calibration takes {2 * shape.block_channels + SINKS} tokens of text or more")
+        if not 0.01 <= step <= 4:
+            raise ConfigError(f"a step of {step:g} standard deviations; take one of 0.01 to 4, such as 0.4")
+        means = self._sums / self._tokens
+        covariances = self._products / self._tokens - means[:, :, None] * means[:, None, :]
+        variances, bases = np.linalg.eigh(covariances)
+        variances, bases = np.maximum(variances[:, ::-1], 0), bases[:, :, ::-1]
+        of_layers = np.sqrt(variances.reshape(2 * shape.layers, -1).mean(1)).repeat(shape.blocks // (2 * shape.layers))
+        widths: Numbers = (step * np.maximum(of_layers, _LEAST_DEVIATION)).astype(np.float32)
+        return Calibration(
+            Shape(**{name: getattr(shape, name) for name in Shape.__slots__} | {"step": float(step)}),
+            self._frequencies,
+            means.astype(np.float32),
+            bases.astype(np.float16),
+            np.sqrt(variances).astype(np.float32),
+            widths,
+        )

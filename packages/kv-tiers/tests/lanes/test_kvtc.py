@@ -1,0 +1,416 @@
+"""The codec `kvtc`: recorded keys and values come back within their bound, at any position, in a fraction of the bytes.
+
+`recorded/` holds 128 tokens of SmolLM2 135M, K then V of two layers. Longer contexts are drawn: keys with a mean and
+few components, turned to their positions, as trained models have them.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Damaged, Loaded
+from kv_tiers.chunk_header import HEADER_BYTES, format_id
+from kv_tiers.codec import Codec, CodecError, EncodesFirst
+from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
+from kv_tiers.codecs.calibration import Calibration, read_calibration
+from kv_tiers.codecs.kvtc import KvtcCodec, make_kvtc_codec
+from kv_tiers.codecs.learning import SINKS, Learning
+from kv_tiers.codecs.rotation import turn, turn_back, turns
+from kv_tiers.lanes.jobs import Outgoing
+from kv_tiers.lanes.payloads import Payloads
+from kv_tiers.testing.codec_contract import CodecContract
+from kv_tiers.tier import Read, TierContext
+
+RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
+THETA = 100_000.0
+DTYPES = {"bfloat16": "<u2", "float16": "<f2", "float32": "<f4"}
+
+
+def frequencies(head_dim: int) -> list[float]:
+    return [THETA ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+
+
+def as_stored(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype != "bfloat16":
+        return numbers.astype(DTYPES[dtype])
+    bits = numbers.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
+def as_numbers(chunk: bytes, dtype: str) -> np.ndarray:
+    words = np.frombuffer(chunk, DTYPES[dtype])
+    return (words.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else words.astype(np.float32)
+
+
+class Drawn:
+    """A model's keys and values. Each part of each layer has a mean, and components that fall off."""
+
+    def __init__(
+        self, layers: int = 2, heads: int = 2, head_dim: int = 32, dtype: str = "bfloat16", seed: int = 0
+    ) -> None:
+        self.layers, self.heads, self.head_dim, self.dtype = layers, heads, head_dim, dtype
+        self.chance = np.random.default_rng(seed)
+        channels = heads * head_dim
+        self.means = self.chance.normal(0, 2, (2, layers, channels))
+        scale = np.exp(-np.arange(channels) / (channels / 4))
+        self.mixes = self.chance.normal(0, 1, (2, layers, channels, channels)) * scale[:, None]
+
+    def context(self, first: int, tokens: int) -> np.ndarray:
+        """[parts, layers, tokens, heads, head_dim], keys at their positions."""
+        shape = (2, self.layers, tokens, self.heads * self.head_dim)
+        flat = self.means[:, :, None] + self.chance.normal(0, 1, shape) @ self.mixes
+        made = flat.reshape(2, self.layers, tokens, self.heads, self.head_dim).astype(np.float32)
+        tables = turns(np.array(frequencies(self.head_dim)), first, tokens)
+        for layer in range(self.layers):
+            made[0, layer] = turn(made[0, layer], *tables)
+        return made
+
+    def chunk(self, first: int, tokens: int) -> bytes:
+        return as_stored(self.context(first, tokens), self.dtype).tobytes()
+
+    def calibration(self, step: float = 0.4, max_tokens: int = 8192) -> Calibration:
+        learning = Learning(
+            model="drawn",
+            dtype=self.dtype,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            max_tokens=max_tokens,
+            frequencies=[frequencies(self.head_dim)] * self.layers,
+        )
+        for _ in range(2):
+            parts = self.context(0, 1024)
+            learning.add([(parts[0, layer], parts[1, layer]) for layer in range(self.layers)])
+        return learning.learnt(step)
+
+
+def recorded_calibration(step: float = 0.4) -> Calibration:
+    """By two copies of what is tested, as there is no more of it: for the bound and the bytes, not for the ratio."""
+    numbers = as_numbers(RECORDED, "bfloat16").reshape(2, 2, 128, 3, 64)
+    learning = Learning(
+        model="SmolLM2", dtype="bfloat16", heads=3, head_dim=64, max_tokens=8192, frequencies=[frequencies(64)] * 2
+    )
+    for _ in range(4):
+        learning.add([(numbers[0, layer], numbers[1, layer]) for layer in range(2)])
+    return learning.learnt(step)
+
+
+def encoded(codec: KvtcCodec, chunk: bytes, *, first: bool = False) -> bytes:
+    out = memoryview(bytearray(len(chunk)))
+    size = (codec.encode_first if first else codec.encode)(memoryview(chunk), out)
+    assert size is not None
+    return bytes(out[:size])
+
+
+def decoded(codec: KvtcCodec, payload: bytes, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    codec.decode(memoryview(payload), memoryview(out))
+    return bytes(out)
+
+
+def position_in(payload: bytes) -> int:
+    (position,) = struct.unpack_from("<I", payload, 4)
+    return int(position)
+
+
+def assert_within_the_bound(calibration: Calibration, chunk: bytes, back: bytes) -> None:
+    """No component is off by more than half a step; so a block of n numbers by no more than √n half steps, rounded."""
+    shape = calibration.shape
+    exact, approximate = (
+        as_numbers(one, shape.dtype).reshape(
+            2 * shape.layers, -1, shape.heads // shape.block_heads, shape.block_channels
+        )
+        for one in (chunk, back)
+    )
+    widths = calibration.widths.reshape(2 * shape.layers, 1, -1)
+    error = np.linalg.norm((exact - approximate).astype(np.float64), axis=-1)
+    rounding = 2.0**-8 if shape.dtype == "bfloat16" else 2.0**-10
+    bound = np.sqrt(shape.block_channels) * widths / 2 + 2 * rounding * np.linalg.norm(exact, axis=-1)
+    assert (error <= bound).all(), (error / bound).max()
+
+
+class TestKvtc(CodecContract):
+    drawn = Drawn()
+    calibration = drawn.calibration()
+
+    def make(self) -> Codec:
+        return KvtcCodec(self.calibration)
+
+    def chunk(self, nbytes: int = 50_000) -> bytes:
+        return self.drawn.chunk(512, max(1, nbytes // self.calibration.shape.token_bytes))
+
+    def assert_alike(self, chunk: bytes, decoded: bytes) -> None:
+        assert len(chunk) == len(decoded)
+        assert_within_the_bound(self.calibration, chunk, decoded)
+
+
+def test_recorded_keys_and_values_come_back_within_the_bound_in_a_fifth_and_first_tokens_as_they_are() -> None:
+    calibration = recorded_calibration()
+    codec = KvtcCodec(calibration)
+    assert isinstance(codec, EncodesFirst)
+    payload = encoded(codec, RECORDED, first=True)
+    assert len(RECORDED) / len(payload) > 4
+    assert position_in(payload) == 0
+    back = decoded(codec, payload, len(RECORDED))
+    exact, approximate = (np.frombuffer(one, "<u2").reshape(4, 128, -1) for one in (RECORDED, back))
+    assert (exact[:, :SINKS] == approximate[:, :SINKS]).all()
+    assert (exact[:, SINKS:] != approximate[:, SINKS:]).mean() > 0.5
+    assert_within_the_bound(calibration, RECORDED, back)
+
+
+def test_a_smaller_step_costs_bytes_and_brings_numbers_nearer() -> None:
+    sizes, errors = [], []
+    for step in (0.2, 0.4, 0.8):
+        codec = KvtcCodec(recorded_calibration(step))
+        payload = encoded(codec, RECORDED)
+        back = decoded(codec, payload, len(RECORDED))
+        difference = as_numbers(RECORDED, "bfloat16") - as_numbers(back, "bfloat16")
+        sizes.append(len(payload))
+        errors.append(float(np.square(difference).mean()))
+    assert sizes[0] > sizes[1] > sizes[2] and errors[0] < errors[1] < errors[2]
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_a_chunks_position_is_found_in_its_keys(tokens: int) -> None:
+    drawn = Drawn(layers=4)
+    codec = KvtcCodec(drawn.calibration(max_tokens=131_072))
+    for number in (0, 1, 2, 7, 100, 131_072 // tokens - 1):
+        chunk = drawn.chunk(number * tokens, tokens)
+        payload = encoded(codec, chunk)
+        assert position_in(payload) == number * tokens
+        assert_within_the_bound(codec.calibration, chunk, decoded(codec, payload, len(chunk)))
+
+
+def test_a_wrong_position_costs_bytes_and_no_precision() -> None:
+    """The reason why nobody needs to know a chunk's place: what is found there is no more than a good guess."""
+    drawn = Drawn(layers=4)
+    calibration = drawn.calibration(max_tokens=1024)
+    codec = KvtcCodec(calibration)
+    near, beyond = (drawn.chunk(first, 256) for first in (768, 100_000 - 1))  # where no chunk begins
+    right, wrong = encoded(codec, near), encoded(codec, beyond)
+    assert position_in(right) == 768 and position_in(wrong) < 1024
+    assert len(wrong) > 1.1 * len(right)
+    assert_within_the_bound(calibration, beyond, decoded(codec, wrong, len(beyond)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 3, 5, 8]),
+    head_dim=st.sampled_from([2, 16, 64, 128]),
+    tokens=st.integers(1, 70),
+    dtype=st.sampled_from(list(DTYPES)),
+    step=st.sampled_from([0.1, 0.4, 1.0]),
+    number=st.integers(0, 20),
+)
+def test_chunks_of_every_shape_come_back(
+    layers: int, heads: int, head_dim: int, tokens: int, dtype: str, step: float, number: int
+) -> None:
+    drawn = Drawn(layers, heads, head_dim, dtype, seed=tokens)
+    calibration = drawn.calibration(step)
+    codec = KvtcCodec(calibration)
+    chunk = drawn.chunk(number * tokens, tokens)
+    out = memoryview(bytearray(len(chunk) + 4096))
+    for encode in (codec.encode, codec.encode_first):
+        size = encode(memoryview(chunk), out)
+        assert size is not None
+        assert_within_the_bound(calibration, chunk, decoded(codec, bytes(out[:size]), len(chunk)))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 3e38])
+def test_a_number_that_has_no_steps_leaves_the_chunk_as_it_is_unless_it_is_kept_as_it_is(odd: float) -> None:
+    drawn = Drawn(dtype="float32")
+    codec = KvtcCodec(drawn.calibration())
+    numbers = drawn.context(0, 64)
+    numbers[1, 0, 20, 1, 3] = odd
+    chunk = numbers.astype("<f4").tobytes()
+    out = memoryview(bytearray(len(chunk)))
+    with np.errstate(all="ignore"):
+        assert codec.encode(memoryview(chunk), out) is None
+    numbers[1, 0, 20, 1, 3], numbers[1, 0, 2, 1, 3] = 0, odd
+    chunk = numbers.astype("<f4").tobytes()
+    back = np.frombuffer(decoded(codec, encoded(codec, chunk, first=True), len(chunk)), "<f4").reshape(numbers.shape)
+    assert np.array_equal(back[:, :, :SINKS], numbers[:, :, :SINKS], equal_nan=True)
+
+
+def test_numbers_far_beyond_the_calibration_keep_the_bound() -> None:
+    drawn = Drawn()
+    calibration = drawn.calibration()
+    codec = KvtcCodec(calibration)
+    numbers = drawn.context(0, 64)
+    numbers[:, :, 10:12] *= 300
+    chunk = as_stored(numbers, "bfloat16").tobytes()
+    assert_within_the_bound(calibration, chunk, decoded(codec, encoded(codec, chunk), len(chunk)))
+
+
+def test_keys_that_are_turned_back_are_turned_again() -> None:
+    numbers = np.random.default_rng(1).normal(0, 1, (40, 3, 64)).astype(np.float32)
+    tables = turns(np.array(frequencies(64)), 5000, 40)
+    assert np.allclose(turn(turn_back(numbers, *tables), *tables), numbers, atol=1e-6)
+    half = numbers[..., :32] + 1j * numbers[..., 32:]
+    angles = (5000 + np.arange(40))[:, None, None] * np.array(frequencies(64))
+    turned = half * np.exp(1j * angles)
+    assert np.allclose(turn(numbers, *tables), np.concatenate((turned.real, turned.imag), -1), atol=1e-4)
+
+
+class Stored:
+    """A chunk as a tier has it, by what a lane makes of it."""
+
+    def __init__(self, codec: KvtcCodec, chunk: bytes, *, parent: ChunkKey | None) -> None:
+        self.form, self.nbytes = format_id("f"), len(chunk)
+        self.payloads = Payloads(self.form, codec)
+        self.key = ChunkKey(bytes([1, *bytes(45)]))
+        pages = memoryview(bytearray(-(-len(chunk) // 4096) * 4096))
+        pages[: len(chunk)] = chunk
+        (write,) = self.payloads.writes([Outgoing(self.key, parent, pages, len(chunk))])
+        self.header, self.payload = write.header, bytes(write.payload)
+
+    def loaded(self, payload: bytes) -> tuple[object, bytes]:
+        pages = memoryview(bytearray(-(-self.nbytes // 4096) * 4096))
+        pages[: len(payload)] = payload
+        read = Read(self.key, bytearray(self.header), pages, len(pages), self.nbytes)
+        arrival = self.payloads.arrival(read, Loaded(len(payload)), "disk")
+        return arrival.outcome, bytes(pages[: self.nbytes])
+
+
+def test_a_lane_finds_every_truncation_and_flip_and_keeps_sinks_of_chunks_without_a_parent() -> None:
+    drawn = Drawn()
+    codec = KvtcCodec(drawn.calibration())
+    chunk = drawn.chunk(0, 64)
+    first, later = (Stored(codec, chunk, parent=parent) for parent in (None, ChunkKey(bytes([1, *bytes(44), 7]))))
+    assert len(first.header) == HEADER_BYTES
+    sinks = SINKS * codec.calibration.shape.token_bytes // 4
+    words = np.frombuffer(chunk, "<u2").reshape(4, 64, -1)[:, :SINKS]
+    for stored, kept in ((first, True), (later, False)):
+        outcome, back = stored.loaded(stored.payload)
+        assert isinstance(outcome, Loaded)
+        assert (np.frombuffer(back, "<u2").reshape(4, 64, -1)[:, :SINKS] == words).all() == kept
+    assert len(first.payload) > len(later.payload) + sinks
+    spoilt = bytearray(first.payload)
+    for at in range(0, len(spoilt), 7):
+        spoilt[at] ^= 1 << at % 8
+        assert isinstance(first.loaded(bytes(spoilt))[0], Damaged)
+        spoilt[at] ^= 1 << at % 8
+    for length in range(0, len(spoilt), 61):
+        assert isinstance(first.loaded(bytes(spoilt[:length]))[0], Damaged)
+
+
+def test_what_another_calibration_encoded_is_refused() -> None:
+    drawn = Drawn()
+    one, other = KvtcCodec(drawn.calibration(0.4)), KvtcCodec(drawn.calibration(0.5))
+    chunk = drawn.chunk(0, 64)
+    with pytest.raises(CodecError, match="encoded with calibration"):
+        decoded(other, encoded(one, chunk), len(chunk))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "model.kvtc"
+    Drawn().calibration().write(path)
+    return path
+
+
+def test_a_calibration_is_read_as_it_was_written(written: Path) -> None:
+    read = read_calibration(written)
+    drawn = Drawn().calibration()
+    assert read.id == drawn.id and read.shape == drawn.shape
+    for name in ("frequencies", "means", "bases", "deviations", "widths"):
+        assert np.array_equal(getattr(read, name), getattr(drawn, name))
+    assert read.name == f"kvtc-{read.id.hex()}"
+
+
+def test_every_damage_of_a_calibration_is_found_before_its_sizes_are_used(written: Path, tmp_path: Path) -> None:
+    whole = written.read_bytes()
+    spoilt = tmp_path / "spoilt.kvtc"
+    for length in (*range(300), len(whole) // 2, len(whole) - 1):
+        spoilt.write_bytes(whole[:length])
+        with pytest.raises(ConfigError):
+            read_calibration(spoilt)
+    spoilt.write_bytes(whole + b"x")
+    with pytest.raises(ConfigError, match="bytes instead of"):
+        read_calibration(spoilt)
+    for at in (*range(300), len(whole) // 2, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1
+        spoilt.write_bytes(flipped)
+        with pytest.raises(ConfigError):
+            read_calibration(spoilt)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 1 << 40},
+        {"layers": -1},
+        {"layers": True},
+        {"heads": 0},
+        {"head_dim": 3},
+        {"head_dim": "64"},
+        {"dtype": "int8"},
+        {"max_tokens": 1 << 60},
+        {"step": 0.0},
+        {"step": float("nan")},
+        {"step": "1"},
+        {"tables": [0, 9]},
+        {"tables": []},
+        {"tables": 5},
+        {"model": 7},
+        {"more": 1},
+    ],
+)
+def test_a_forged_calibration_is_refused_whatever_it_says(written: Path, change: dict[str, object]) -> None:
+    """With a checksum that is right, as whoever can write the file can make one."""
+    whole = written.read_bytes()
+    (text_bytes,) = struct.unpack_from("<I", whole, 12)
+    said = json.loads(whole[16 : 16 + text_bytes]) | change
+    text = json.dumps(said).encode()
+    written.write_bytes(whole[:12] + struct.pack("<I", len(text)) + text + whole[16 + text_bytes :])
+    with pytest.raises(ConfigError):
+        read_calibration(written)
+
+
+def test_settings_are_refused_by_name_and_fingerprints_differ_by_calibration(written: Path, tmp_path: Path) -> None:
+    tiers = [{"type": "disk", "codec": {"type": "kvtc", "calibration": str(written)}}]
+    calibration = calibration_of(tiers)
+    assert calibration is not None and calibration.id == read_calibration(written).id
+    marked = fingerprint_of(calibration, "f")
+    assert marked == f"f {calibration.name}"
+    assert calibration_of([{"type": "disk", "codec": "floats"}, {"type": "dram"}]) is None
+    assert fingerprint_of(None, "f") == "f"
+    other = tmp_path / "other.kvtc"
+    Drawn().calibration(0.5).write(other)
+    two = [*tiers, {"type": "dram", "codec": {"type": "kvtc", "calibration": str(other)}}]
+    with pytest.raises(ConfigError, match="the same calibration"):
+        calibration_of(two)
+    with pytest.raises(ConfigError, match="write codec"):
+        calibration_of([{"type": "disk", "codec": "kvtc"}])
+    with pytest.raises(ConfigError, match="No such file"):
+        calibration_of([{"type": "disk", "codec": {"type": "kvtc", "calibration": str(tmp_path / "none")}}])
+    options = {"calibration": str(written)}
+    assert make_kvtc_codec(options, TierContext(1 << 20, 1 << 20, marked)).name == "kvtc"
+    with pytest.raises(ConfigError, match="an engine's own to allow"):
+        make_kvtc_codec(options, TierContext(1 << 20, 1 << 20, "f"))
+    with pytest.raises(ConfigError, match="needs a calibration"):
+        make_kvtc_codec({}, TierContext(1 << 20, 1 << 20, marked))
+
+
+def test_a_model_that_the_calibration_is_not_of_is_refused_by_name() -> None:
+    calibration = Drawn().calibration()
+    right = ChunkFormat("canonical", ("k", "v"), 2, 256, 2, 32, "bfloat16", 2)
+    calibration.check([right])
+    wrong = {
+        "2 groups of layers": [right, right],
+        "in format blocks": [ChunkFormat("blocks", ("blocks",), 2, 256, 1, 64, "uint8", 1, 16)],
+        "kv in format canonical": [ChunkFormat("canonical", ("kv",), 2, 256, 1, 64, "bfloat16", 2)],
+        "have 2 of 1 heads of 32 in bfloat16": [ChunkFormat("canonical", ("k", "v"), 2, 256, 1, 32, "bfloat16", 2)],
+        "have 2 of 2 heads of 32 in float32": [ChunkFormat("canonical", ("k", "v"), 2, 256, 2, 32, "float32", 4)],
+    }
+    for said, formats in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            calibration.check(formats)
