@@ -4,8 +4,9 @@
 
 The numbers are drawn for each channel from a normal distribution of its own width. `limit` of speeds is a copy of the
 same bytes, with a codec in C as a comparison (zstd at level 1) in rows of their own. Codecs with kernels are measured
-with each kind that is here; targets are for the fastest. `int8` is the chunk format, in C and by torch. --recorded: a
-file of real keys and values in bfloat16 instead, in the canonical order.
+with each kind that is here; targets are for the fastest. `int8` is the chunk format, in C and by torch. `kvtc` is
+calibrated by what it encodes, so its speed means something here and its ratio does not. --recorded: a file of real keys
+and values in bfloat16 instead, in the canonical order; not for `kvtc`.
 """
 
 import sys
@@ -23,6 +24,8 @@ from kv_cuda.quantise.codes import Codes
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.kvtc import KvtcCodec
+from kv_tiers.codecs.learning import Learning
 from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.codecs.zstd import make_zstd_codec
 from kv_tiers.tier import ANY_CHUNKS
@@ -106,6 +109,37 @@ def int8_rows(chunk: bytes) -> list[Row]:
     return rows
 
 
+def kvtc_rows(chunk: bytes, step: float) -> list[Row]:
+    """Of drawn bfloat16."""
+    shape = (2, LAYERS, TOKENS, HEADS, HEAD_DIM)
+    numbers = (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    learning = Learning(
+        model="drawn",
+        dtype="bfloat16",
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_tokens=1 << 17,
+        frequencies=[[1e-4 ** (j / (HEAD_DIM // 2)) for j in range(HEAD_DIM // 2)]] * LAYERS,
+    )
+    for _ in range(4):
+        learning.add([(numbers[0, layer], numbers[1, layer]) for layer in range(LAYERS)])
+    codec = KvtcCodec(learning.learnt(step))
+    out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
+    source = memoryview(chunk)
+    size = codec.encode(source, out)
+    if size is None:
+        raise SystemExit("kvtc made nothing smaller")
+    rows = []
+    for what, work, least in (
+        ("encode", lambda: codec.encode(source, out), LEAST_ENCODE_GBS),
+        ("decode", lambda: codec.decode(out[:size], back), LEAST_DECODE_GBS),
+    ):
+        speed = len(chunk) / median_s(work) / 1e9
+        label = f"kvtc, bfloat16, step {step:g}: {what} against the target"
+        rows.append(Row(label, speed, "GB/s", least, speed / least, 0, at_most=False))
+    return rows
+
+
 def main() -> int:
     made = parser(__doc__ or "")
     made.add_argument("--recorded", type=Path, metavar="FILE", help="real keys and values, bfloat16")
@@ -123,6 +157,8 @@ def main() -> int:
     for dtype, chunk in chunks.items():
         rows += rows_of(make_zstd_codec({}, ANY_CHUNKS), dtype, chunk)
     rows += int8_rows(chunks["bfloat16"])
+    for step in () if options.recorded else (0.25, 0.8):
+        rows += kvtc_rows(chunks["bfloat16"], step)
     return report(rows, options.json)
 
 

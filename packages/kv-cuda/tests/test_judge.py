@@ -10,8 +10,9 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
+from kv_cuda.judge.calibrate import through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
-from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip
+from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
 from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
 from kv_cuda.testing import reach
 
@@ -158,6 +159,54 @@ def test_approximations_need_numbers_that_have_first_parts_and_a_verdict_if_one_
         demand("", 0, [replace(exact, dtype="float32", itemsize=4)], approximate=True)
     with pytest.raises(ConfigError, match="in format int8"):
         demand("", 0, [stored("int8")], approximate=True)
+
+
+def test_a_codec_of_tiers_needs_a_verdict_of_its_own_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    exact = ChunkFormat("canonical", ("k", "v"), 30, 256, 3, 64, "bfloat16", 2)
+    write_verdict(path, verdict(finding(0.004, "kvtc-00aa")))
+    demand("", 0, [exact], codec="kvtc-00aa")
+    demand(str(path), 0.004, [exact], codec="kvtc-00aa")
+    with pytest.raises(ConfigError, match=r"format kvtc-00aa has a KL divergence of 0.004"):
+        demand(str(path), 0.003, [exact], codec="kvtc-00aa")
+    with pytest.raises(ConfigError, match="says nothing of format kvtc-00bb"):
+        demand(str(path), 0.004, [exact], codec="kvtc-00bb")
+    with pytest.raises(ConfigError, match="says nothing of format int8"):
+        demand(str(path), 0.004, [stored("int8")], codec="kvtc-00aa")
+    with pytest.raises(ConfigError, match=r"set judge\.verdict"):
+        demand("", 0.004, [exact], codec="kvtc-00aa")
+
+
+def test_what_is_judged_is_what_the_codec_stores(tmp_path: Path) -> None:
+    """Byte for byte, with the first tokens of a prompt as they are, and with the sizes that a tier would have."""
+    frequencies = [1e-5 ** (j / 32) for j in range(32)]
+    learning = plugin("kv_tiers.calibrations", "kvtc")(
+        model="drawn", dtype="bfloat16", heads=3, head_dim=64, max_tokens=4096, frequencies=[frequencies] * 3
+    )
+    exact = context()
+    learning.add([tuple(one[0].transpose(0, 1).float().numpy() for one in layer) for layer in exact])
+    path = tmp_path / "drawn.kvtc"
+    learning.learnt(0.4).write(path)
+    trip = through_calibrated(str(path))
+    back = trip.layers(exact)
+    codec = plugin("kv_tiers.codecs", "kvtc")({"calibration": str(path)}, None)
+    assert trip.name == codec.calibration.name
+    stored_bytes = 0
+    for number in range(2):
+        some = slice(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+        chunk, judged = (
+            torch.stack([torch.stack([layer[part][0, :, some].transpose(0, 1) for layer in layers]) for part in (0, 1)])
+            for layers in (exact, back)
+        )
+        source = chunk.view(torch.uint8).reshape(-1).numpy()
+        payload, decoded = memoryview(bytearray(source.nbytes)), np.empty_like(source)
+        size = (codec.encode if number else codec.encode_first)(source.data, payload)
+        codec.decode(payload[:size], decoded.data)
+        assert (judged.view(torch.uint8).reshape(-1).numpy() == decoded).all()
+        assert torch.equal(judged[:, :, :4], chunk[:, :, :4]) == (not number)
+        stored_bytes += size
+    assert trip.cost.stored_bytes == stored_bytes
+    assert trip.cost.numbers == 2 * 3 * 2 * CHUNK_TOKENS * 3 * 64
 
 
 def test_a_divergence_that_is_no_number_is_refused(tmp_path: Path) -> None:

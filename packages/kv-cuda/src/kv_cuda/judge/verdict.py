@@ -140,7 +140,7 @@ def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -
     if not finding.kl <= max_kl:
         raise ConfigError(
             f"format {kind} has a KL divergence of {finding.kl:.2g} on {verdict.model}, and judge.max_kl allows "
-            f"{max_kl:g}: take format auto, or a bound of at least {finding.kl:.2g}"
+            f"{max_kl:g}: take another format, such as auto, or a bound of at least {finding.kl:.2g}"
         )
 
 

@@ -220,7 +220,7 @@ class _Finder:
 
     def position(self, stored: NDArray[Any], exact: int) -> int:
         """stored: [planes, tokens, heads, head_dim]. exact: first tokens that are unlike the others."""
-        tokens = stored.shape[1]
+        tokens: int = stored.shape[1]
         if exact == tokens:
             return 0
         seen = np.zeros(self._calibration.frequencies.shape, np.complex128)
