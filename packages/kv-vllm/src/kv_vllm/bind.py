@@ -18,7 +18,7 @@ from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import draft_model, rank_share, replica_of
+from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
 from kv_vllm.translate import served_model
 
 _log = limited_logger(__name__)
@@ -66,6 +66,7 @@ def bind_worker(
         formats=tuple(chunk_format.kind for chunk_format in bound.formats),
         layouts=tuple(layout.name for layout in bound.layouts),
         is_queued=any(copier.is_queued for copier in bound.copiers),
+        shifted=guesses_from_hidden_states(vllm_config),
     )
     model = served_model(vllm_config, kv_scales=facts.kv_scales)
     if settings.load != "async" and draft_model(vllm_config) is not None:

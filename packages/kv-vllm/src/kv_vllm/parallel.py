@@ -47,6 +47,13 @@ def draft_model(vllm_config: Any) -> Any | None:
     return speculative.draft_model_config
 
 
+def guesses_from_hidden_states(vllm_config: Any) -> bool:
+    """Whether tokens are guessed by a head that is given, at each place, the model's hidden state there and the token
+    behind it: EAGLE's, MTP's and their kin. A draft model has its own KV of the same tokens at the same places."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle())
+
+
 def _place(ranks: int, stages: int) -> tuple[int, int]:
     """This process's tensor-parallel rank and its pipeline stage."""
     if ranks == stages == 1:

@@ -109,7 +109,7 @@ class SchedulerHalf:
                 self._count_lookup(request, tracked, usable)
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
-            offered = min(tracked.promised_chunks * chunk_tokens, usable) - computed_tokens if tracked.pays else 0
+            offered = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
         if self._handovers.is_taken(request, tracked):
             self._service.taken(self._prompt_keys(request, tracked))
         if offered < worthwhile:

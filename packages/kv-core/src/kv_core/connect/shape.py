@@ -35,6 +35,8 @@ class ConnectShape:
     loads, stores: whether this engine takes chunks and whether it leaves any, as its role says.
     cuts_chunks: whether a chunk may be stored of which only the first tokens are there. Not where the engine's blocks
         are stored as they are.
+    shifted: whether a layer has at each place the KV of the token behind it too, as a head has that guesses from the
+        model's hidden states (EAGLE, MTP). What it has at a chunk's last place hangs on a token that is not in the key.
     """
 
     scheme: ChainScheme
@@ -44,6 +46,7 @@ class ConnectShape:
     loads: bool = True
     stores: bool = True
     cuts_chunks: bool = True
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -63,6 +66,14 @@ class ConnectShape:
     def chunk(self) -> ChunkShape:
         """The keys of a chunk, as a lookup wants them."""
         return ChunkShape(self.chunk_tokens, tuple(group.coverage for group in self.groups), self.shards)
+
+    def loadable(self, chunks: int, usable_tokens: int) -> int:
+        """How many leading tokens of a prompt the engine may leave out, if so many leading chunks are held.
+
+        usable_tokens: of the prompt, at most. With a shifted layer the last token of the last chunk is computed once
+        more, and so what that layer has of it; but not of windows and states, which serve a chunk's end alone.
+        """
+        return min(chunks * self.chunk_tokens - (self.shifted and self.chunk.is_plain), usable_tokens)
 
 
 def check_blocks(chunk_tokens: int, block_tokens: int) -> None:

@@ -67,6 +67,7 @@ class EngineFacts:
     formats: the kind of format of each group.
     layouts: the name of the proved layout of each group.
     is_queued: whether copies continue after the calls that start them.
+    shifted: as `ConnectShape` has it.
     """
 
     chunk_tokens: int
@@ -77,6 +78,7 @@ class EngineFacts:
     formats: tuple[str, ...]
     layouts: tuple[str, ...]
     is_queued: bool = False
+    shifted: bool = False
 
     def to_text(self) -> dict[str, str]:
         return {
@@ -88,6 +90,7 @@ class EngineFacts:
             "formats": _SEPARATOR.join(self.formats),
             "layouts": _SEPARATOR.join(self.layouts),
             "is_queued": str(int(self.is_queued)),
+            "shifted": str(int(self.shifted)),
         }
 
     @classmethod
@@ -101,6 +104,7 @@ class EngineFacts:
             formats=tuple(text["formats"].split(_SEPARATOR)),
             layouts=tuple(text["layouts"].split(_SEPARATOR)),
             is_queued=bool(int(text["is_queued"])),
+            shifted=bool(int(text["shifted"])),
         )
 
     @property
@@ -373,6 +377,7 @@ class Engine(OffSwitch):
             loads=loads,
             stores=stores,
             cuts_chunks="blocks" not in facts.formats,
+            shifted=facts.shifted,
         )
         self._handover = settings.handover
         if settings.server.socket:
