@@ -8,7 +8,8 @@ is asked each of them once, over a link that brings only so many bytes in a seco
 estimated to pay, as by default; the others load whatever is held, and show what loading costs. The first few prompts
 of an engine are for it to learn what computing and loading take, and do not count. Times are medians.
 
---bandwidth: of these links alone. --prompts: how many count. --tokens: of each prompt. What is computed whatever is
+--calibration: a file of `kv judge --calibrate` for this model, in bfloat16; chunks are then read by `kvtc` too.
+--way, --bandwidth: of these alone. --prompts: how many count. --tokens: of each prompt. What is computed whatever is
 loaded, the prompt's tail and a step's own cost, is the same for all: with short prompts it hides what loading gains.
 """
 
@@ -51,7 +52,7 @@ class Way:
     approximate: bool = False
 
 
-WAYS = {
+WAYS: dict[str, Way | None] = {
     "computing": None,
     "raw": Way("", "always"),
     "floats": Way("floats", "always"),
@@ -60,13 +61,15 @@ WAYS = {
     "approximate": Way("progressive", "always", approximate=True),
     "approximate, auto": Way("progressive", "auto", approximate=True),
 }
+CALIBRATED = {"kvtc": Way("kvtc", "always"), "kvtc, auto": Way("kvtc", "auto")}
 
 
-def cache_over(directory: Path, way: Way, bytes_per_s: float) -> dict[str, Any]:
+def cache_over(directory: Path, way: Way, bytes_per_s: float, calibration: Path | None) -> dict[str, Any]:
     """Settings. bytes_per_s: of the link; 0: as quick as the disk is."""
     disk = {"type": "disk", "directory": str(directory / (way.codec or "raw")), "capacity_bytes": "2GiB"}
     tier: dict[str, Any] = {"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": disk}
-    tier |= {"codec": way.codec} if way.codec else {}
+    codec = {"type": way.codec, "calibration": str(calibration)} if way.codec == "kvtc" else way.codec
+    tier |= {"codec": codec} if codec else {}
     tier |= {"approximate": True, "write": "never"} if way.approximate else {}
     return {"host": {"capacity_bytes": "1GiB"}, "tiers": [tier], "use": way.use, "cold": {"wait_s": 60.0}}
 
@@ -125,19 +128,23 @@ def main() -> int:
         return 0
     made = parser(__doc__.split("\n\n")[0])
     made.add_argument("--model", required=True, help="a model's folder, as `scripts/setup.sh smollm2` prints it")
+    made.add_argument("--calibration", type=Path, metavar="FILE", help="for kvtc")
+    made.add_argument("--way", action="append", choices=[*WAYS, *CALIBRATED], help="of these alone; raw is one of them")
     made.add_argument("--prompts", type=int, default=10, help="how many count (default: 10)")
     made.add_argument("--bandwidth", action="append", choices=BANDWIDTHS, help="of these links alone")
     made.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of each prompt (default: 1600)")
     options = made.parse_args()
     from kv_tiers.testing.throttled import offer
 
+    ways = WAYS | (CALIBRATED if options.calibration else {})
+    ways = {name: way for name, way in ways.items() if name in {"raw", *(options.way or ways)}}
     asked = prompts(options.model, 2 * LEARNING + options.prompts, options.tokens)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as folder:
         scratch = Path(folder)
         offer(scratch)
-        for codec in ("", "floats", "progressive"):
-            cache = cache_over(scratch, Way(codec, "never"), 0.0)
+        for codec in dict.fromkeys(way.codec for way in ways.values() if way is not None):
+            cache = cache_over(scratch, Way(codec, "never"), 0.0, options.calibration)
             child = started(options.model, cache, scratch)
             for number, prompt in enumerate(asked[LEARNING:]):  # the first are for computing
                 progress(f"storing {codec or 'raw'}: {number + 1}")
@@ -146,8 +153,8 @@ def main() -> int:
         engines = count()
         for name in options.bandwidth or BANDWIDTHS:
             took = {}
-            for which, way in WAYS.items():
-                cache = None if way is None else cache_over(scratch, way, BANDWIDTHS[name])
+            for which, way in ways.items():
+                cache = None if way is None else cache_over(scratch, way, BANDWIDTHS[name], options.calibration)
                 # Each engine computes prompts that no engine before it has stored.
                 new = [[next(engines), *prompt[1:]] for prompt in asked[:LEARNING]]
                 took[which] = first_token_s(
@@ -159,14 +166,16 @@ def main() -> int:
 
 def rows_of(link: str, took: dict[str, float]) -> list[Row]:
     """took: seconds by way."""
-    better = min(took["raw"], took["computing"])
+    better = min(took["raw"], took.get("computing", took["raw"]))
     made = []
     for which, value in took.items():
-        judged = which.endswith("auto")
+        judged = which.endswith("auto") and "computing" in took
         made.append(
             Row(f"{link}: {which}", value, "s", better, value / better, NEVER_SLOWER if judged else 0, at_most=judged)
         )
-    for which, least in (("exact", LEAST_EXACT), ("approximate", LEAST_APPROXIMATE)):
+    for which, least in (("exact", LEAST_EXACT), ("approximate", LEAST_APPROXIMATE), ("kvtc", 0)):
+        if which not in took:
+            continue
         times = took["raw"] / took[which]
         made.append(
             Row(
