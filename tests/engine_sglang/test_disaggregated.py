@@ -44,6 +44,13 @@ def chunks_in(server: ServerProcess) -> int:
     return sum(cache.counts.chunks_resident for cache in answer.report.caches)
 
 
+def handed_over(server: ServerProcess) -> int:
+    """How many chunks are kept for an engine that decodes."""
+    answer = ask_server(server.socket, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    return sum(cache.handed_over for cache in answer.report.caches)
+
+
 def assert_nothing_is_leased(server: ServerProcess) -> None:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
@@ -57,7 +64,7 @@ def test_each_goes_on_with_what_the_other_or_its_like_computed(
     expected, _, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, None)
     server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "private" / "s", detached=True)
     cache: dict[str, Any] = {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
-    of_vllm = cache | {"chunk_tokens": PAGE, "handover": {"wait_s": 20.0}}
+    of_vllm = cache | {"chunk_tokens": PAGE, "handover": {"wait_s": 20.0, "hold_s": 600.0}}
     try:
         with started(tiny_llama, page=PAGE, cache=cache) as sglang:
             prefill_by_sglang(sglang, of(PROMPTS, BY_SGLANG), server)
@@ -66,7 +73,10 @@ def test_each_goes_on_with_what_the_other_or_its_like_computed(
             tokens, hits, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, of_vllm, params)
             assert tokens == expected
             assert hits == [512, 1023, 512]
-            # vLLM to SGLang.
+            # vLLM to SGLang, which says what need not be kept for it: it has the first pages, and computes the tail.
+            assert handed_over(server) > 0
+            assert sglang.ask(of(PROMPTS, BY_VLLM), custom_params=DECODE) == of(reference, BY_VLLM)
+            until(lambda: handed_over(server) == 0, 10)
             assert sglang.ask_in_turn(of(PROMPTS, BY_VLLM)) == of(reference, BY_VLLM)
             assert sglang.hits == [whole_pages(number) for number in BY_VLLM]
         # vLLM to another vLLM, with the last partial chunk.

@@ -481,6 +481,40 @@ def test_at_a_server_and_through_its_restart(make_pool: MakePool, rows_of: Rows,
         server.stop()
 
 
+def test_what_was_handed_over_is_kept_until_it_is_read_had_or_computed(make_pool: MakePool) -> None:
+    """Six pages and a tail: SGLang has two, reads two, and computes and writes two."""
+    cache = Cache(pages=24)
+    names, tail = hashes(6), hashes(1, "tail")
+    requests = RequestPages("auto", PAGE, lambda: ("host",))
+    try:
+        store = cache.attach(make_pool("mha", "page_first"), requests=requests)
+        (inner,) = cache.opened.values()
+        lease = inner.begin_store(store.keys([*names, *tail]), "prefill", hold_s=3600.0)
+        inner.commit(lease)
+        inner.end("prefill")
+        assert inner.holds.chunks == 7
+
+        def come(params: object) -> None:
+            requests.note("r", params, 6 * PAGE + 3, lambda: names, lambda last: tail[0] if last == names[-1] else "")
+
+        come(None)
+        come({"do_remote_prefill": False})
+        come("do_remote_prefill")
+        requests.taken(names)
+        assert inner.holds.chunks == 7  # of no request that was handed over
+        come({"do_remote_prefill": True, "kv_tiers": {"store": True}})
+        assert inner.holds.chunks == 6
+        requests.taken(names[:2])  # as SGLang's tree has them
+        assert inner.holds.chunks == 4
+        assert store.read(names[2:4], slots(0, 1)) == [True] * 2
+        assert inner.holds.chunks == 2
+        assert store.write(names[4:], slots(2, 3), names[:4]) == [True] * 2
+        assert inner.holds.chunks == 0
+        assert not requests.awaits_any
+    finally:
+        cache.close()
+
+
 def test_pages_are_found_and_stored_as_their_request_says(make_pool: MakePool, rows_of: Rows) -> None:
     """Of one write, pages of two requests: to the disk, to the pool alone, and nowhere."""
     tier = {"type": "dram", "name": "near", "capacity_bytes": "1MiB"}

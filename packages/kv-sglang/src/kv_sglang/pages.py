@@ -110,6 +110,7 @@ class PageStore:
         self._use: Use = use
         self._costs = Costs(0, (compute_s, 0.0)) if compute_s is not None else None
         self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
+        self._requests.listeners.append(self._say_taken)
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -223,6 +224,7 @@ class PageStore:
             for holder in done:
                 del self._promises[holder]
         self._end(done)
+        self._requests.taken(hashes[:good])
         return [number < good for number in range(len(keys))]
 
     def write(
@@ -246,6 +248,7 @@ class PageStore:
             first, last = len(answers), len(answers) + len(list(alike))
             in_front = [*before, *hashes[:first]]
             answers += self._write(hashes[first:last], slots[first:last], in_front, copier, tiers)
+        self._requests.taken(hashes)
         return answers + [False] * (len(hashes) - storable)
 
     def _write(
@@ -298,6 +301,10 @@ class PageStore:
             every, self._bindings = self._bindings, []
         for binding in every:
             binding.unbind()
+
+    def _say_taken(self, hashes: Sequence[str]) -> None:
+        if keys := self.keys(hashes):
+            self.cache.taken(keys)
 
     def _controls(self, hashes: Sequence[str]) -> Controls:
         """Of the request whose prompt ends with these pages."""

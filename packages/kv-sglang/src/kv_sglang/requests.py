@@ -5,18 +5,23 @@ request. So the options are read where the scheduler first looks for the prompt 
 anything of it is looked up or written, and kept by the hashes of the prompt's pages. A page is the same for all
 requests that have it in their prompt: the latest of them decides. Pages that follow the prompt's are generated, and go
 by the page in front of them.
+
+A proxy that has had a prompt computed by another engine says `do_remote_prefill` there, as in vLLM's
+`kv_transfer_params`. Its pages are kept for this engine until it has read them; of those that it does not read, as it
+has them or computes them after all, the cache is told that they need not be kept (`Taken`).
 """
 
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakSet
 
 from kv_core.connect.controls import NO_CONTROLS, Controls
 from kv_core.cost import Use
+from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
@@ -24,6 +29,7 @@ from kv_tiers.settings import Settings
 _log = limited_logger(__name__)
 
 _FIELD: Final = "custom_params"
+_HANDED_OVER: Final = "do_remote_prefill"
 _UNSUPPORTED: Final = ("tags", "min_load_tokens")
 """SGLang names its pages itself: its `extra_key` and `cache_salt` set requests apart. And it has its own threshold for
 loads, `prefetch_threshold`."""
@@ -41,6 +47,10 @@ class _Page:
     after: Controls
 
 
+Taken = Callable[[Sequence[str]], object]
+"""Told of the hashes of pages that another engine handed over, and that need not be kept for this one any more."""
+
+
 class RequestPages:
     """The options of the pages of one engine's prompts. Thread-safe."""
 
@@ -51,15 +61,33 @@ class RequestPages:
         self._tiers = tiers
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, _Page] = OrderedDict()
+        self._awaited: OrderedDict[str, None] = OrderedDict()
+        self.listeners: list[Taken] = []
 
-    def note(self, request_id: str, params: object, tokens: int, hashes: Callable[[], Sequence[str]]) -> None:
+    def note(
+        self,
+        request_id: str,
+        params: object,
+        tokens: int,
+        hashes: Callable[[], Sequence[str]],
+        tail: Callable[[str], str] | None = None,
+    ) -> None:
         """A request has come.
 
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
+        tail: computes that of the tokens behind the last page, given the last page's.
         """
         own = chosen(self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED)
         controls = own.controls
         has_options = controls != NO_CONTROLS or not own.save_decode
+        is_handed_over = isinstance(params, Mapping) and params.get(_HANDED_OVER) is True
+        if is_handed_over and (awaited := hashes()):
+            with self._lock:
+                self._awaited.update(dict.fromkeys(awaited))
+                while len(self._awaited) > MAX_PAGES:
+                    self._awaited.popitem(last=False)
+            if tail is not None and tokens % self._page_tokens:  # which SGLang computes in any case
+                self._say([tail(awaited[-1])])
         if not has_options and not self._pages:
             return
         storable = controls.storable(tokens)
@@ -92,6 +120,25 @@ class RequestPages:
             self._trim()
         return found
 
+    @property
+    def awaits_any(self) -> bool:
+        return bool(self._awaited)
+
+    def taken(self, pages: Sequence[str]) -> None:
+        """The engine has these pages. Those that were handed over to it need not be kept for it."""
+        if not self._awaited:
+            return
+        with self._lock:
+            done = [page for page in dict.fromkeys(pages) if page in self._awaited]
+            for page in done:
+                del self._awaited[page]
+        if done:
+            self._say(done)
+
+    def _say(self, pages: Sequence[str]) -> None:
+        for listener in self.listeners:
+            listener(pages)
+
     def _trim(self) -> None:
         while len(self._pages) > MAX_PAGES:
             self._pages.popitem(last=False)
@@ -118,10 +165,20 @@ def _followed(call: Any) -> Any:
             try:
                 params = req.sampling_params.custom_params
                 hashes = functools.partial(_hashes_of, req, self.tree_cache)
-                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes)
+                tail = functools.partial(_tail_of, req, self.tree_cache.page_size)
+                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
             except Exception:  # noqa: BLE001  # whatever it is, the engine would die of it
                 _log.exception("what request %s says in %s is not followed", req.rid, _FIELD)
-        return call(self, req, *args, **kwargs)
+        answer = call(self, req, *args, **kwargs)
+        for pages in list(_FOLLOWED):
+            try:
+                if pages.awaits_any:  # what SGLang has already, it does not ask its storage for
+                    own = _hashes_of(req, self.tree_cache)
+                    matched = int(req.prefix_len) + int(req.host_hit_length)
+                    pages.taken(own[: matched // self.tree_cache.page_size])
+            except Exception:  # noqa: BLE001  # it costs what is kept until its time is over
+                _log.exception("what request %s has already is kept for it", req.rid)
+        return answer
 
     called._kv_followed = True  # type: ignore[attr-defined]
     return called
@@ -136,3 +193,10 @@ def _hashes_of(req: Any, tree: Any) -> list[str]:
         req.origin_input_ids, extra_key=req.extra_key, is_bigram=tree.tree_core.is_eagle, cache_salt=req.cache_salt
     )
     return list(get_storage_hash_str(key.page_aligned(tree.page_size), page_size=tree.page_size))
+
+
+def _tail_of(req: Any, page_tokens: int, last_page: str) -> str:
+    """Of the tokens behind the last page, as vLLM's side stores them."""
+    tokens = list(req.origin_input_ids)
+    tail = tokens[len(tokens) // page_tokens * page_tokens :]
+    return ChainScheme("sha256", page_tokens).extend_tail(bytes.fromhex(last_page), tail).hex()

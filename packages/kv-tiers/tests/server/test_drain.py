@@ -177,6 +177,7 @@ def test_without_peers_nothing_is_offered_and_stores_go_on(ending: ExitStack, tm
     assert in_pool(home) == 8
 
 
+@pytest.mark.slow
 def test_what_one_of_two_peers_does_not_bring_home_the_other_does(ending: ExitStack, tmp_path: Path) -> None:
     """It is killed while it fetches."""
     homes = [tmp_path / name for name in ("one", "two", "three")]
@@ -200,6 +201,7 @@ def test_what_one_of_two_peers_does_not_bring_home_the_other_does(ending: ExitSt
         assert held(others[1], keys) == 4 and read(others[1], keys)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_while_it_is_drained_leaves_whole_chunks_and_no_leases(
     ending: ExitStack, tmp_path: Path
 ) -> None:

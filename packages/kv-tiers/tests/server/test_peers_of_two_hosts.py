@@ -97,6 +97,7 @@ def test_a_throttled_line_carries_what_it_can(ending: ExitStack, hosts: TwoHosts
 LARGE = 1 << 16
 
 
+@pytest.mark.slow
 def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
     ending: ExitStack, hosts: TwoHosts, home: Path
 ) -> None:
