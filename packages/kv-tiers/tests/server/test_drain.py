@@ -26,6 +26,7 @@ from kv_tiers.testing.cache_servers import (
 )
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.peers import FakePeer, listening, own_nobody
+from kv_tiers.testing.redis_servers import end_all, running
 from kv_tiers.testing.servers import Proxy, free_port
 from kv_tiers.testing.wait import until
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
@@ -237,6 +238,30 @@ def test_a_host_that_is_killed_while_it_is_drained_leaves_whole_chunks_and_no_le
     assert 1 <= came < 24
     counts = report_of(two / "s").caches[0].counts
     assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+
+
+def test_with_a_directory_hosts_are_known_from_it_and_what_it_lists_is_elsewhere(ending: ExitStack) -> None:
+    ending.callback(end_all)
+    directory = {"url": running("drained").url, "interval_s": 0.02, "lease_s": 5.0}
+    servers = [listening(64, tiers=[{"type": "peers", "directory": directory}]) for _ in range(2)]
+    caches = []
+    for server in servers:
+        ending.callback(server.close)
+        caches.append(join_at(server.path))
+        ending.callback(caches[-1].close)
+    for keys in PROMPTS[:3]:
+        store(caches[0], keys)
+    store(caches[1], PROMPTS[0])
+    leaving, staying = (next(iter(server.server.caches.values())) for server in servers)
+    # Each knows what the other holds; before that all would be offered, and nobody but the host itself could be asked.
+    until(lambda: [state.directory.names for state in leaving.lower.states() if state.directory] == [4])
+    until(lambda: [state.directory.names for state in staying.lower.states() if state.directory] == [12])
+    leaving.drain.begin(30.0)
+    until(lambda: (state := leaving.drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert leaving.drain.state() == DrainState("drained", chunks=12, elsewhere=4, moved=8, moved_bytes=8 * CHUNK_BYTES)
+    servers[0].close()
+    for keys in PROMPTS[:3]:
+        assert held(caches[1], keys) == 4 and read(caches[1], keys)
 
 
 def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:

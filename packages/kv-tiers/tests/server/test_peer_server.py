@@ -24,7 +24,7 @@ from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.peers import address_of, is_whole, listening, own_nobody, reads_of, served_by
 from kv_tiers.testing.servers import Proxy
 from kv_tiers.testing.wait import until
-from kv_tiers.tier import TierContext
+from kv_tiers.tier import MAX_OFFERED, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import (
     MAX_FETCHED,
@@ -36,6 +36,7 @@ from kv_tiers.tiers.peers_wire import (
     Held,
     Hello,
     Holds,
+    Offer,
     PeerStream,
     Taken,
     Welcome,
@@ -242,6 +243,8 @@ MESSAGES = [
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
     Taken(CONTEXT.namespace, pack_keys(KEYS)),
+    Offer(CONTEXT.namespace, pack_keys(KEYS), 1),
+    Offer("another namespace", pack_keys(key_chain(5, branch="offered")), 0),
 ]
 
 
@@ -289,6 +292,11 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Taken(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
+        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS))),
+        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS) + 9)),
+        frame(Offer(CONTEXT.namespace, pack_keys(key_chain(MAX_OFFERED + 1)), 0)),
+        frame(Offer(CONTEXT.namespace, pack_keys([*KEYS, *key_chain(2, salt="another")]), 0)),
+        frame(Offer(CONTEXT.namespace, Keys(5, b"x" * 10), 0)),
         frame(Hello("again", bytes(16), b"")),
     ],
 )

@@ -281,6 +281,9 @@ class _Work:
         for key in [key for key in offer.left if fates[key] is Fate.HERE]:
             offer.left.remove(key)
             offer.moved_s = now_s
+            if not again:
+                self._settle(elsewhere=1)  # it had it before it was offered
+                continue
             nbytes = self._host.pool.sizes.of(key)
             self._state.moved_bytes += nbytes
             self._bytes_left = None if self._bytes_left is None else self._bytes_left - nbytes

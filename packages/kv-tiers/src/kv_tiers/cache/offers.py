@@ -59,10 +59,12 @@ class Offers:
                 if not self._index.is_held(key):
                     self._drop(key)
             left = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
-            return Taken([self._fate(key, is_here) for key, is_here in zip(wanted, here, strict=True)], left)
+            begun = set(lacking)  # which may have come already, but not by the time of the question
+            fates = [self._fate(key, is_here, key in begun) for key, is_here in zip(wanted, here, strict=True)]
+            return Taken(fates, left)
 
-    def _fate(self, key: ChunkKey, is_here: bool) -> Fate:
-        if is_here or self._index.find(key) is not None:
+    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> Fate:
+        if is_here or (self._index.find(key) is not None and not is_begun):
             return Fate.HERE
         return Fate.COMING if self._index.is_held(key) else Fate.NOT_TAKEN
 

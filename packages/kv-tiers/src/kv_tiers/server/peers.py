@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from kv_core.errors import InputError, MisuseError
+from kv_core.keys import by_chain
 from kv_core.log import limited_logger
 
 from kv_tiers.cache.local import LocalCache
@@ -255,6 +256,8 @@ class PeerServer:
         offered = len(chain) - request.first
         if not 0 < offered <= MAX_OFFERED:
             raise InputError(f"an offer of {offered} chunks")
+        if len(by_chain(chain)) > 1:  # it would count in the share of one tenant and be kept in another's
+            raise InputError("an offer of several chains")
         found = self._find(request.namespace) if self._config.take_offers else None
         taken = Taken([Fate.NOT_TAKEN] * offered, 0) if found is None else found[0].offers.take(chain, request.first)
         stream.send_message(Offered(bytes(taken.fates), taken.room), deadline)
