@@ -174,6 +174,19 @@ def test_pages_that_are_gone_are_not_taken(engine: Engine) -> None:
     assert engine.loads.start(Now()) == -1
 
 
+def test_what_was_handed_over_is_kept_until_it_is_taken(engine: Engine) -> None:
+    names = hashes(3)
+    lease = engine.cache.begin_store(engine.store.keys(names), "prefill", hold_s=3600.0)
+    engine.cache.commit(lease)
+    engine.cache.end("prefill")
+    engine.store._requests.note("r", {"do_remote_prefill": True}, 3 * PAGE, lambda: names)
+    assert engine.loads.ready("r", names) == 3
+    assert engine.cache.holds.chunks == 3
+    assert engine.loads.take("r", names[:2], indices(0, 1))
+    assert engine.cache.holds.chunks == 1
+    assert engine.loads.give_back("r")
+
+
 def test_what_was_taken_can_be_given_back_until_it_starts(engine: Engine) -> None:
     names = hashes(1)
     engine.stored(names, 0)

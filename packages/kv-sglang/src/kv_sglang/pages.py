@@ -224,7 +224,7 @@ class PageStore:
             for holder in done:
                 del self._promises[holder]
         self._end(done)
-        self._requests.taken(hashes[:good])
+        self.taken(hashes[:good])
         return [number < good for number in range(len(keys))]
 
     def write(
@@ -248,7 +248,7 @@ class PageStore:
             first, last = len(answers), len(answers) + len(list(alike))
             in_front = [*before, *hashes[:first]]
             answers += self._write(hashes[first:last], slots[first:last], in_front, copier, tiers)
-        self._requests.taken(hashes)
+        self.taken(hashes)
         return answers + [False] * (len(hashes) - storable)
 
     def _write(
@@ -301,6 +301,10 @@ class PageStore:
             every, self._bindings = self._bindings, []
         for binding in every:
             binding.unbind()
+
+    def taken(self, hashes: Sequence[str]) -> None:
+        """The engine has these pages, or a lease on them: what was handed over need not be kept for it any more."""
+        self._requests.taken(hashes)
 
     def _say_taken(self, hashes: Sequence[str]) -> None:
         if keys := self.keys(hashes):

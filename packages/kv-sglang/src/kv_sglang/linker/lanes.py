@@ -82,6 +82,7 @@ class Loads:
             self._store.cache.end(holder)
             return False
         self._taken[request] = _Load(lease, holder, indices, tiers)
+        self._store.taken(hashes)
         return True
 
     def give_back(self, request: str) -> bool:
