@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from kv_core.errors import ConfigError
 from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
 from kv_tiers.attach.identity import ServedModel
+from kv_tiers.codecs.learning import Learning
 from kv_tiers.config import HostConfig
 from kv_tiers.server.process import launch
 from kv_tiers.settings import Settings
@@ -50,6 +52,43 @@ def test_pools_of_two_formats_have_a_part_of_the_memory_each(make_pool: Callable
     assert len(slots) == 2 and sum(slots) * 4096 <= 1 << 20 < (sum(slots) + 2) * 4096
     assert all(store.write(NAMES, [0, 4]) == [True, True] for store in made.stores.values())
     made.close()
+
+
+def test_pages_of_a_calibrated_codec_are_kept_apart_and_another_models_calibration_is_refused(
+    make_pool: Callable[..., Any], tmp_path: Path
+) -> None:
+    pages = describe(make_pool("mha", "page_first"), "kv").format
+    spaces, directory = set(), tmp_path / "kv"
+    for heads, step in ((pages.heads, 0.4), (pages.heads, 0.5), (pages.heads + 1, 0.4)):
+        learning = Learning(
+            model="m",
+            dtype=pages.dtype,
+            heads=heads,
+            head_dim=pages.head_dim,
+            max_tokens=4096,
+            frequencies=[[0.5**j for j in range(pages.head_dim // 2)]] * pages.layers,
+        )
+        drawn = np.random.default_rng(1).normal(0, 1, (4 * heads * pages.head_dim, heads, pages.head_dim))
+        learning.add([(drawn, drawn)] * pages.layers)
+        path = tmp_path / f"{heads}-{step}.kvtc"
+        learning.learnt(step).write(path)
+        codec = {"type": "kvtc", "calibration": str(path)}
+        disk = {"type": "disk", "directory": str(directory), "capacity_bytes": "64MiB", "codec": codec}
+        settings = msgspec.structs.replace(SETTINGS, tiers=[disk])
+        if heads != pages.heads:
+            with pytest.raises(ConfigError, match=f"with {pages.layers} layers of {heads} heads"):
+                attached(make_pool, "kv", settings=settings)
+            continue
+        made = attached(make_pool, "kv", settings=settings)
+        assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
+        spaces.add(made.stores["kv"].keys(NAMES)[0].space_id)
+        (chunks,) = made.caches
+        assert chunks.fingerprint == f"{pages.fingerprint} {learning.learnt(step).name}"
+        made.close()
+    exact = attached(make_pool, "kv")
+    spaces.add(exact.stores["kv"].keys(NAMES)[0].space_id)
+    exact.close()
+    assert len(spaces) == 3
 
 
 def test_ranks_keep_their_own_share_and_latents_are_shared(make_pool: Callable[..., Any], tmp_path: Path) -> None:
