@@ -15,7 +15,7 @@ import matplotlib as mpl
 from kv_cuda.judge.verdict import Verdict, read_verdict
 from matplotlib.figure import Figure
 
-OURS = ("int8", "fp8", "progressive")
+OURS = ("int8", "fp8", "progressive", "kvtc")
 
 
 def draw(path: str, verdicts: list[Verdict]) -> None:
@@ -25,10 +25,11 @@ def draw(path: str, verdicts: list[Verdict]) -> None:
         panels = figure.subplots(1, len(verdicts), squeeze=False, sharey=True)[0]
         for panel, verdict in zip(panels, verdicts, strict=True):
             for one in verdict.findings:
-                ours = one.format in OURS
+                name = one.format.split("-")[0] if one.format.startswith("kvtc-") else one.format
+                ours = name in OURS
                 panel.plot(one.bits, one.kl, "o" if ours else "x", color="tab:blue" if ours else "tab:gray")
                 beside = (5, -9) if ours else (5, 4)
-                panel.annotate(one.format, (one.bits, one.kl), beside, textcoords="offset points", fontsize=7)
+                panel.annotate(name, (one.bits, one.kl), beside, textcoords="offset points", fontsize=7)
             panel.set_yscale("log")
             panel.set_xlim(2, 10)
             panel.set_xlabel("stored bits a number")

@@ -6,6 +6,7 @@ few components, turned to their positions, as trained models have them.
 
 import json
 import struct
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -231,12 +232,23 @@ def test_a_number_that_has_no_steps_leaves_the_chunk_as_it_is_unless_it_is_kept_
     numbers[1, 0, 20, 1, 3] = odd
     chunk = numbers.astype("<f4").tobytes()
     out = memoryview(bytearray(len(chunk)))
-    with np.errstate(all="ignore"):
+    with warnings.catch_warnings(action="error"):
         assert codec.encode(memoryview(chunk), out) is None
     numbers[1, 0, 20, 1, 3], numbers[1, 0, 2, 1, 3] = 0, odd
     chunk = numbers.astype("<f4").tobytes()
     back = np.frombuffer(decoded(codec, encoded(codec, chunk, first=True), len(chunk)), "<f4").reshape(numbers.shape)
     assert np.array_equal(back[:, :, :SINKS], numbers[:, :, :SINKS], equal_nan=True)
+
+
+def test_the_largest_float16_does_not_become_infinite() -> None:
+    """Half a step more would be."""
+    drawn = Drawn(dtype="float16")
+    drawn.mixes *= 15_000
+    codec = KvtcCodec(drawn.calibration(1.0))
+    chunk = np.clip(drawn.context(0, 64), -65504, 65504).astype("<f2").tobytes()
+    assert (np.abs(np.frombuffer(chunk, "<f2")) == 65504).any()
+    back = np.frombuffer(decoded(codec, encoded(codec, chunk), len(chunk)), "<f2")
+    assert np.isfinite(back).all() and back.max() == 65504
 
 
 def test_numbers_far_beyond_the_calibration_keep_the_bound() -> None:

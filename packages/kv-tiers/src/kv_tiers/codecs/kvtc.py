@@ -36,6 +36,7 @@ HEAD_BYTES: Final = _HEAD.size + SEAL_BYTES
 _LARGEST: Final = 32767.0
 """In steps: chunks with a number farther from its mean are stored as they are."""
 _FINDING_LAYERS: Final = 4
+_LARGEST_FLOAT16: Final = 65504.0
 
 
 class KvtcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,11 +90,13 @@ class KvtcCodec:
         self._mine = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        return self._encode(chunk, out, 0)
+        with np.errstate(all="ignore"):  # of numbers that have no steps
+            return self._encode(chunk, out, 0)
 
     def encode_first(self, chunk: memoryview, out: memoryview) -> int | None:
         """Like `encode`, of a chunk that may be its prompt's first."""
-        return self._encode(chunk, out, SINKS)
+        with np.errstate(all="ignore"):
+            return self._encode(chunk, out, SINKS)
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         fields = unseal(payload[:HEAD_BYTES])
@@ -261,5 +264,8 @@ def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:
     if dtype == "bfloat16":
         bits = numbers.view(np.uint32)
         stored[:] = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    elif dtype == "float16":
+        # Half a step more would be infinite.
+        stored.view("<f2")[:] = np.clip(numbers, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
     else:
-        stored.view("<f2" if dtype == "float16" else "<f4")[:] = numbers
+        stored.view("<f4")[:] = numbers
