@@ -31,7 +31,7 @@ def draw(path: str, verdicts: list[Verdict]) -> None:
                 beside = (5, -9) if ours else (5, 4)
                 panel.annotate(name, (one.bits, one.kl), beside, textcoords="offset points", fontsize=7)
             panel.set_yscale("log")
-            panel.set_xlim(2, 10)
+            panel.set_xlim(1.5, 10)
             panel.set_xlabel("stored bits a number")
             panel.set_title(Path(verdict.model).name)
             panel.grid(alpha=0.3)
