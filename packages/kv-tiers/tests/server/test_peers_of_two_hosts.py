@@ -32,7 +32,7 @@ def ending(hosts: TwoHosts) -> Iterator[ExitStack]:
         yield stack
 
 
-def serve(ending: ExitStack, hosts: TwoHosts, home: Path, host: int, slots: int = 16) -> ServerProcess:
+def serve(ending: ExitStack, hosts: TwoHosts, home: Path, host: int, slots: int = 16, **cold: object) -> ServerProcess:
     """With a disk, and the other host's server as its peer. Its socket is `home`'s."""
     home.mkdir(mode=0o700, exist_ok=True)
     config = settings_for(home, slots, disk=True)
@@ -44,7 +44,7 @@ def serve(ending: ExitStack, hosts: TwoHosts, home: Path, host: int, slots: int 
         "answer_timeout_s": 2.0,
     }
     tiers = [*config["tiers"], peers]  # type: ignore[misc]
-    server = hosts.serve(host, {**config, "tiers": tiers, "cold": {"wait_s": 10.0}}, home / "s")
+    server = hosts.serve(host, {**config, "tiers": tiers, "cold": {"wait_s": 10.0, **cold}}, home / "s")
     ending.callback(server.stop)
     return server
 
@@ -101,20 +101,21 @@ LARGE = 1 << 16
 def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
     ending: ExitStack, hosts: TwoHosts, home: Path
 ) -> None:
-    leaving = serve(ending, hosts, home / "one", 0, slots=16 * LARGE // SLOT_BYTES)
-    serve(ending, hosts, home / "two", 1, slots=32 * LARGE // SLOT_BYTES)
+    leaving = serve(ending, hosts, home / "one", 0, slots=64 * LARGE // SLOT_BYTES)
+    # It fetches one chunk after the other, and lets the rest of what it is offered wait.
+    serve(ending, hosts, home / "two", 1, slots=128 * LARGE // SLOT_BYTES, prefetch_share=0.001)
     hosts.throttle("2mbit")
     one, two = join_server(home / "one", group_bytes=(LARGE,)), join_server(home / "two", group_bytes=(LARGE,))
     ending.callback(one.close)
     ending.callback(two.close)
-    prompts = [key_chain(4, branch=str(number)) for number in range(3)]
+    prompts = [key_chain(4, branch=str(number)) for number in range(10)]
     for keys in prompts:
         store(one, keys)
     first = drained(home / "one", 0.6)
     assert first.phase == "stopped" and first.why == "the time is over"
-    assert first.left == 12 - first.moved > 0
+    assert first.left == 40 - first.moved > 0
     again = drained(home / "one", 80.0)
-    assert again.phase == "drained" and again.moved + again.elsewhere == 12
+    assert again.phase == "drained" and again.moved + again.elsewhere == 40
     assert again.elsewhere >= first.moved
     leaving.stop()
     for keys in prompts:

@@ -33,8 +33,8 @@ _PIECE: Final = 32
 _IN_FLIGHT: Final = 64
 """Chunks that one peer fetches at a time."""
 _ASK_S: Final = 0.02
-_STALL_S: Final = 15.0
-"""A peer that took chunks and has fetched none of them for so long is not waited for."""
+_STALL_S: Final = 30.0
+"""A peer that has fetched nothing for so long, of all that it was offered and has room for, is not waited for."""
 _FULL_S: Final = 2.0
 """When no peer takes anything for so long, none will."""
 _END_S: Final = 10.0
@@ -44,13 +44,13 @@ MAX_CHAIN: Final = 1 << 13
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """Chunks of one chain, from `first` on. left: those of which nothing is known yet. moved_s: when one came last."""
+    """Chunks of one chain, from `first` on. left: those of which nothing is known yet. offered_s: when it was, last."""
 
     chain: list[ChunkKey]
     first: int
     left: set[ChunkKey]
     refused_by: set[str] = field(default_factory=set)
-    moved_s: float = 0.0
+    offered_s: float = 0.0
 
 
 class Drain:
@@ -129,6 +129,7 @@ class _Work:
         self._todo: deque[_Offer] = deque()
         self._taken: dict[str, list[_Offer]] = {}
         self._failed: dict[str, str] = {}
+        self._moved_s: dict[str, float] = {}  # by peer, when something came there last
         self._progress_s = 0.0
 
     def run(self, timeout_s: float) -> None:
@@ -231,29 +232,33 @@ class _Work:
             for offer in list(taken):
                 if not self._offer(taker, offer, again=True):
                     taken.remove(offer)
-            self._offer_more(taker, taken, set(takers))
+        turns = list(takers.values())
+        while turns and self._todo and not self._stop.is_set():  # one after the other, so that all have something to do
+            turns = [taker for taker in turns if self._offer_next(taker, set(takers))]
         if self._state.left < settled:
             self._progress_s = time.monotonic()
         return self._state.left < settled
 
-    def _offer_more(self, taker: Taker, taken: list[_Offer], takers: set[str]) -> None:
-        for waiting in list(self._todo):
-            offer = waiting
-            in_flight = sum(len(one.left) for one in taken)
-            room = self._room()
-            if in_flight >= _IN_FLIGHT or room == 0 or self._stop.is_set():
-                return
-            if offer.refused_by >= takers:
-                self._todo.remove(offer)
-                self._settle(refused=len(offer.left))
-            elif taker.name not in offer.refused_by:
-                self._todo.remove(offer)
-                if room is not None and room < len(offer.chain) - offer.first:
-                    offer, rest = _split(offer, offer.first + room)
-                    self._todo.appendleft(rest)
-                offer.moved_s = time.monotonic()
-                if self._offer(taker, offer, again=False):
-                    taken.append(offer)
+    def _offer_next(self, taker: Taker, takers: set[str]) -> bool:
+        """Offer a peer one more piece, if it has its hands free and there is one that it has not refused."""
+        taken, room = self._taken[taker.name], self._room()
+        if room == 0 or sum(len(one.left) for one in taken) >= _IN_FLIGHT:
+            return False
+        for offer in [one for one in self._todo if one.refused_by >= takers]:
+            self._todo.remove(offer)
+            self._settle(refused=len(offer.left))
+        found = next((one for one in self._todo if taker.name not in one.refused_by), None)
+        if found is None:
+            return False
+        offer = found
+        self._todo.remove(offer)
+        if room is not None and room < len(offer.chain) - offer.first:
+            offer, rest = _split(offer, offer.first + room)
+            self._todo.appendleft(rest)
+        offer.offered_s = time.monotonic()
+        if self._offer(taker, offer, again=False):
+            taken.append(offer)
+        return True
 
     def _room(self) -> int | None:
         """How many more chunks may be offered within `max_bytes`; None: any number."""
@@ -280,7 +285,7 @@ class _Work:
         now_s = time.monotonic()
         for key in [key for key in offer.left if fates[key] is Fate.HERE]:
             offer.left.remove(key)
-            offer.moved_s = now_s
+            self._moved_s[taker.name] = now_s
             if not again:
                 self._settle(elsewhere=1)  # it had it before it was offered
                 continue
@@ -291,10 +296,9 @@ class _Work:
         if not offer.left:
             return False
         is_coming = any(fates[key] is Fate.COMING for key in offer.left)
-        if is_coming and now_s - offer.moved_s <= _STALL_S:
-            return True
-        if not is_coming and answer.room and now_s - offer.moved_s <= _FULL_S:
-            return True  # it has no hands free just now
+        last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
+        if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
+            return True  # over a slow line one chunk comes after the other
         self._failed[taker.name] = (
             "it fetched nothing of what it took"
             if is_coming
