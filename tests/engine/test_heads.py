@@ -16,7 +16,7 @@ from kv_core.service import ReadLease
 from kv_tiers.attach.engine import engines
 
 ASKED = [SHARED[200:800], PROMPTS[0], PROMPTS[1]]
-"""The last two part behind 512 tokens, so one finds chunks whose last place in the head hangs on the other's tokens."""
+"""The last two part behind 512 tokens: one finds chunks whose last place in the head depends on the other's tokens."""
 COLD, WARM = [0, 0, 511], [511, 511, 511]
 Told = tuple[list[Answer], list[int], int, int]
 """Answers, hits, guesses that were right, guesses."""

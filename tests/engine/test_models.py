@@ -32,7 +32,7 @@ NEW_TOKENS = 6
 class Prompts:
     """Of a prompt of 1,500 tokens every boundary that a hit may have, and for each two prompts.
 
-    just_behind: one token more than the boundary, so that a state is taken there and is what the next token hangs on.
+    just_behind: one token more than the boundary, so that a state is taken there and is what the next token depends on.
     parting: the prompt up to the boundary, then other tokens to the same length.
     """
 

@@ -246,7 +246,7 @@ def test_a_model_that_sglang_does_not_run_here(name: str, engines: Nursery, tmp_
 
 @pytest.mark.long
 def test_a_model_that_sglang_itself_does_not_cache(engines: Nursery, tmp_path: Path) -> None:
-    """Whisper: what its decoder keeps hangs on the audio, which is in no page's hash. SGLang turns its own prefix cache
+    """Whisper: what its decoder keeps depends on the audio, which no page's hash has. SGLang turns its own prefix cache
     off for it and then refuses HiCache, so nothing of it ever reaches us."""
     row, model = ROWS["Whisper"], written("Whisper", tmp_path / "model")
     WhisperFeatureExtractor(feature_size=80).save_pretrained(model)

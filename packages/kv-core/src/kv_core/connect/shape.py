@@ -36,7 +36,8 @@ class ConnectShape:
     cuts_chunks: whether a chunk may be stored of which only the first tokens are there. Not where the engine's blocks
         are stored as they are.
     shifted: whether a layer has at each place the KV of the token behind it too, as a head has that guesses from the
-        model's hidden states (EAGLE, MTP). What it has at a chunk's last place hangs on a token that is not in the key.
+        model's hidden states (EAGLE, MTP). What it has at a chunk's last place depends on a token that is not in the
+        key.
     """
 
     scheme: ChainScheme

@@ -19,7 +19,7 @@ behind a missing one are worthless and are given up.
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Skipped
@@ -40,7 +40,7 @@ from kv_tiers.cache.hits import (
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, Promotion, View
+from kv_tiers.cache.promotion import Job, Promotion, View, Wait
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
@@ -64,30 +64,6 @@ class PromoteCounts:
     arrived: int = 0
     given_up: int = 0
     waits_over: int = 0
-
-
-@dataclass(slots=True)
-class _Wait:
-    """One holder's wait.
-
-    answers: what the tiers have answered, and when the wait began.
-    until_s: when the wait times out.
-    over: the wait has ended.
-    slots: of chunks that arrived for this holder, leased until they are promised to it or the wait ends.
-    needed: the keys that the present target boundary needs from the tiers.
-    tiers: the indices of the tiers that load something for this holder.
-    skipped: what it does not wait for.
-    awaited: what it waits for; becomes `skipped` when the wait times out.
-    """
-
-    answers: Answers
-    until_s: float
-    over: bool = False
-    slots: list[int] = field(default_factory=list)
-    needed: set[ChunkKey] = field(default_factory=set)
-    tiers: set[int] = field(default_factory=set)
-    skipped: Skipped | None = None
-    awaited: Skipped | None = None
 
 
 class Promotions:
@@ -119,7 +95,7 @@ class Promotions:
         self._max_slots = max_slots
         self._batch_bytes = batch_bytes
         self._clock = clock
-        self._waits: OrderedDict[Holder, _Wait] = OrderedDict()
+        self._waits: OrderedDict[Holder, Wait] = OrderedDict()
         self._arriving: dict[ChunkKey, int] = {}  # key → the tier that it is loaded from
         self._probes = [Probes() for _ in self._lanes]
         self._source: dict[
@@ -270,13 +246,13 @@ class Promotions:
             for slot in slots:
                 self._source.pop(slot, None)
 
-    def _wait_of(self, holder: Holder, now_s: float) -> _Wait:
+    def _wait_of(self, holder: Holder, now_s: float) -> Wait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = _Wait(Answers(now_s), now_s + self._wait_s)
+            wait = self._waits[holder] = Wait(Answers(now_s), now_s + self._wait_s)
         return wait
 
-    def _end_wait(self, wait: _Wait) -> None:
+    def _end_wait(self, wait: Wait) -> None:
         """Under the lock."""
         wait.over = True
         slots, wait.slots = wait.slots, []
@@ -291,7 +267,7 @@ class Promotions:
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
         return View(keys, in_pool, writing)
 
-    def _best_boundary(self, view: View, shape: ChunkShape, wait: _Wait, now_s: float) -> int:
+    def _best_boundary(self, view: View, shape: ChunkShape, wait: Wait, now_s: float) -> int:
         """The longest that the pool and the tiers can serve, as far as these have answered. Groups that need the whole
         prefix are queried first: what they have bounds what is worth querying of the others."""
         stride = shape.keys_per_chunk
@@ -321,7 +297,7 @@ class Promotions:
             best, _ = last_boundary(shape, best - 1, view.has)
         return best
 
-    def _query(self, view: View, places: Sequence[int], wait: _Wait, now_s: float) -> None:
+    def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
         lacking = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if lacking:
             found, all_answered = self._presence.find(lacking, wait.answers, now_s)
@@ -468,7 +444,7 @@ class Promotions:
         job: Job,
         arrivals: Sequence[Arrival],
         came: Sequence[bool],
-        wait: _Wait | None,
+        wait: Wait | None,
     ) -> None:
         """Under the lock. came: which of the job's chunks are of use."""
         pairs = list(zip(job.keys, job.slots, strict=True))

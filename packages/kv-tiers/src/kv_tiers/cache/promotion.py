@@ -1,10 +1,13 @@
-"""Records of promotions: where a prompt's chunks are, and what is being loaded from lower tiers into the pool."""
+"""Records of promotions: where a prompt's chunks are, what is being loaded into the pool, and who waits for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kv_core.cost import Skipped
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
+
+from kv_tiers.cache.presence import Answers
 
 
 @dataclass(slots=True)
@@ -77,3 +80,27 @@ class View:
 
     def has(self, place: int) -> bool:
         return self.in_pool[place] or self.keys[place] in self.in_tiers
+
+
+@dataclass(slots=True)
+class Wait:
+    """One holder's wait.
+
+    answers: what the tiers have answered, and when the wait began.
+    until_s: when the wait times out.
+    over: the wait has ended.
+    slots: of chunks that arrived for this holder, leased until they are promised to it or the wait ends.
+    needed: the keys that the present target boundary needs from the tiers.
+    tiers: the indices of the tiers that load something for this holder.
+    skipped: what it does not wait for.
+    awaited: what it waits for; becomes `skipped` when the wait times out.
+    """
+
+    answers: Answers
+    until_s: float
+    over: bool = False
+    slots: list[int] = field(default_factory=list)
+    needed: set[ChunkKey] = field(default_factory=set)
+    tiers: set[int] = field(default_factory=set)
+    skipped: Skipped | None = None
+    awaited: Skipped | None = None
