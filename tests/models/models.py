@@ -508,12 +508,15 @@ SCANNED: Final = STATES | {"max_num_batched_tokens": 128}
 """Where a step goes beyond a block, vLLM 0.32 asks Mamba2's kernel for the state at the block's end as well, and its
 kernel for CPUs has none to give: an IndexError in `conv_ssm_forward`."""
 
+REFERENCE_MLA: Final = {"attention_config": {"backend": "CPU_MLA"}}
+"""vLLM's kernel for latents that runs on every processor; with AMX it has another (`test_every_cache` has both)."""
+
 MODELS: Final = (
     TinyModel("Llama", _llama),
     TinyModel("Qwen3", _causal(_qwen3)),
     TinyModel("Gemma 3", _causal(_gemma3)),
     TinyModel("gpt-oss", _causal(_gpt_oss, sinks=_drawn(1.0))),
-    TinyModel("DeepSeek-V2", _deepseek_v2, {"dtype": "bfloat16"}, own_hits=True),
+    TinyModel("DeepSeek-V2", _deepseek_v2, REFERENCE_MLA),
     TinyModel("DeepSeek-V3.2", _deepseek_v32, cannot="Sparse Attention is not supported on CPU"),
     TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
