@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,8 +10,9 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
-from kv_tiers.server import launch, wire
+from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.cache_servers import (
@@ -264,14 +265,8 @@ def test_with_a_directory_hosts_are_known_from_it_and_what_it_lists_is_elsewhere
         assert held(caches[1], keys) == 4 and read(caches[1], keys)
 
 
-def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
-    """The peer fetches nothing: it says so until the time is over."""
-
-    def answer(stream: PeerStream, request: Request) -> None:
-        assert isinstance(request, Offer)
-        offered = len(request.keys.unpack()) - request.first
-        stream.send_message(Offered(b"\1" * offered, 100), time.monotonic() + 10)
-
+def beside(answer: Callable[[PeerStream, Request], None], ending: ExitStack) -> tuple[RemoteCache, LocalCache]:
+    """A client of a server that holds a prompt, and that server's cache. Its only peer holds nothing and answers so."""
     peer = FakePeer(answer)
     ending.callback(peer.close)
     peer.hold = lambda request: bytes(len(request.keys.unpack()))  # type: ignore[method-assign]
@@ -281,6 +276,18 @@ def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) ->
     ending.callback(cache.close)
     store(cache, PROMPTS[0])
     (local,) = server.server.caches.values()
+    return cache, local
+
+
+def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
+    """The peer fetches nothing: it says so until the time is over."""
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        assert isinstance(request, Offer)
+        offered = len(request.keys.unpack()) - request.first
+        stream.send_message(Offered(b"\1" * offered, 100), time.monotonic() + 10)
+
+    cache, local = beside(answer, ending)
     local.drain.begin(0.3)
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining")
     assert local.drain.state() == DrainState("stopped", "the time is over", chunks=4, left=4)
@@ -295,15 +302,7 @@ def test_a_peer_that_answers_nonsense_has_taken_nothing(ending: ExitStack, fates
     def answer(stream: PeerStream, request: Request) -> None:
         stream.send_message(Offered(fates, 100), time.monotonic() + 10)
 
-    peer = FakePeer(answer)
-    ending.callback(peer.close)
-    peer.hold = lambda request: bytes(len(request.keys.unpack()))  # type: ignore[method-assign]
-    server = listening(tiers=peers_at(peer.address))
-    ending.callback(server.close)
-    cache = join_at(server.path)
-    ending.callback(cache.close)
-    store(cache, PROMPTS[0])
-    (local,) = server.server.caches.values()
+    _, local = beside(answer, ending)
     local.drain.begin(20)
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
     state = local.drain.state()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 
+from kv_tiers.tools.which_server import add_server_options, socket_of
+
 if TYPE_CHECKING:
     from kv_tiers.drain_state import DrainState
     from kv_tiers.server.wire import Request
@@ -46,8 +48,7 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_drain)
-    parser.add_argument("--name", default="default", help="of the server, as kv-server's --name (default: default)")
-    parser.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    add_server_options(parser)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="at most (default: 60)")
     parser.add_argument("--max-bytes", metavar="BYTES", help="move so much at most, of each format; such as 20GiB")
     parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
@@ -58,12 +59,11 @@ def register(commands: Any) -> None:
 def _drain(args: argparse.Namespace) -> int:
     from kv_tiers.options import byte_count
     from kv_tiers.server import wire
-    from kv_tiers.server.config import default_socket
 
     if not 0.1 <= args.timeout <= 86400:
         raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
     most = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
-    path = Path(args.socket) if args.socket else default_socket(args.name)
+    path = socket_of(args)
     try:
         states = _ask(path, wire.Drain(not args.end, args.timeout, most))
         if args.end:

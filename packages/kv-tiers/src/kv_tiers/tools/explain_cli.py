@@ -24,8 +24,8 @@ from kv_core.tools.cli import (
 
 from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.server import wire
-from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
+from kv_tiers.tools.which_server import add_server_options, socket_of
 from kv_tiers.watch.chunk_state import ChunkState
 from kv_tiers.watch.explain import is_held
 
@@ -82,8 +82,7 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_explain)
     add_prompt_options(parser)
     server = parser.add_argument_group("server")
-    server.add_argument("--name", default="default", help="of the server (default: default)")
-    server.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    add_server_options(server)
     parser.add_argument(
         "--also-salt",
         action="append",
@@ -103,7 +102,7 @@ def _explain(args: argparse.Namespace) -> int:
         raise InputError(
             f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored"
         )
-    socket = Path(args.socket) if args.socket is not None else default_socket(args.name)
+    socket = socket_of(args)
     salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
     answers = [_Answer(salt, salt == args.salt, _ask(socket, args, scheme, tokens, salt)) for salt in salts]
     own = _own(answers[0].answer, is_named=args.model is not None)

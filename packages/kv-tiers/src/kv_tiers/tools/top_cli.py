@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 
+from kv_tiers.tools.which_server import add_server_options, socket_of
+
 if TYPE_CHECKING:
     from kv_tiers.server.report import Report
 
@@ -38,19 +40,16 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_top)
-    parser.add_argument("--name", default="default", help="of the server, as kv-server's --name (default: default)")
-    parser.add_argument("--socket", metavar="PATH", help="where it listens, instead of the place that the name gives")
+    add_server_options(parser)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
     parser.add_argument("--once", action="store_true", help="one picture, and end; so too where no terminal is")
     parser.add_argument("--json", action="store_true", help="what the server reports, one object a line")
 
 
 def _top(args: argparse.Namespace) -> int:
-    from kv_tiers.server.config import default_socket
-
     if not 0.05 <= args.every <= 3600:
         raise InputError(f"--every {args.every:g}: write 0.05 to 3600 seconds")
-    path = Path(args.socket) if args.socket else default_socket(args.name)
+    path = socket_of(args)
     try:
         if args.json:
             return _print_json(path, args.every, once=args.once)
