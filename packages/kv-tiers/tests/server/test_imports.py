@@ -8,6 +8,7 @@ CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
     "kv_tiers.directory_state",
+    "kv_tiers.drain_state",
     "kv_tiers.events",
     "kv_tiers.events.changes",
     "kv_tiers.events.events",
