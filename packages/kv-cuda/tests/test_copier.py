@@ -86,7 +86,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def fill(tensors: list[torch.Tensor], seed: int = 0) -> None:
     """Every bit pattern, NaNs among them."""
     generator = torch.Generator().manual_seed(seed)
-    for storage in {id(raw(tensor)): raw(tensor) for tensor in tensors}.values():
+    for storage in {raw(tensor).data_ptr(): raw(tensor) for tensor in tensors}.values():
         storage.copy_(torch.randint(0, 256, storage.shape, dtype=torch.uint8, generator=generator))
 
 
