@@ -141,4 +141,4 @@ def test_a_trained_model_answers_nearly_the_same_from_a_sixth_of_the_bytes(tmp_p
         wrong = likeliest(engine, prompts)
         near, far = distance(exact, loaded), distance(exact, wrong)
         print(f"nats apart: {near:.3f} from disk, {far:.3f} where chunks are wrong")
-        assert 0 < near < 0.3 and far > 3 * near
+        assert 0 < near < 0.3 and far > 5 * near
