@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from kv_tiers.testing.cache_servers import ThreadedServer
+from kv_tiers.testing.peers import own_nobody
+from kv_tiers.testing.redis_servers import end_all
 
 
 @pytest.fixture
@@ -19,3 +21,16 @@ def home(tmp_path: Path) -> Path:
     """A directory for a server's socket."""
     tmp_path.chmod(0o700)
     return tmp_path
+
+
+@pytest.fixture
+def peers_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers of this process treat servers of this process as peers."""
+    own_nobody(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def redis_servers_end() -> Iterator[None]:
+    """When the module's tests are over."""
+    yield
+    end_all()

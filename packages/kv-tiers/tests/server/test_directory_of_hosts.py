@@ -1,7 +1,7 @@
 """Servers that know from a directory what each other holds: real servers, a real Valkey, and what breaks them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from kv_tiers.testing.cache_servers import (
 )
 from kv_tiers.testing.contract import CHUNK_BYTES
 from kv_tiers.testing.http import Served
-from kv_tiers.testing.peers import FakePeer, is_whole, listening, own_nobody, reads_of, served_by
-from kv_tiers.testing.redis_servers import AskedServer, end_all, running
+from kv_tiers.testing.peers import FakePeer, is_whole, listening, reads_of, served_by
+from kv_tiers.testing.redis_servers import AskedServer, running
 from kv_tiers.testing.servers import Proxy, free_port
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import TierContext
@@ -42,19 +42,9 @@ from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import Answer, Held, List, Listed, PeerStream, Request, Sum, Summed
 
+pytestmark = pytest.mark.usefixtures("peers_in_process", "redis_servers_end")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 QUICK = {"interval_s": 0.02, "lease_s": 1.0, "timeout_s": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_nobody(monkeypatch)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers_end() -> Iterator[None]:
-    yield
-    end_all()
 
 
 @pytest.fixture

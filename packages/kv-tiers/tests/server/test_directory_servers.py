@@ -1,6 +1,6 @@
 """A directory in every kind of Redis and Valkey that the redis tier knows: behind TLS, a cluster, sentinels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,25 +11,15 @@ from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, store
 from kv_tiers.testing.certificates import Authority
 from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import listening, own_nobody
-from kv_tiers.testing.redis_servers import RUNNING, TlsFront, certificate, cluster, end_all, running, sentinel
+from kv_tiers.testing.peers import listening
+from kv_tiers.testing.redis_servers import RUNNING, TlsFront, certificate, cluster, running, sentinel
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 
+pytestmark = pytest.mark.usefixtures("peers_in_process", "redis_servers_end")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 QUICK = {"interval_s": 0.02, "lease_s": 1.0, "timeout_s": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_nobody(monkeypatch)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers_end() -> Iterator[None]:
-    yield
-    end_all()
 
 
 def listed(ending: ExitStack, **options: object) -> tuple[ThreadedServer, RemoteCache]:

@@ -26,18 +26,14 @@ from kv_tiers.testing.cache_servers import (
     store,
 )
 from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import FakePeer, listening, own_nobody
+from kv_tiers.testing.peers import FakePeer, listening
 from kv_tiers.testing.redis_servers import end_all, running
 from kv_tiers.testing.servers import Proxy, free_port
 from kv_tiers.testing.wait import until
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
 
+pytestmark = pytest.mark.usefixtures("peers_in_process")
 PROMPTS = [key_chain(4, branch=str(number)) for number in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_nobody(monkeypatch)
 
 
 def peers_at(*addresses: str, **options: object) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from kv_tiers.server.config import read_config
 from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
 from kv_tiers.testing.certificates import Authority
 from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import address_of, is_whole, listening, own_nobody, reads_of, served_by
+from kv_tiers.testing.peers import address_of, is_whole, listening, reads_of, served_by
 from kv_tiers.testing.servers import Proxy
 from kv_tiers.testing.wait import until
 from kv_tiers.tier import MAX_OFFERED, TierContext
@@ -43,13 +43,9 @@ from kv_tiers.tiers.peers_wire import (
     frame,
 )
 
+pytestmark = pytest.mark.usefixtures("peers_in_process")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 KEYS = key_chain(3)
-
-
-@pytest.fixture(autouse=True)
-def _own_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_nobody(monkeypatch)
 
 
 def filled(ending: ExitStack, **options: object) -> ThreadedServer:
