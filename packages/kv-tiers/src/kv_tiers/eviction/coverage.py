@@ -90,7 +90,8 @@ class CoveragePolicy:
         self._recent.extended((), recent[::-1])
 
     def removed(self, slot: int) -> None:
-        self._last_use.pop(slot, None)
+        if self._last_use:
+            self._last_use.pop(slot, None)
         if slot in self._is_recent:
             self._is_recent.remove(slot)
             self._recent.removed(slot)

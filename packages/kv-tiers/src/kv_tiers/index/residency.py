@@ -246,7 +246,7 @@ class Residency:
         """Evict the chunk in this slot, which must not be leased; returns its key."""
         self._policy.removed(slot)
         self._excluded.discard(slot)
-        self._move([slot], Event.EVICT)
+        self._life[slot] = advance(self._life[slot], Event.EVICT)
         return self._hide(slot)
 
     def set_aside(self, at_most: int) -> list[int]:

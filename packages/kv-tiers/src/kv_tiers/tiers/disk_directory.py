@@ -49,6 +49,7 @@ _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQI4xQ16s")
 _RECORD_MAGIC: Final = b"kvslot\r\n"
 _RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{4 * MAX_UNITS}s")
+_UNITS: Final = tuple(struct.Struct(f"<{count}I") for count in range(MAX_UNITS + 1))
 _RECORD_HEADER_AT: Final = 24
 _RECORD_LAYOUT: Final = np.dtype(
     [
@@ -85,12 +86,14 @@ class DiskDirectory:
         self.path = Path(root) / namespace
         self.slots = slots
         self._geometry = geometry
+        self._unit_bytes, self._slot_units = geometry.unit_bytes, geometry.slot_units
         self.notes: list[str] = []
         """Remarks for the user on what was found; for the log."""
         self._growing = threading.Lock()
         self._slabs: dict[int, File] = {}
         self._backed: dict[int, int] = {}  # bytes that have room on the medium, by slab
         self._index_bytes = 0
+        self._slabs_complete = False  # every slot has room on the medium
         self._open_files: list[File] = []
         self._namespace = bytes.fromhex(namespace)
         self._fd = -1
@@ -209,6 +212,8 @@ class DiskDirectory:
         if self._index_bytes < record_end:
             with self._growing:
                 self._grow_index(record_end)
+        if self._slabs_complete:
+            return
         for number, _, end in self._stretches(units):
             if self._backed.get(number, 0) < end:
                 with self._growing:
@@ -216,12 +221,11 @@ class DiskDirectory:
 
     def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
         """File, offset and size of each contiguous piece of the first bytes in these units, in order."""
-        stretches = self._stretches(units)
-        if len(stretches) == 1:
-            number, offset, _ = stretches[0]
-            return [(self._slabs[number], offset, nbytes)]
+        if isinstance(units, range):  # a whole slot: of one slab
+            slab, at = divmod(units.start, self._slab_slots * self._slot_units)
+            return [(self._slabs[slab], at * self._unit_bytes, nbytes)]
         found = []
-        for number, offset, end in stretches:
+        for number, offset, end in self._stretches(units):
             if nbytes > 0:
                 found.append((self._slabs[number], offset, min(end - offset, nbytes)))
             nbytes -= end - offset
@@ -229,10 +233,7 @@ class DiskDirectory:
 
     def _stretches(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
         """Slab, offset and end of units that follow each other."""
-        slab_units, unit_bytes = self._slab_slots * self._geometry.slot_units, self._geometry.unit_bytes
-        if isinstance(units, range):  # a whole slot: of one slab
-            slab, at = divmod(units.start, slab_units)
-            return [(slab, at * unit_bytes, (at + len(units)) * unit_bytes)]
+        slab_units, unit_bytes = self._slab_slots * self._slot_units, self._unit_bytes
         found = []
         for first, count in runs(units):
             unit, end = first, first + count
@@ -350,7 +351,7 @@ class DiskDirectory:
             slab = self._slabs[number] = self._open(_slab_name(number), direct=self.direct)
             if slab.nbytes > slots * self._geometry.slot_bytes:
                 slab.truncate(slots * self._geometry.slot_bytes)
-            self._backed[number] = slab.nbytes
+            self._note_backed(number, slab.nbytes)
             slab.sync()
         # The last process may have died before this was durable, or have feared no power cut; we rely on all of it.
         self.index.sync()
@@ -416,7 +417,11 @@ class DiskDirectory:
                 slab.close()
             raise
         self._slabs[number] = slab
-        self._backed[number] = end
+        self._note_backed(number, end)
+
+    def _note_backed(self, number: int, nbytes: int) -> None:
+        self._backed[number] = nbytes
+        self._slabs_complete = sum(self._backed.values()) >= self.slots * self._geometry.slot_bytes
 
 
 def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
@@ -438,8 +443,7 @@ BLANK_RECORD: Final = bytes(RECORD_BYTES)
 
 def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
     """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
-    fields = _RECORD.pack(_RECORD_MAGIC, number, entry, header, struct.pack(f"<{len(units)}I", *units))
-    return seal(fields)
+    return seal(_RECORD.pack(_RECORD_MAGIC, number, entry, header, _UNITS[len(units)].pack(*units)))
 
 
 def _version_of(index: Path) -> int | None:

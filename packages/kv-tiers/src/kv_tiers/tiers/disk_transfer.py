@@ -7,6 +7,7 @@ import mmap
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from kv_tiers.pool.host_pool import PAGE_BYTES
@@ -15,6 +16,8 @@ from kv_tiers.tiers.disk_files import File
 
 _MAX_BUFFERS: Final = 1000
 """Buffers in one call; every Linux accepts 1024."""
+
+_WHERE: Final = itemgetter(0, 1)
 
 Segment = tuple[File, int, int]
 """File, offset and size."""
@@ -73,17 +76,19 @@ def bytes_in_files(stored_bytes: int) -> int:
 
 def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: memoryview) -> list[Run]:
     """headers: a page for each. filler: pages whose bytes mean nothing."""
-    placed: list[tuple[File, int, int, list[memoryview], int]] = []
+    placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []
     for one, header in zip(carried, headers, strict=True):
         left = [header, one.chunk.pages[: bytes_in_files(one.stored_bytes) - PAGE_BYTES]]
         if len(one.segments) == 1:
-            placed.append((*one.segments[0], left, one.at))
+            file, offset, nbytes = one.segments[0]
+            placed.append((file.fd, offset, one.at, file, nbytes, left))
             continue
         for file, offset, nbytes in one.segments:
             taken, left = _split(left, nbytes)
-            placed.append((file, offset, nbytes, taken, one.at))
+            placed.append((file.fd, offset, one.at, file, nbytes, taken))
+    placed.sort(key=_WHERE)
     runs: list[Run] = []
-    for file, offset, nbytes, buffers, at in sorted(placed, key=lambda each: (each[0].fd, each[1])):
+    for _, offset, at, file, nbytes, buffers in placed:
         last = runs[-1] if runs else None
         gap = offset - last.end if last is not None and last.file is file else -1
         if last is None or not 0 <= gap <= len(filler) or len(last.buffers) + len(buffers) >= _MAX_BUFFERS:
