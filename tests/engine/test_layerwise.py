@@ -1,8 +1,10 @@
 """Layerwise loads under vLLM's real schedulers: each layer's bytes are there before it is attended to, a promise holds
 through resets, aborts and evictions, and what fails all the same is never answered with."""
 
+import os
 import random
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,20 @@ from typing import Any
 import pytest
 from kv_core.connect.testing import QueuedCopier, QueuedCopy
 from kv_core.errors import ConfigError, CopyFailed
+from kv_core.lookup import Ended
+from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
-from kv_tiers.server.process import launch
+from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import load
+from kv_tiers.testing.wait import until
 from kv_vllm.connector import KVTiersConnector
 from oracle import Oracle
 from slow_device import SlowDevice, slow_device
 from test_stores_behind import Engine, anything
 
 SHARED = [3 + (7 * i) % 40 for i in range(400)]
+POOL_BYTES = 2 << 20
 SCHEDULERS = pytest.mark.parametrize("asynchronous", [False, True], ids=["Scheduler", "AsyncScheduler"])
 
 
@@ -285,16 +292,120 @@ def test_models_with_several_groups_load_between_steps(tiny_llama: str, kinds: t
         assert oracle.loaded == 320 and layerwise(oracle) == 0
 
 
-def test_a_cache_in_a_server_is_loaded_from_between_steps(tiny_llama: str, tmp_path: Path) -> None:
-    """It may be lost between promise and copy."""
-    server = launch({"host": {"capacity_bytes": 64 << 20}}, socket=tmp_path / "private" / "s")
+@contextmanager
+def started_at_a_server(model: str, home: Path, **options: Any) -> Iterator[tuple[Oracle, SlowDevice, ServerProcess]]:
+    """Like `started`, its cache in a small server, which is stopped at the end."""
+    settings = {"host": {"capacity_bytes": POOL_BYTES}}
+    server = launch(settings, socket=home / "private" / "s")
     try:
-        with started(tiny_llama, host={}, server={"socket": str(server.socket)}) as (oracle, device):
-            oracle.submit("a", [*SHARED[:330], 9], 3)
-            come_to_rest_of_all(oracle, device)
-            assert oracle.loaded == 320 and layerwise(oracle) == 0
+        with started(model, host={}, server={"socket": str(server.socket)}, **options) as (oracle, device):
+            yield oracle, device, server
     finally:
         server.stop()
+
+
+@SCHEDULERS
+def test_a_server_is_loaded_from_in_the_step_too(tiny_llama: str, tmp_path: Path, asynchronous: bool) -> None:
+    with started_at_a_server(tiny_llama, tmp_path, asynchronous=asynchronous) as (oracle, device, _):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        come_to_rest(oracle, device)
+        assert oracle.loaded == 320 and layerwise(oracle) == 1
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert oracle.engine.cache is not None and oracle.engine.cache.counts().read_leases == 0
+
+
+def between_promise_and_copy(oracle: Oracle, happens: Callable[[], object]) -> None:
+    """Have this happen in the next step after the scheduler has promised, before the worker begins."""
+    connector = oracle.scheduler.connector
+    build = connector.build_connector_meta
+
+    def build_and_more(output: Any) -> Any:
+        made = build(output)
+        happens()
+        return made
+
+    connector.build_connector_meta = build_and_more
+    oracle.step()
+    del connector.build_connector_meta
+
+
+@SCHEDULERS
+def test_a_server_that_dies_takes_no_bytes_along(tiny_llama: str, tmp_path: Path, asynchronous: bool) -> None:
+    """Its successor's pool is not taken for it while layers are still copied."""
+    with started_at_a_server(tiny_llama, tmp_path, asynchronous=asynchronous) as (oracle, device, server):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        successors: list[ServerProcess] = []
+
+        def killed_and_back() -> None:
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            successors.append(launch({"host": {"capacity_bytes": POOL_BYTES}}, socket=server.socket))
+            assert cache.lookup([], "notices").ended is Ended.REFUSED
+            assert cache.lookup([], "and comes back").ended is Ended.REFUSED
+
+        cache = oracle.engine.cache
+        assert isinstance(cache, RemoteCache)
+        between_promise_and_copy(oracle, killed_and_back)
+        come_to_rest(oracle, device)
+        assert layerwise(oracle) == 1
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        until(lambda: cache.lookup([], "later").ended is Ended.ALL_HELD)
+        assert cache.generation == 1
+        oracle.submit("b", [*SHARED[:330], 9], 3)
+        come_to_rest_of_all(oracle, device)
+        oracle.submit("c", [*SHARED[:330], 8], 3)
+        come_to_rest(oracle, device)
+        assert layerwise(oracle) == 2
+        assert oracle.generated["c"] == oracle.expected_tokens("c", 331, 3)
+        (successor,) = successors
+        successor.stop()
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("lasts", [True, False], ids=["", "control"])
+def test_a_server_that_has_lost_its_client_leaves_the_bytes_where_they_are(
+    tiny_llama: str, tmp_path: Path, asynchronous: bool, lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is gone, and another engine fills the whole pool. With a lease that ends with the connection the
+    wrong bytes would be attended to."""
+    load = RemoteCache.load
+    if not lasts:
+        monkeypatch.setattr(RemoteCache, "load", lambda self, *arguments, **_: load(self, *arguments))
+    with started_at_a_server(tiny_llama, tmp_path, asynchronous=asynchronous) as (oracle, _device, _):
+        cache = oracle.engine.cache
+        assert isinstance(cache, RemoteCache)
+        other = RemoteCache(cache._path, group_bytes=cache._group_bytes, fingerprint=cache._fingerprint)
+        slots = other.counts().slots_total
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+
+        def lost_and_replaced() -> None:
+            assert cache._link.connection is not None
+            cache._link.connection.close()
+            cache._link.lose("for the test")
+            cache._link.back_off(1000)
+            until(lambda: other.counts().read_leases == (1 if lasts else 0))
+            greedy = other.begin_store(key_chain(slots), "greedy")
+            assert (len(greedy.keys) == slots) is not lasts
+            for extent in greedy.extents:
+                other.pool.view[extent.offset :][: extent.nbytes] = bytes(extent.nbytes)
+            other.commit(greedy)
+
+        def run() -> None:
+            between_promise_and_copy(oracle, lost_and_replaced)
+            oracle.run()
+
+        if not lasts:
+            with pytest.raises(AssertionError, match="wrong K"):
+                run()
+            other.close()
+            return
+        run()
+        assert layerwise(oracle) == 1
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        cache._link.back_off(0)
+        until(lambda: cache.lookup([], "later").ended is Ended.ALL_HELD)
+        until(lambda: other.counts().read_leases == 0)
+        other.close()
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("async", False), ("layerwise", True), ("auto", True)])

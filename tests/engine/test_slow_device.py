@@ -1,12 +1,14 @@
 """Real engines on a device whose copies go on behind their steps, each taking some time."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_core.connect.testing import QueuedCopy
 from kv_tiers.attach.engine import engines
+from kv_tiers.server.process import launch
 from slow_device import slow_device
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "128MiB"}}
@@ -59,6 +61,22 @@ def test_layers_that_are_copied_while_others_are_computed_give_the_same_tokens(
         monkeypatch.setattr(QueuedCopy, "hold_engine", lambda self: None)
         device.queue.copy_s = 0.5
         assert engine.ask([PROMPTS[2]]) != [reference[2]]
+        assert device.faults == []
+
+
+@pytest.mark.slow
+def test_layers_come_from_a_server_as_well(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
+    server = launch(CACHE, socket=tmp_path / "private" / "s")
+    cache = {"server": {"socket": str(server.socket)}, "load": "layerwise"}
+    with slow_device(layerwise=True) as device, started(tiny_llama, cache=cache) as engine:
+        device.go_on(copy_s=0.002)
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+        seen = engine.assert_at_rest()
+        assert seen["scheduler"]["loads_layerwise"] == seen["scheduler"]["loads"] > 4
+        server.stop()
+        assert engine.ask(PROMPTS) == reference
         assert device.faults == []
 
 

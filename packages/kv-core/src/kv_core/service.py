@@ -147,8 +147,13 @@ class CacheService(Protocol):
         up again.
         """
 
-    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
-        """Lease exactly these chunks for reading, with a lease of its own in addition to the holder's promise."""
+    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
+        """Lease exactly these chunks for reading, with a lease of its own in addition to the holder's promise.
+
+        lasting: the lease does not expire, like one for writing. It ends by `release`, with its holder, or with this
+            process, so the bytes stay in place even if the cache is in another process and the connection is lost. For
+            copies that cannot be withdrawn afterwards. `LoadFailed` where that cannot be promised.
+        """
 
     def begin_store(
         self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None

@@ -70,8 +70,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     load: LoadMode = "async"
     """When chunks are copied to the engine's blocks. async: between its steps, and the request waits. layerwise: in the
     step that computes the rest of the request, each layer while those before it are computed. auto: layerwise where the
-    copy is estimated to be hidden so, or no other request would wait for it. vLLM only, in one process and where a
-    model has one kind of layers; elsewhere async, whatever is said here (docs/contracts/vllm.md#layerwise-loads)."""
+    copy is estimated to be hidden so, or no other request would wait for it. vLLM only, with one worker (in its
+    scheduler's process) and one kind of layers; elsewhere async, whatever is said here
+    (docs/contracts/vllm.md#layerwise-loads)."""
     min_load_tokens: Tokens = 0
     """A smaller hit is computed instead of loaded. vLLM only, like the two below; SGLang has its own
     `prefetch_threshold`. A request may override it (docs/requests.md)."""

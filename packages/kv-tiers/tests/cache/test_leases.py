@@ -1,5 +1,6 @@
 """The books: each lease is given back once, by its release, its holder's end, its replacement or its deadline."""
 
+import math
 from collections import Counter
 
 from hypothesis import settings
@@ -95,9 +96,11 @@ class LeasesMachine(RuleBasedStateMachine):
             self.leases.renew(promise, self.now_s)
             assert promise.deadline_s == self.now_s + LEASE_S
 
-    @rule(holder=holders, slots=some)
-    def open_read(self, holder: str, slots: list[int]) -> None:
-        self.reads.append(self.leases.open_read(holder, slots, self.now_s))
+    @rule(holder=holders, slots=some, lasting=st.booleans())
+    def open_read(self, holder: str, slots: list[int], lasting: bool) -> None:
+        read = self.leases.open_read(holder, slots, self.now_s, lasting=lasting)
+        assert read.deadline_s == (math.inf if lasting else self.now_s + LEASE_S)
+        self.reads.append(read)
 
     @rule(holder=holders)
     def open_write(self, holder: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
-from kv_core.service import LoadFailed
+from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_tiers.config import HostConfig
 from kv_tiers.server import RemoteCache, ServerConfig, wire
@@ -139,8 +139,10 @@ def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch
     served.clock.advance(300)
     assert cache.lookup(keys, "a").chunks == 3
     assert cache.renew("a")
-    monkeypatch.setattr(session_module, "MAX_WRITES", 0)
+    monkeypatch.setattr(session_module, "MAX_LASTING", 0)
     assert cache.begin_store(keys, "w").refused
+    assert isinstance(cache.load(keys, "r", lasting=True), LoadFailed)
+    assert isinstance(cache.load(keys, "r"), ReadLease)
     cache.close()
     other.close()
 

@@ -50,7 +50,7 @@ REQUESTS: list[wire.Request] = [
     wire.Status(),
     wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, True, None, None),
     wire.Renew("h"),
-    wire.Load(wire.pack_keys(key_chain(2)), "h"),
+    wire.Load(wire.pack_keys(key_chain(2)), "h", False),
     wire.BeginStore(wire.pack_keys(key_chain(2)), "h", 0.0, None),
     wire.Commit(1),
     wire.Release(1, True),
@@ -186,13 +186,13 @@ def test_a_server_of_another_version_is_refused_with_words(home: Path) -> None:
             accepted, _ = listener.accept()
             accepted.settimeout(60)
             with accepted:
-                accepted.sendall(wire.HEADER.pack(3, 9) + b"abc")
+                accepted.sendall(wire.HEADER.pack(3, 99) + b"abc")
                 while accepted.recv(999):
                     pass
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConfigError, match="the other 9"):
+        with pytest.raises(ConfigError, match="the other 99"):
             join_server(home)
         joined(thread)
 

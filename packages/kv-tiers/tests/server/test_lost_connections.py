@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
+from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server import connection as connection_module
@@ -36,8 +37,8 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
             ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False, None, None))
-        ask(wire.Load(keys, "l"))
-        ask(wire.Load(keys, "never released"))
+        ask(wire.Load(keys, "l", False))
+        ask(wire.Load(keys, "never released", False))
         assert stays.counts().read_leases == 7
     until(lambda: stays.counts().read_leases == 0)
     (behind,) = served.server.caches.values()
@@ -90,6 +91,55 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: ThreadedServe
     other.close()
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_what_is_read_for_good_stays_in_place_without_a_connection(served: ThreadedServer, returns: bool) -> None:
+    """A copy that cannot be taken back: no time ends its lease and nothing replaces its bytes, whatever becomes of the
+    connection; only the reader itself gives it back."""
+    reader, other = served.join(), served.join()
+    keys = key_chain(3)
+    store(other, keys)
+    lease = reader.load(keys, "r", lasting=True)
+    timed = reader.load(keys, "t")
+    assert isinstance(lease, ReadLease) and isinstance(timed, ReadLease)
+    before = [bytes(reader.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents]
+    assert reader._link.connection is not None
+    reader._link.connection.close()
+    until(lambda: served.report().orphans == 1)
+    served.clock.advance(10_000)
+    other.forget(keys[2:])
+    greedy = other.begin_store(key_chain(8, branch="greedy"), "g")
+    assert len(greedy.keys) == 5
+    fill(other, greedy)
+    assert [bytes(reader.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents] == before
+    if returns:
+        until(lambda: reader.lookup([], "r").ended is Ended.ALL_HELD)
+        assert served.report().orphans == 0 and other.counts().read_leases == 1
+        assert not reader.release(timed)
+        assert not reader.release(lease)  # one of its chunks was forgotten, as the reader may know
+    else:
+        with reader._lock:
+            reader._link.lose("for the test")
+            reader._link.back_off(1000)
+        assert not reader.release(lease)
+        reader._link.back_off(0)
+        until(lambda: reader.lookup([], "r").ended is Ended.ALL_HELD)
+    until(lambda: other.counts().read_leases == 0 and served.report().orphans == 0)
+    assert other.release(greedy)
+    assert len(other.begin_store(key_chain(8, branch="more"), "m").keys) == 8
+    reader.close()
+    other.close()
+
+
+def test_without_a_pidfd_nothing_is_leased_for_good_to_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever know that it has ended."""
+    monkeypatch.setattr(clients_module, "open_pidfd", lambda pid: -1)
+    with contextlib.closing(ThreadedServer()) as served, contextlib.closing(served.join()) as reader:
+        store(reader, key_chain(2))
+        failed = reader.load(key_chain(2), "r", lasting=True)
+        assert isinstance(failed, LoadFailed) and "kernel" in failed.reason
+        assert isinstance(reader.load(key_chain(2), "r"), ReadLease)
+
+
 def test_what_was_given_up_while_away_is_given_back_at_the_return(served: ThreadedServer) -> None:
     writer, other = served.join(), served.join()
     leases = [writer.begin_store(key_chain(2, branch=str(number)), f"w{number}") for number in range(4)]
@@ -133,7 +183,7 @@ def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.M
 
 DEEDS = st.tuples(
     st.integers(0, 2),
-    st.sampled_from(["store", "lookup", "write", "end", "die", "leave"]),
+    st.sampled_from(["store", "lookup", "load", "write", "end", "die", "leave"]),
     st.sampled_from("ab"),
     st.builds(lambda chunks, branch: key_chain(chunks, branch=branch), st.integers(1, 4), st.sampled_from("xyz")),
 )
@@ -149,6 +199,7 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
         judge = served.join()
         clients = [served.join() for _ in range(3)]
         reads: list[set[str]] = [set(), set(), set()]
+        loads: list[list[str]] = [[], [], []]
         writes: list[list[str]] = [[], [], []]
         for who, deed, holder, keys in deeds:
             cache = clients[who]
@@ -159,12 +210,16 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
                     reads[who].discard(holder)
                     if cache.lookup(keys, holder).chunks:
                         reads[who].add(holder)
+                case "load":
+                    if isinstance(cache.load(keys, holder, lasting=True), ReadLease):
+                        loads[who].append(holder)
                 case "write":
                     cache.begin_store(keys, holder)
                     writes[who].append(holder)
                 case "end":
                     cache.end(holder)
                     reads[who].discard(holder)
+                    loads[who] = [reader for reader in loads[who] if reader != holder]
                     writes[who] = [writer for writer in writes[who] if writer != holder]
                 case "die" | "leave":
                     if deed == "die":
@@ -172,11 +227,11 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
                         cache._link.connection.close()
                     else:
                         cache.close()
-                    reads[who], writes[who] = set(), []
+                    reads[who], loads[who], writes[who] = set(), [], []
                     clients[who] = served.join()
                     until(lambda: len(served.report().sessions) == 4)
             counts = judge.counts()
-            assert counts.read_leases == sum(map(len, reads))
+            assert counts.read_leases == sum(map(len, reads)) + sum(map(len, loads))
             assert counts.write_leases == sum(map(len, writes))
             assert_adds_up(counts)
         for cache in clients:
@@ -224,7 +279,7 @@ def child_lives(path: Path, seed: int, writer: int) -> NoReturn:
                 case 0:
                     cache.lookup(keys, f"r{rng.randrange(9)}")
                 case 1:
-                    cache.load(keys, "l")
+                    cache.load(keys, "l", lasting=rng.random() < 0.5)
                 case 2:
                     fill(cache, cache.begin_store(keys, "left open"))
                     if rng.random() < 0.5:

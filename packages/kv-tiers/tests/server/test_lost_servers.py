@@ -214,6 +214,31 @@ def test_a_new_pool_that_is_of_no_use_is_tried_again(home: Path, caplog: pytest.
     server.stop()
 
 
+def test_a_new_pool_waits_for_copies_that_cannot_be_taken_back(home: Path) -> None:
+    """While one reads for good from the old pool, the new server is away, and the old pool's bytes are there."""
+    server = start_server(home)
+    pools: list[str] = []
+    cache = join_server(home, on_new_pool=lambda pool: pools.append(pool.name))
+    keys = key_chain(2)
+    store(cache, keys)
+    lease = cache.load(keys, "r", lasting=True)
+    assert isinstance(lease, ReadLease)
+    before = [bytes(cache.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents]
+    kill_server(server)
+    server = start_server(home)
+    for _ in range(20):
+        assert cache.lookup(keys, "other").ended is Ended.REFUSED
+        assert isinstance(cache.load(keys, "other", lasting=True), LoadFailed)
+        cache._link.back_off(0)
+    assert [bytes(cache.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents] == before
+    assert not pools
+    assert not cache.release(lease)
+    until(lambda: cache.lookup(keys, "other").ended is Ended.ABSENT)
+    assert len(pools) == 1
+    cache.close()
+    server.stop()
+
+
 def test_a_client_that_is_closed_says_so(served: ThreadedServer) -> None:
     cache = served.join()
     writing = cache.begin_store(key_chain(2), "w")

@@ -36,7 +36,7 @@ REQUESTS: list[wire.Request] = [
     wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False), None),
     wire.EngineMeasured([Measured("load", 0.5, 0.25)]),
     wire.Renew("holder"),
-    wire.Load(KEYS, "holder"),
+    wire.Load(KEYS, "holder", True),
     wire.BeginStore(KEYS, "holder", 0.0, None),
     wire.BeginStore(KEYS, "holder", 1.5, ("host", "disk")),
     wire.Allocated({"holder": 3}),

@@ -397,7 +397,7 @@ class SchedulerHalf:
         if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
             return None
         keys = self._named(tracked)[first // chunk_tokens : -(-last // chunk_tokens)]
-        lease = self._service.load(keys, self._holder(request.request_id))
+        lease = self._service.load(keys, self._holder(request.request_id), lasting=True)
         if isinstance(lease, ReadLease) and rule.prepare(lease.extents):
             return lease
         if isinstance(lease, ReadLease):

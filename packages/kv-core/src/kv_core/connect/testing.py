@@ -90,7 +90,7 @@ class DictService:
     def renew(self, holder: Holder) -> bool:
         return holder in self.promised
 
-    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
         missing = tuple(key for key in keys if key not in self.held)
         if self.fail_loads:
             self.fail_loads -= 1

@@ -161,6 +161,7 @@ class Engine(OffSwitch):
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
         self._in_flight_bytes = 0
         self._load: LoadMode = "async"
+        self._is_one_process = False
         self._handover = HandoverConfig()
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
@@ -222,7 +223,7 @@ class Engine(OffSwitch):
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
         self._in_flight_bytes = settings.stores_in_flight_bytes
-        self._load = settings.load
+        self._is_one_process = in_process
         self.copiers = copiers
         self._attach(self.cache.pool)
         return None
@@ -303,7 +304,7 @@ class Engine(OffSwitch):
 
     def _layerwise_rule(self) -> LayerwiseRule | None:
         """Which loads run inside steps; None: none. Only those that cannot fail there, so not where chunks would be
-        made exact on the way, or come from a server that may be lost."""
+        made exact on the way, or the pool is mapped anew by processes that do not know of each other's copies."""
         assert self.facts is not None
         if self._load == "async":
             return None
@@ -311,8 +312,8 @@ class Engine(OffSwitch):
         why = ""
         if len(groups) > 1 or groups[0].coverage.kind != "all":
             why = "the model has several kinds of layers, or layers that do not need the whole prefix"
-        elif not isinstance(self.cache, LocalCache):
-            why = "the cache is in a server"
+        elif not self._is_one_process:
+            why = "the engine has several worker processes"
         elif is_quantised_kind(kind):
             why = f"chunks are stored in format {kind}"
         if why:
@@ -379,7 +380,7 @@ class Engine(OffSwitch):
             cuts_chunks="blocks" not in facts.formats,
             shifted=facts.shifted,
         )
-        self._handover = settings.handover
+        self._load, self._handover = settings.load, settings.handover
         if settings.server.socket:
             place = f"the server at {settings.server.socket}"
         else:

@@ -4,9 +4,10 @@ Bookkeeping only: no lock, no clock and no pool. The caller holds a lock around 
 leases on the slots themselves, and frees the slots of leases that end.
 
 All promises and reads live equally long from when they were granted or renewed, so they expire in the order of
-granting, and checking for expired ones is free while there are none. Writes do not expire.
+granting, and checking for expired ones is free while there are none. Writes do not expire, nor do lasting reads.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ class Read:
     holder: whose it is.
     slots: what may be read, each leased once for it.
     kind: a promise is replaced by the holder's next; a load stands beside it.
-    deadline_s: when it expires.
+    began_s: since when.
+    deadline_s: when it expires; infinite for a lasting one.
     nbytes: of the chunks of a load.
     """
 
@@ -32,6 +34,7 @@ class Read:
     holder: Holder
     slots: list[int]
     kind: Literal["promise", "load"]
+    began_s: float
     deadline_s: float
     nbytes: int = 0
 
@@ -75,6 +78,7 @@ class Leases:
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._reads: OrderedDict[int, Read] = OrderedDict()  # by deadline
+        self._lasting: dict[int, Read] = {}  # and those without one
         self._writes: dict[int, Write] = {}
         self._holdings: dict[Holder, _Holding] = {}
         self._last_number = 0
@@ -82,7 +86,7 @@ class Leases:
     @property
     def reads_open(self) -> int:
         """Promises and loads."""
-        return len(self._reads)
+        return len(self._reads) + len(self._lasting)
 
     @property
     def writes_open(self) -> int:
@@ -112,8 +116,8 @@ class Leases:
         promise.deadline_s = now_s + self.lease_s
         self._reads.move_to_end(promise.number)
 
-    def open_read(self, holder: Holder, slots: list[int], now_s: float) -> Read:
-        read = self._open(holder, slots, "load", now_s)
+    def open_read(self, holder: Holder, slots: list[int], now_s: float, *, lasting: bool = False) -> Read:
+        read = self._open(holder, slots, "load", now_s, lasting=lasting)
         self._holding(holder).reads.add(read.number)
         return read
 
@@ -131,7 +135,7 @@ class Leases:
 
     def close_read(self, number: int) -> Read | None:
         """None: it is not open (any more)."""
-        read = self._reads.pop(number, None)
+        read = self._reads.pop(number, None) or self._lasting.pop(number, None)
         if read is not None:
             holding = self._holdings[read.holder]
             if holding.promise == number:
@@ -155,7 +159,8 @@ class Leases:
         if holding is None:
             return [], []
         promised = () if holding.promise is None else (holding.promise,)
-        reads = [self._reads.pop(number) for number in (*promised, *sorted(holding.reads))]
+        numbers = (*promised, *sorted(holding.reads))
+        reads = [(self._lasting if number in self._lasting else self._reads).pop(number) for number in numbers]
         return reads, [self._writes.pop(number) for number in sorted(holding.writes)]
 
     def expire(self, now_s: float) -> Sequence[Read]:
@@ -173,13 +178,16 @@ class Leases:
         """Everything ends; the writes among it."""
         writes = list(self._writes.values())
         self._reads.clear()
+        self._lasting.clear()
         self._writes.clear()
         self._holdings.clear()
         return writes
 
-    def _open(self, holder: Holder, slots: list[int], kind: Literal["promise", "load"], now_s: float) -> Read:
-        read = Read(self._next_number(), holder, slots, kind, now_s + self.lease_s)
-        self._reads[read.number] = read
+    def _open(
+        self, holder: Holder, slots: list[int], kind: Literal["promise", "load"], now_s: float, *, lasting: bool = False
+    ) -> Read:
+        read = Read(self._next_number(), holder, slots, kind, now_s, math.inf if lasting else now_s + self.lease_s)
+        (self._lasting if lasting else self._reads)[read.number] = read
         return read
 
     def _next_number(self) -> int:

@@ -189,7 +189,7 @@ class LocalCache:
             self._leases.renew(promise, now_s)
             return True
 
-    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
         keys = list(keys)
         while True:
             now_s = self._clock.now_s()
@@ -197,7 +197,7 @@ class LocalCache:
                 self._begin(now_s)
                 slots = self._index.leading(keys)
                 if not (doubtful := self._host.lease_doubtful(slots)):
-                    return self._open_read(keys, slots, holder, now_s)
+                    return self._open_read(keys, slots, holder, now_s, lasting)
             self._host.verify(doubtful)
 
     def begin_store(
@@ -441,7 +441,7 @@ class LocalCache:
         return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking, choice)
 
     def _open_read(
-        self, keys: list[ChunkKey], slots: list[int], holder: Holder, now_s: float
+        self, keys: list[ChunkKey], slots: list[int], holder: Holder, now_s: float, lasting: bool
     ) -> ReadLease | LoadFailed:
         if len(slots) < len(keys):
             missing = tuple(key for key in keys[len(slots) :] if self._index.find(key) is None)
@@ -450,7 +450,7 @@ class LocalCache:
             return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
         self._index.lease(slots)
         self._promotions.used(slots)
-        read = self._leases.open_read(holder, slots, now_s)
+        read = self._leases.open_read(holder, slots, now_s, lasting=lasting)
         number, read.nbytes = read.number, self.pool.sizes.total(keys)
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
@@ -458,7 +458,7 @@ class LocalCache:
 
     def _publish_end(self, read: Read, now_s: float, how: events.LoadEnding) -> None:
         if self.events.on_requests:
-            seconds = now_s - (read.deadline_s - self._leases.lease_s)
+            seconds = now_s - read.began_s
             self.events.publish(events.LoadEnded(read.holder, read.number, len(read.slots), read.nbytes, seconds, how))
 
     def _abort(self, write: Write) -> None:

@@ -1,6 +1,7 @@
-"""Write leases of clients whose connection closed, kept until nobody can be writing there any more.
+"""Lasting leases of clients whose connection closed, kept until nobody can be copying there any more.
 
-A process that has ended cannot write, so a killed client's slots are free as soon as its pidfd becomes readable, after
+They are those to write, and those to read whose reader cannot take back what it has read. A process that has ended
+copies nothing, so a killed client's slots are free as soon as its pidfd becomes readable, after
 its memory and devices have been released. A connection that closes while the process lives proves nothing, because the
 process may be in the middle of a copy. Its slots wait until the client reconnects and lists the leases that it still
 has (our client does so by itself), until it no longer maps the pool, or until it ends. Without a pidfd they wait for
@@ -18,11 +19,10 @@ from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.log import limited_logger
-from kv_core.service import LeaseId, WriteLease
 
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.mappings import maps_file
-from kv_tiers.server.session import OpenWrite
+from kv_tiers.server.session import LastingLease, release
 
 _log = limited_logger(__name__)
 
@@ -34,16 +34,16 @@ _MAX_LOOK_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """What one session was writing.
+    """What one session was copying.
 
     cache: the cache of the leases.
-    writes: the numbers of its write leases.
+    leases: by their numbers.
     pid: of the process; 0 if the kernel does not provide it.
     deadline_s: when they end in that case.
     """
 
     cache: LocalCache
-    writes: dict[int, OpenWrite]
+    leases: dict[int, LastingLease]
     pid: int
     deadline_s: float
 
@@ -98,15 +98,15 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._orphans)
 
-    def add(self, token: bytes, cache: LocalCache, writes: dict[int, OpenWrite], pid: int, pidfd: int) -> None:
+    def add(self, token: bytes, cache: LocalCache, leases: dict[int, LastingLease], pid: int, pidfd: int) -> None:
         """A session has ended. Takes its process's pidfd over."""
-        writing = {} if is_gone(pidfd) else {lease: write for lease, write in writes.items() if write.slots}
-        give_up(cache, {lease: write for lease, write in writes.items() if lease not in writing})
-        if not writing:
+        copying = {} if is_gone(pidfd) else {number: lease for number, lease in leases.items() if lease.slots}
+        give_up(cache, {number: lease for number, lease in leases.items() if number not in copying})
+        if not copying:
             close_pidfd(pidfd)
             return
         is_watched = pidfd >= 0
-        self._orphans[token] = Orphan(cache, writing, pid if is_watched else 0, self._clock.now_s() + self._keep_s)
+        self._orphans[token] = Orphan(cache, copying, pid if is_watched else 0, self._clock.now_s() + self._keep_s)
         if is_watched:
             self._watch(pid, pidfd).tokens.add(token)
 
@@ -123,7 +123,7 @@ class Orphans:
         return orphan
 
     def holds(self, cache: LocalCache, lease: int) -> bool:
-        return any(orphan.cache is cache and lease in orphan.writes for orphan in self._orphans.values())
+        return any(orphan.cache is cache and lease in orphan.leases for orphan in self._orphans.values())
 
     def patience_s(self) -> float | None:
         """How soon `expire` should be called. None: the selector will tell."""
@@ -187,10 +187,10 @@ class Orphans:
         process.look_s = time.monotonic() + process.wait_s
         if process.tokens and not process.is_named and time.monotonic() - process.lost_s > self._keep_s:
             process.is_named = True
-            slots = sum(write.slots for token in process.tokens for write in self._orphans[token].writes.values())
+            slots = sum(lease.slots for token in process.tokens for lease in self._orphans[token].leases.values())
             _log.warning(
-                "process %d lost its connection %.0f s ago while it was writing %d chunks, and has not come back: "
-                "their room stays reserved until it does or ends, as it may be writing still",
+                "process %d lost its connection %.0f s ago while it was copying %d chunks, and has not come back: "
+                "their room stays reserved until it does or ends, as it may be copying still",
                 pid, time.monotonic() - process.lost_s, slots,
             )  # fmt: skip
 
@@ -203,13 +203,13 @@ class Orphans:
     def _end(self, token: bytes) -> None:
         orphan = self.take(token)
         if orphan is not None:
-            give_up(orphan.cache, orphan.writes)
+            give_up(orphan.cache, orphan.leases)
 
 
-def give_up(cache: LocalCache, writes: Mapping[int, OpenWrite]) -> None:
-    """Abort what is reserved under these leases, because nobody writes there any more."""
-    for lease in writes:
-        cache.release(WriteLease(LeaseId(lease), (), (), ""))
+def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
+    """Release all of these, because nobody copies there any more."""
+    for number, lease in leases.items():
+        release(cache, number, lease)
 
 
 def open_pidfd(pid: int) -> int:

@@ -5,10 +5,12 @@ and operations in progress have failed; nothing raises and nothing waits. A call
 connection. Later calls try to reconnect, at once at first and then ever less often, and never wait longer than
 connecting to a local socket takes.
 
-A reconnect finds one of two things. The same server still has this client's write leases, because it cannot know
-whether a copy is in progress: these continue, and all other leases are void. A new server has a new pool: leases of the
-old pool are void before the first new one is granted, and the old mapping stays until its last user is done, so that a
-copy in progress harms nobody. Keys that were forgotten meanwhile are sent to the server before the first lookup.
+A reconnect finds one of two things. The same server still has this client's lasting leases (those to write, and
+lasting ones to read), because it cannot know whether a copy is in progress: these continue, and all other leases are
+void. A new server has a new pool: leases of the old pool are void before the first new one is granted, and the old
+mapping stays until its last user is done, so that a copy in progress harms nobody. It is met only when no lasting read
+is open, since such a copy cannot be withdrawn. Keys that were forgotten meanwhile are sent to the server before the
+first lookup.
 """
 
 import threading
@@ -87,8 +89,9 @@ class RemoteCache:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._token = b""
-        self._writes: dict[LeaseId, Holder] = {}
-        self._void: set[LeaseId] = set()  # of those, which the server does not know (any more)
+        self._lasting: dict[LeaseId, Holder] = {}
+        self._reading: set[LeaseId] = set()  # of those, which are to read
+        self._void: set[LeaseId] = set()  # and which the server does not know (any more)
         self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
         self._registered: wire.Register | None = None  # to the server that was connected to last
         self._forgotten: dict[ChunkKey, None] = {}
@@ -98,7 +101,7 @@ class RemoteCache:
         self._is_watched = False
         self._tiers: tuple[str, ...] = ()
         self._closed = False
-        self._has_stored = False  # on this connection, or it was writing when that began
+        self._must_return = False  # what was leased on this connection, or before it, may outlive it
         self._returning: Returning | None = None
         self.generation = -1
         self.pool: MappedPool
@@ -158,19 +161,23 @@ class RemoteCache:
             renewed = self._ask(wire.Renew(holder), wire.Truth)
             return renewed is not None and renewed.value
 
-    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
         wanted = tuple(keys)
         if len(wanted) > wire.MAX_KEYS:
             return LoadFailed(wanted, f"one load has at most {wire.MAX_KEYS} chunks")
-        request = wire.Load(wire.pack_keys(wanted), holder)
+        request = wire.Load(wire.pack_keys(wanted), holder, lasting)
         with self._lock:
+            self._must_return = self._must_return or lasting
             leased = self._ask(request, wire.ReadLeased)
             if leased is None:
                 return LoadFailed(wanted, "the cache server is away")
             if not leased.lease:
                 return LoadFailed(tuple(leased.missing.unpack()) or wanted, leased.reason)
-            extents = self.pool.extents(wanted, leased.slots)
-            return ReadLease(LeaseId(self._numbered(leased.lease)), wanted, extents)
+            lease = LeaseId(self._numbered(leased.lease))
+            if lasting:
+                self._lasting[lease] = holder
+                self._reading.add(lease)
+            return ReadLease(lease, wanted, self.pool.extents(wanted, leased.slots))
 
     def begin_store(
         self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
@@ -178,15 +185,15 @@ class RemoteCache:
         allowed = None if tiers is None else tuple(tiers)
         request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder, hold_s, allowed)
         with self._lock:
-            self._has_stored = True
+            self._must_return = True
             leased = self._ask(request, wire.WriteLeased)
             if leased is None or not leased.lease:
                 lease = LeaseId(self._own_number())
-                self._writes[lease] = holder
+                self._lasting[lease] = holder
                 self._void.add(lease)
                 return WriteLease(lease, (), (), "the cache server is away" if leased is None else leased.refused)
             lease = LeaseId(self._numbered(leased.lease))
-            self._writes[lease] = holder
+            self._lasting[lease] = holder
             refused = leased.refused
             if not refused and len(keys) > wire.MAX_KEYS:
                 refused = f"one store has at most {wire.MAX_KEYS} chunks"
@@ -197,13 +204,13 @@ class RemoteCache:
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
             self._check_open()
-            if lease.id not in self._writes:
+            if lease.id not in self._lasting:
                 raise MisuseError(
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
             # Connect first, if the server is back: it must hear of this lease as one that we still have.
             is_up = self._link.is_up()
-            if self._strike_write(lease.id) and is_up:
+            if self._strike(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
@@ -212,8 +219,8 @@ class RemoteCache:
             if self._closed:
                 return False
             is_up = self._link.is_up()  # before the lease is struck, as in `commit`
-            if is_write:
-                is_known = lease.id in self._writes and self._strike_write(lease.id)
+            if is_write or lease.id in self._lasting:
+                is_known = lease.id in self._lasting and self._strike(lease.id)
             else:
                 is_known = lease.id // _GENERATION == self.generation
             if not is_known or not is_up:
@@ -233,8 +240,8 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
-            for lease in [lease for lease, writer in self._writes.items() if writer == holder]:
-                self._strike_write(lease)
+            for lease in [lease for lease, its_holder in self._lasting.items() if its_holder == holder]:
+                self._strike(lease)
             self._ask(wire.End(holder), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
@@ -307,7 +314,7 @@ class RemoteCache:
 
     def _disconnected(self) -> None:
         """The connection is lost."""
-        if self._has_stored and not self._closed and (self._returning is None or not self._returning.is_alive()):
+        if self._must_return and not self._closed and (self._returning is None or not self._returning.is_alive()):
             self._returning = Returning(self._try_to_return)
 
     def _try_to_return(self) -> bool:
@@ -316,8 +323,8 @@ class RemoteCache:
             return self._closed or self._come_back()
 
     def _come_back(self, until_s: float = 0.0) -> bool:
-        """Reconnect to the server that may still have write leases of ours. A new server is not accepted here, because
-        its pool would replace the old one while the engine copies. True: reconnected, or the old server is gone.
+        """Reconnect to the server that may still have lasting leases of ours. A new server is not accepted here, as its
+        pool would replace the old one while the engine copies. True: reconnected, or the old server is gone.
 
         until_s: try until then, by the monotonic clock.
         """
@@ -338,7 +345,7 @@ class RemoteCache:
 
     def _register(self) -> wire.Register:
         engine, shards, facts = self._about
-        known = [lease % _GENERATION for lease in self._writes if lease not in self._void]
+        known = [lease % _GENERATION for lease in self._lasting if lease not in self._void]
         return wire.Register(
             engine=engine,
             group_bytes=self._group_bytes,
@@ -346,7 +353,7 @@ class RemoteCache:
             shards=shards,
             facts=facts,
             resume=self._token,
-            writes=known,
+            lasting=known,
             forgotten=wire.pack_keys(list(self._forgotten)),
             is_cleared=self._is_cleared,
         )
@@ -357,8 +364,10 @@ class RemoteCache:
         Raises:
             TierDown: its pool cannot be used here.
         """
-        resumed = set(answer.writes)
+        resumed = set(answer.lasting)
         if self.generation < 0 or answer.name != self.pool.name:
+            if self._reading:
+                raise TierDown("chunks are still being copied from the pool of the server before")
             resumed.clear()
             descriptor = opening.connection.take_descriptor()
             pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor)
@@ -372,13 +381,13 @@ class RemoteCache:
                 self.pool.close()
             self.pool = pool
             self.generation += 1
-        ours = {lease % _GENERATION for lease in self._writes if lease not in self._void}
-        self._void.update(lease for lease in self._writes if lease % _GENERATION not in resumed)
+        ours = {lease % _GENERATION for lease in self._lasting if lease not in self._void}
+        self._void.update(lease for lease in self._lasting if lease % _GENERATION not in resumed)
         self._surplus = resumed - ours
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
         self._tiers = answer.tiers
-        self._has_stored = bool(ours)
+        self._must_return = bool(ours)
 
     def _catch_up(self) -> None:
         """Tell the server which leases were given up and which keys forgotten after it became unreachable."""
@@ -409,9 +418,10 @@ class RemoteCache:
         self._own_numbers += 1
         return -self._own_numbers
 
-    def _strike_write(self, lease: LeaseId) -> bool:
-        """Take an open lease off the books. True: the server knows it."""
-        del self._writes[lease]
+    def _strike(self, lease: LeaseId) -> bool:
+        """Take an open lasting lease off the books. True: the server knows it."""
+        del self._lasting[lease]
+        self._reading.discard(lease)
         if lease in self._void:
             self._void.remove(lease)
             return False

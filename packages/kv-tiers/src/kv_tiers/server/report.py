@@ -149,7 +149,7 @@ class Report:
     pid: its process.
     package: its version.
     sessions: of clients that have registered a cache.
-    orphans: sessions that ended while their process lived and might still write.
+    orphans: sessions that ended while their process lived and might still be copying.
     caches: one for each format.
     opening: how many caches are being opened.
     uptime_s: since it began.

@@ -249,6 +249,7 @@ class CacheServer:
             cache,
             lease_s=self._lease_s,
             clock=self._clock,
+            is_watched=client.pidfd >= 0,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
             on_lookup=self.engine_loads.recorder(request.engine, (request.group_bytes, request.fingerprint)),
         )
@@ -268,14 +269,14 @@ class CacheServer:
             group_bytes=pool.sizes.group_bytes,
             slots=pool.slots,
             token=client.token,
-            writes=list(session.writes),
+            lasting=list(session.lasting),
             is_watched=cache.events.on,
             tiers=cache.tiers,
         )
         self._connections.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
-        """Take over what this client was writing in its session before, and still has."""
+        """Take over what this client was copying in its session before, and still has."""
         for other in self._connections.all():
             # A client that gave its connection up may be back before we have seen the old one close.
             if request.resume and other.token == request.resume:
@@ -283,14 +284,14 @@ class CacheServer:
         orphan = self._orphans.take(request.resume)
         if orphan is None:
             return
-        adopted = set(request.writes) if orphan.cache is session.cache else set()
-        session.adopt({lease: write for lease, write in orphan.writes.items() if lease in adopted})
-        give_up(orphan.cache, {lease: write for lease, write in orphan.writes.items() if lease not in adopted})
+        adopted = set(request.lasting) if orphan.cache is session.cache else set()
+        session.adopt({number: lease for number, lease in orphan.leases.items() if number in adopted})
+        give_up(orphan.cache, {number: lease for number, lease in orphan.leases.items() if number not in adopted})
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:
             client.session.end_reads()
-            give_up(client.session.cache, client.session.writes)
+            give_up(client.session.cache, client.session.lasting)
         client.session = client.register = None
         client.token = b""
 
@@ -300,14 +301,14 @@ class CacheServer:
             close_pidfd(pidfd)
             return
         client.session.end_reads()
-        self._orphans.add(client.token, client.session.cache, client.session.writes, client.pid, pidfd)
+        self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
 
     def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
         for one in self._connections.all():
             session = one.session
             if session is None or session.cache is not cache or one is but:
                 continue
-            if lease in session.writes or session.reads(lease):
+            if lease in session.lasting or session.reads(lease):
                 return True
         return self._orphans.holds(cache, lease)
 

@@ -2,9 +2,10 @@
 
 The cache knows holders by session number and name, and leases belong to the session that opened them, so no client can
 touch another's. When the connection closes, promises and read leases end at once; a client that is still reading learns
-from `release` that its bytes may have moved. Chunks being written are different: a killed client cannot write any more,
-so its slots are free as soon as its process is gone. A client that only lost its connection may be in the middle of a
-copy, so its write leases stay until it says otherwise or ends: see `CacheServer`.
+from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader cannot
+take back what it has read: a killed client copies nothing any more, so its slots are free as soon as its process is
+gone. A client that only lost its connection may be in the middle of a copy, so these leases last until it says
+otherwise or ends: see `kv_tiers.server.orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
 lookups are refused, stores get no room and loads fail, which costs a miss.
@@ -29,7 +30,7 @@ from kv_tiers.server.engine_loads import OnLookup
 
 MAX_KEYS_HELD: Final = 1 << 20
 """In all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
-MAX_WRITES: Final = 1 << 13
+MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16
 
@@ -47,17 +48,19 @@ class _Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWrite:
-    """A write lease.
+class LastingLease:
+    """A write lease, or a lasting one to read.
 
     holder: the client's name for whose it is.
-    keys: how many the chain has.
-    slots: how many of them got room.
+    keys: how many the call had.
+    slots: how many of the pool's it has.
+    is_write: which of the two.
     """
 
     holder: Holder
     keys: int
     slots: int
+    is_write: bool
 
 
 class Session:
@@ -70,17 +73,20 @@ class Session:
         *,
         lease_s: float,
         clock: Clock,
+        is_watched: bool,
         is_open_elsewhere: Callable[[int], bool],
         on_lookup: OnLookup,
     ) -> None:
-        """is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
+        """is_watched: the kernel will tell when the client's process ends.
+        is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
         on_lookup: called after each lookup."""
         self.cache = cache
-        self.writes: dict[int, OpenWrite] = {}
+        self.lasting: dict[int, LastingLease] = {}
         self._prefix = f"{number}/"
-        self._writer = f"{number}w"
+        self._lasting_holder = f"{number}l"
         self._lease_s = lease_s
         self._clock = clock
+        self._is_watched = is_watched
         self._is_open_elsewhere = is_open_elsewhere
         self._on_lookup = on_lookup
         self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
@@ -109,7 +115,8 @@ class Session:
             case wire.Commit(lease):
                 self._commit(lease)
             case wire.Release(lease, is_write):
-                return wire.Truth(self._give_up(lease) if is_write else self._release(lease))
+                lasts = is_write or lease in self.lasting
+                return wire.Truth(self._give_up(lease) if lasts else self._release(lease))
             case wire.Forget(keys):
                 self.cache.forget(keys.unpack())
             case wire.End(holder):
@@ -132,17 +139,17 @@ class Session:
         return wire.Done()
 
     def end_reads(self) -> None:
-        """Release everything but the write leases, which the caller must end."""
+        """Release everything but the lasting leases, which the caller must end."""
         for holder in self._holders:
             self.cache.end(self._prefix + holder)
         self._holders.clear()
         self._timed.clear()
-        self._keys_held = sum(write.keys for write in self.writes.values())
+        self._keys_held = sum(lease.keys for lease in self.lasting.values())
 
-    def adopt(self, writes: dict[int, OpenWrite]) -> None:
-        """Take over the write leases of this client's session before."""
-        self.writes.update(writes)
-        self._keys_held += sum(write.keys for write in writes.values())
+    def adopt(self, leases: dict[int, LastingLease]) -> None:
+        """Take over the lasting leases of this client's session before."""
+        self.lasting.update(leases)
+        self._keys_held += sum(lease.keys for lease in leases.values())
 
     def _changes_since(self, upto: int) -> wire.Changed:
         since = self.cache.changes_since(upto)
@@ -184,22 +191,28 @@ class Session:
 
     def _load(self, verb: wire.Load) -> wire.ReadLeased:
         keys = verb.keys.unpack()
-        if not self._has_room(len(keys)):
+        if not self._has_room(len(keys)) or (verb.lasting and len(self.lasting) >= MAX_LASTING):
             return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as one may")
-        answer = self.cache.load(keys, self._prefix + verb.holder)
+        if verb.lasting and not self._is_watched:
+            why = "the kernel does not tell when the client's process ends, so no lease to read can last until then"
+            return wire.ReadLeased(0, [], wire.Keys(), why)
+        holder = self._lasting_holder if verb.lasting else self._prefix + verb.holder
+        answer = self.cache.load(keys, holder, lasting=verb.lasting)
         if isinstance(answer, LoadFailed):
             return wire.ReadLeased(0, [], wire.pack_keys(answer.missing), answer.reason)
-        self._remember_timed(answer.id, len(keys))
-        self._note_holder(verb.holder)
+        if verb.lasting:
+            self._note_lasting(answer.id, LastingLease(verb.holder, len(keys), len(keys), is_write=False))
+        else:
+            self._remember_timed(answer.id, len(keys))
+            self._note_holder(verb.holder)
         return wire.ReadLeased(answer.id, self._slots(answer.extents), wire.Keys(), "")
 
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
         keys = verb.keys.unpack()
-        if len(self.writes) >= MAX_WRITES or not self._has_room(len(keys)):
+        if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as one may")
-        lease = self.cache.begin_store(keys, self._writer, hold_s=verb.hold_s, tiers=verb.tiers)
-        self.writes[lease.id] = OpenWrite(verb.holder, len(keys), len(lease.keys))
-        self._keys_held += len(keys)
+        lease = self.cache.begin_store(keys, self._lasting_holder, hold_s=verb.hold_s, tiers=verb.tiers)
+        self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
         places: list[int] = []
         for key in lease.keys:  # in the order of the call
             places.append(keys.index(key, places[-1] if places else 0))
@@ -209,11 +222,16 @@ class Session:
         return [extent.offset // self.cache.pool.slot_bytes for extent in extents]
 
     def _commit(self, lease: int) -> None:
-        self._strike_write(lease, must_be_open=True)
+        lasting = self.lasting.get(lease)
+        if lasting is None or not lasting.is_write:
+            self._check_not_anothers(lease)
+            raise MisuseError(f"write lease {lease} is not open in this session")
+        self._strike(lease)
         self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
 
     def _give_up(self, lease: int) -> bool:
-        return self._strike_write(lease) and self.cache.release(WriteLease(LeaseId(lease), (), (), ""))
+        struck = self._strike(lease)
+        return struck is not None and release(self.cache, lease, struck)
 
     def _release(self, lease: int) -> bool:
         if lease not in self._timed:
@@ -225,18 +243,21 @@ class Session:
     def _end(self, holder: Holder) -> None:
         self._holders.pop(holder, None)
         self._end_reads_of(holder)
-        for lease in [lease for lease, write in self.writes.items() if write.holder == holder]:
+        for lease in [number for number, lasting in self.lasting.items() if lasting.holder == holder]:
             self._give_up(lease)
 
-    def _strike_write(self, lease: int, *, must_be_open: bool = False) -> bool:
-        write = self.writes.pop(lease, None)
-        if write is None:
-            self._check_not_anothers(lease)
-            if must_be_open:
-                raise MisuseError(f"write lease {lease} is not open in this session")
-            return False
-        self._keys_held -= write.keys
-        return True
+    def _note_lasting(self, number: int, lease: LastingLease) -> None:
+        self.lasting[number] = lease
+        self._keys_held += lease.keys
+
+    def _strike(self, number: int) -> LastingLease | None:
+        """None: it is not open. Anybody else's is misuse."""
+        lease = self.lasting.pop(number, None)
+        if lease is None:
+            self._check_not_anothers(number)
+        else:
+            self._keys_held -= lease.keys
+        return lease
 
     def _check_not_anothers(self, lease: int) -> None:
         if self._is_open_elsewhere(lease):
@@ -275,6 +296,12 @@ class Session:
         timed = self._timed.pop(what, None)
         if timed is not None:
             self._keys_held -= timed.keys
+
+
+def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
+    """Give a lasting lease up: nobody copies there any more."""
+    lease_id = LeaseId(number)
+    return cache.release(WriteLease(lease_id, (), (), "") if lease.is_write else ReadLease(lease_id, (), ()))
 
 
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:

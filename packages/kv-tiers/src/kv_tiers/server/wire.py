@@ -26,7 +26,7 @@ from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 8
+VERSION: Final = 9
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -71,7 +71,8 @@ class Register(Message, tag="register"):
     shards: number of shards of each chunk.
     facts: opaque to the server.
     resume: the token of this client's previous session, if any.
-    writes: the write leases of that session that the client still has. The server releases all its others.
+    lasting: the leases of that session that do not end with its connection and that the client still has: those to
+        write, and lasting ones to read. The server releases all its others.
     forgotten: keys that were forgotten while the server was unreachable. Applied before this session's first lookup.
     is_cleared: the whole cache was cleared meanwhile.
     """
@@ -82,13 +83,13 @@ class Register(Message, tag="register"):
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
     facts: Facts
     resume: Annotated[bytes, msgspec.Meta(max_length=16)]
-    writes: list[Number]
+    lasting: list[Number]
     forgotten: Keys
     is_cleared: bool
 
 
 class Unregister(Message, tag="unregister"):
-    """Everything of this session is given back: the client holds nothing, and writes nothing any more."""
+    """Everything of this session is given back: the client holds nothing, and copies nothing any more."""
 
 
 class Registered(Message, tag="registered"):
@@ -174,8 +175,11 @@ class Renew(Message, tag="renew"):
 
 
 class Load(Message, tag="load"):
+    """lasting: the lease does not end with time or with the connection."""
+
     keys: Keys
     holder: Name
+    lasting: bool
 
 
 class BeginStore(Message, tag="begin_store"):
@@ -263,7 +267,7 @@ class Pool(Message, tag="pool"):
     name: unique to this pool for ever.
     group_bytes, slots: its dimensions.
     token: to resume this session.
-    writes: write leases that were resumed.
+    lasting: the leases that were resumed.
     is_watched: a subscriber wants to know about allocated blocks.
     tiers: the names of the cache's, the pool first.
     """
@@ -272,7 +276,7 @@ class Pool(Message, tag="pool"):
     group_bytes: GroupBytes
     slots: int
     token: bytes
-    writes: list[int]
+    lasting: list[int]
     is_watched: bool
     tiers: tuple[str, ...]
 

@@ -4,6 +4,7 @@ The model does not predict which chunk is evicted: it is told what is held after
 allowed. Everything else it predicts.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -185,10 +186,10 @@ class ServiceMachine(RuleBasedStateMachine):
         if promise is not None and self.model.is_valid(promise):
             self.model.promises[holder].deadline_s = self.clock.now_s() + LEASE_S
 
-    @rule(keys=keys, holder=holders)
-    def load(self, keys: list[ChunkKey], holder: str) -> None:
+    @rule(keys=keys, holder=holders, lasting=st.booleans())
+    def load(self, keys: list[ChunkKey], holder: str, lasting: bool) -> None:
         self.model.expire(self.clock.now_s())
-        answer = self.service.load(keys, holder)
+        answer = self.service.load(keys, holder, lasting=lasting)
         missing = tuple(key for key in keys if key not in self.model.held)
         match answer:
             case LoadFailed():
@@ -198,7 +199,8 @@ class ServiceMachine(RuleBasedStateMachine):
                 assert not missing
                 assert lease.keys == tuple(keys)
                 chunks = [self.model.held[key] for key in keys]
-                self.model.reads.append(ModelRead(holder, chunks, self.clock.now_s() + LEASE_S, lease))
+                deadline_s = math.inf if lasting else self.clock.now_s() + LEASE_S
+                self.model.reads.append(ModelRead(holder, chunks, deadline_s, lease))
 
     @rule(keys=keys, holder=holders)
     def begin_store(self, keys: list[ChunkKey], holder: str) -> None:
