@@ -213,12 +213,17 @@ class ReadsPrefixes(Protocol):
 
 @runtime_checkable
 class NamesChunks(Protocol):
-    """Optional capability of a `Tier` that answers from memory: naming chunks that it holds, so that it can be measured
-    before a request asks for one.
+    """Optional capability of a `Tier`: naming chunks that it holds, so that it can be measured before a request asks
+    for one.
     """
 
     def some_keys(self, count: int) -> list[ChunkKey]:
-        """Of the chunks held, up to this many, from all over the medium."""
+        """Of the chunks held, up to this many, wherever they are. It takes a few messages to the medium at most, so of
+        a large one it may find none. Called when a cache starts, on a thread that nobody waits for.
+
+        Raises:
+            TierDown: the medium cannot be reached, or does not list what it holds.
+        """
 
 
 @runtime_checkable

@@ -1,8 +1,9 @@
 """The boot measurement: a tier's speed is known before a request waits for it, and nothing else changes."""
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing import throttled
 from kv_tiers.testing.faults import FaultyTier
+from kv_tiers.testing.redis_servers import AskedServer
+from kv_tiers.testing.s3_server import s3_server
 from kv_tiers.testing.wait import joined
 from kv_tiers.tier import Tier, TierContext
 
@@ -24,14 +27,17 @@ KEYS = key_chain(8)
 COMPUTES_IN_100_MS = Costs(0, (0.1 / (8 * 16), 0.0), (0.0, 0.0))
 
 
+def cache_over(directory: Path, **options: Any) -> AbstractContextManager[LocalCache]:
+    return cache_above({"type": "disk", "directory": str(directory), "capacity_bytes": "64MiB", **options})
+
+
 @contextmanager
-def cache_over(directory: Path, **options: Any) -> Iterator[LocalCache]:
-    disk = {"type": "disk", "directory": str(directory), "capacity_bytes": "64MiB", **options}
+def cache_above(tier: dict[str, Any]) -> Iterator[LocalCache]:
     cache = build_local_cache(
         HostConfig(capacity_bytes=16 * slot_bytes_for(CHUNK_BYTES)),
         group_bytes=(CHUNK_BYTES,),
         fingerprint="f",
-        tiers=[disk],
+        tiers=[tier],
         cold=ColdConfig(wait_s=10.0, drain_s=1.0),
     )
     try:
@@ -101,6 +107,52 @@ def test_an_empty_tier_is_not_measured(tmp_path: Path) -> None:
         wait_for(cache)
         assert cache.lower.states()[0].load_cost is None
         assert cache.lower.states()[0].lane.loaded == 0
+
+
+@pytest.mark.parametrize("kind", ["shared_fs", "valkey", "s3"])
+def test_what_others_have_left_at_a_remote_tier_is_measured_too(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Among values that are none of ours."""
+    if kind == "shared_fs":
+        (tmp_path / "shared").mkdir()
+        tier = {"type": kind, "directory": str(tmp_path / "shared")}
+    else:
+        tier = request.getfixturevalue(kind)
+    with cache_above(tier) as cache:
+        wait_for(cache)
+        assert cache.lower.states()[0].load_cost is None  # there was nothing
+        lease = cache.begin_store(KEYS, "w")
+        cache.commit(lease)
+    with cache_above(tier) as cache:
+        wait_for(cache)
+        state = cache.lower.states()[0]
+        assert state.load_cost is not None and state.lane.loaded == 8
+        assert state.lane.stored == state.lane.damaged == 0
+
+
+@pytest.fixture
+def valkey() -> Iterator[dict[str, Any]]:
+    server = AskedServer()
+    server.ask("SET", "kv:another's", "x")
+    yield {"type": "valkey", "url": server.url, "piece_bytes": "64KiB"}
+    server.remove()
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with s3_server(tmp_path) as options:
+        yield {"type": "s3", "prefix": "kv", **options}
+
+
+def test_a_tier_that_lists_nothing_is_not_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that is away, at a start: the log says so, and nothing waits."""
+    with caplog.at_level(logging.INFO), cache_above({"type": "valkey", "url": f"unix://{tmp_path}/nobody"}) as cache:
+        wait_for(cache)
+        assert "is not measured" in caplog.text and "Traceback" not in caplog.text
+        lease = cache.begin_store(KEYS, "w")
+        cache.commit(lease)
+        assert cache.lookup(KEYS, "r").chunks == 8
 
 
 class Named(FaultyTier):

@@ -3,13 +3,11 @@
 import contextlib
 import gc
 import itertools
-import logging
 import mmap
 import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,30 +20,21 @@ from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
+from kv_tiers.testing.s3_server import s3_server
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
-from moto.server import ThreadedMotoServer
 
 NUMBERS = itertools.count()
-WHERE: dict[str, object] = {"bucket": "chunks", "access_key_id": "someone"}
+WHERE: dict[str, object] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    secret = tmp_path_factory.mktemp("secret") / "key"
-    secret.write_text("a secret\n")
-    secret.chmod(0o600)
-    WHERE.update({"endpoint": f"http://{host}:{port}", "secret_access_key_file": str(secret)})
-    with urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/chunks", method="PUT")):
-        pass
-    yield
-    server.stop()
+    with s3_server(tmp_path_factory.mktemp("secret")) as options:
+        WHERE.update(options)
+        yield
 
 
 class TestObjects(PersistentTierContract):

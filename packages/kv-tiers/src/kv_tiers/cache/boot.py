@@ -1,6 +1,6 @@
 """The boot measurement: how quickly a tier delivers what it holds, before any request waits for it.
 
-Without it, a tier that an earlier process has filled is taken to be quick until a few requests have waited for it
+Without it, a tier that others have filled is taken to be quick until a few requests have waited for it
 (`kv_tiers.cache.worth`). A thread reads a few chunks of each tier that can name some, through the tier's lane, into
 memory of its own, and throws them away: the lane learns from these loads as from all others. Nothing is written. The
 start does not wait for it. After a second no further load is begun, so a slow tier is read from once, which is enough
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_core.clock import Clock
+from kv_core.errors import TierDown
 from kv_core.log import limited_logger
 
 from kv_tiers import chunk_header
@@ -55,6 +56,8 @@ class BootMeasurement:
         for lane in self._lanes:
             try:
                 self._measure(lane)
+            except TierDown as error:
+                _log.info("tier %s is not measured: %s", lane.name, error)
             except Exception:  # noqa: BLE001  # a tier is somebody else's code, and nothing depends on this
                 _log.exception("tier %s could not be measured", lane.name)
 

@@ -217,7 +217,8 @@ class TierContract(ReadOnlyTierContract):
         self.store(keys)
         for count in (0, 1, 3, 4, 9):
             named = self.tier.some_keys(count)
-            assert len(set(named)) == min(count, 4) and set(named) <= set(keys)
+            assert len(set(named)) == min(count, 4)
+            assert set(named) <= set(keys), (named, keys)
         self.tier.discard(keys[1:])
         assert list(self.tier.some_keys(2)) == keys[:1]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,7 @@ from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.key_paths import keys_in_paths
 
 _DELETED_AT_ONCE: Final = 1000
 """The most objects that one request of the protocol may name."""
@@ -122,6 +124,15 @@ class ObjectsTier:
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        batches = self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE)
+        try:
+            batch = self._call(partial(next, batches, None)) or []
+        except (_ForbiddenError, FileNotFoundError) as error:
+            raise TierDown(f"what it holds is not listed: {error}") from error
+        paths = (found["path"][len(self._prefix) + 1 :] for found in batch if self._is_chunk(found["size"]))
+        return list(islice(keys_in_paths(paths), count))
 
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)

@@ -18,13 +18,14 @@ where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLI
 """
 
 import threading
-from base64 import urlsafe_b64encode
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Final, TypeVar
 
-from kv_core.errors import TierDown
+from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
@@ -41,6 +42,9 @@ _COMMANDS_AT_ONCE: Final = 1000
 _AHEAD_BYTES: Final = 8 << 20
 """How far ahead of the arriving value further ones are requested; a server keeps that much in memory for us. Over a
 unix socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
+
+_LOOKS: Final = 8
+"""Requests to a server for the names of a few values, each of which goes through a thousand of the server's."""
 
 _ASKING: Final = command(b"ASKING")
 
@@ -108,6 +112,13 @@ class RedisTier:
 
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        names: list[bytes] = []
+        for address in self._servers.masters() if count else ():
+            self._servers.find(address, self._prefix + b"{*}", names.extend, looks=_LOOKS)
+        keys = (_key_in(name[len(self._prefix) :]) for name in dict.fromkeys(names))
+        return list(islice((key for key in keys if key is not None), count))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[StoreOutcome | ErrorReply]:
@@ -445,3 +456,11 @@ def _address_in(reply: ErrorReply, sender: Address) -> Address:
     if not port.isascii() or not port.isdigit():
         raise TierDown(f"{sender}: {reply.text}")
     return Address(host or sender.host, int(port))
+
+
+def _key_in(braced: bytes) -> ChunkKey | None:
+    """The key in the name of a chunk's head, behind the prefix; None: it is no such name."""
+    try:
+        return ChunkKey.from_bytes(urlsafe_b64decode(braced[1:-1]))
+    except (ValueError, InputError):
+        return None

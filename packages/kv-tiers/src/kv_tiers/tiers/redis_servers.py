@@ -198,13 +198,19 @@ class Servers:
         except (OSError, ProtocolError) as error:
             raise self._down(address, error) from error
 
-    def find(self, address: Address, pattern: bytes, found: Callable[[list[bytes]], None]) -> None:
-        """Call `found` with the names of this server's values that match, some at a time. Raises `TierDown`."""
+    def find(
+        self, address: Address, pattern: bytes, found: Callable[[list[bytes]], object], *, looks: int | None = None
+    ) -> None:
+        """Call `found` with the names of this server's values that match, some at a time. Raises `TierDown`.
+
+        looks: requests at most; None: until all are found.
+        """
 
         def scan(client: Any) -> None:
-            cursor = None
-            while cursor != 0:
+            cursor, looked = None, 0
+            while cursor != 0 and looked != looks:
                 cursor, names = client.scan(cursor or 0, match=pattern, count=1000)
+                looked += 1
                 if names:
                     found(names)
 

@@ -43,6 +43,7 @@ from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.key_paths import keys_in_paths
 
 _PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at a page."""
@@ -160,6 +161,13 @@ class SharedFsTier:
         if outcomes and all(isinstance(outcome, Absent) for outcome in outcomes):
             self._check_root()
         return outcomes
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        paths = (
+            entry.path[len(self._directory) + 1 :] for entry in itertools.islice(_files(self._directory), 8 * count)
+        )
+        keys = itertools.islice(keys_in_paths(paths), count)
+        return [key for key in keys if (found := self._found(self._path(key))) is not None and self._is_chunk(found)]
 
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
