@@ -1,6 +1,5 @@
 """A server that speaks S3, in this process."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ def s3_server(directory: Path) -> Iterator[dict[str, object]]:
 
     directory: for the secret.
     """
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
