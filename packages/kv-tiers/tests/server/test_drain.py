@@ -1,6 +1,7 @@
 """A host that is to leave: its peers fetch what is worth moving, and whatever fails costs misses and no more."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http.metrics import drain_families
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.cache_servers import (
     held,
@@ -26,6 +28,7 @@ from kv_tiers.testing.cache_servers import (
     store,
 )
 from kv_tiers.testing.contract import CHUNK_BYTES
+from kv_tiers.testing.http import Served
 from kv_tiers.testing.peers import FakePeer, listening
 from kv_tiers.testing.redis_servers import end_all, running
 from kv_tiers.testing.servers import Proxy, free_port
@@ -327,6 +330,21 @@ def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: Exi
     again = local.offers.take(PROMPTS[0], 2)
     assert [int(fate) for fate in again.fates] == [2, 2]
     until(lambda: local.offers.take(PROMPTS[0], 0).room == 4)
+
+
+def test_how_far_a_drain_is_is_shown_in_metrics(ending: ExitStack) -> None:
+    served = Served()
+    ending.callback(served.close)
+    cache = served.join()
+    ending.callback(cache.close)
+    assert "kv_drain" not in served.get("/metrics").text
+    ask_server(served.path, wire.Drain(True, 60.0, None), timeout_s=10.0)
+    assert re.search(r'kv_drain_under_way\{cache="[^"]+"\} 0.0', served.get("/metrics").text)  # nobody to offer to
+    state = DrainState("draining", chunks=15, elsewhere=1, moved=2, moved_bytes=2000, refused=3, gone=4, left=5)
+    under_way, chunks, moved = drain_families([("c", state)])
+    assert [sample.value for sample in (*under_way.samples, *moved.samples)] == [1, 2000]
+    values = {sample.labels["state"]: sample.value for sample in chunks.samples}
+    assert values == {"moved": 2, "elsewhere": 1, "refused": 3, "gone": 4, "left": 5}
 
 
 def test_the_command_waits_for_its_end_and_says_how_it_was(

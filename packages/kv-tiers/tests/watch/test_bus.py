@@ -18,12 +18,13 @@ from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.directory_state import DirectoryState
+from kv_tiers.drain_state import DrainState
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
-from kv_tiers.server.http.metrics import directory_families, peer_families
+from kv_tiers.server.http.metrics import directory_families, drain_families, peer_families
 from kv_tiers.server.report import PeersServed
 from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.contract import CHUNK_BYTES
@@ -427,7 +428,11 @@ def test_the_page_lists_every_event_and_no_other() -> None:
 def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
     tower, bus, _ = watched_tower("through")
     known = DirectoryState("", 0.1, 2, 2, 0, 10, 200, 5, 1, 0, 2, 0, 3, 100, 0)
-    others = [*peer_families(PeersServed()), *directory_families([("cache", "peers", known)])]
+    others = [
+        *peer_families(PeersServed()),
+        *directory_families([("cache", "peers", known)]),
+        *drain_families([("cache", DrainState("draining"))]),
+    ]
     metrics = Metrics(bus, lambda: [tower.cache], lambda: others)
     keys = key_chain(2)
     tower.store(keys)

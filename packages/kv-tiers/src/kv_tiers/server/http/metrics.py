@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.directory_state import DirectoryState
+from kv_tiers.drain_state import DrainState
 from kv_tiers.server.caches import cache_name
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
@@ -31,6 +32,11 @@ def operations(relay: Relay) -> list[Operation]:
                 for cache in report.caches
                 for tier in cache.tiers
                 if tier.directory is not None
+            ),
+            *drain_families(
+                (cache_name((cache.group_bytes, cache.fingerprint)), cache.drain)
+                for cache in report.caches
+                if cache.drain is not None
             ),
         ]
         text, media_type = await relay.call(counted.exposition)
@@ -65,6 +71,24 @@ def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Ite
         for cache, tier, state in known:
             family.add_metric((cache, tier), float(value_of(state)))
         yield family
+
+
+def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]:
+    """Metrics of caches that are drained, or were: of each its name and how far it is."""
+    known = list(states)
+    if not known:
+        return
+    under_way = GaugeMetricFamily("kv_drain_under_way", "1 while chunks are offered to other hosts.", labels=("cache",))
+    chunks = GaugeMetricFamily(
+        "kv_drain_chunks", "Chunks that the pool held when the drain began.", labels=("cache", "state")
+    )
+    moved = GaugeMetricFamily("kv_drain_moved_bytes", "Bytes that other hosts have fetched since.", labels=("cache",))
+    for cache, state in known:
+        under_way.add_metric((cache,), state.phase == "draining")
+        moved.add_metric((cache,), state.moved_bytes)
+        for name in ("moved", "elsewhere", "refused", "gone", "left"):
+            chunks.add_metric((cache, name), getattr(state, name))
+    yield from (under_way, chunks, moved)
 
 
 _DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]] = {
