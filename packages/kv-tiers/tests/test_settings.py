@@ -238,7 +238,7 @@ def test_nothing_watches_a_cache_in_this_process_unless_it_was_asked_for() -> No
 def test_a_private_server_watches_as_the_settings_say(tmp_path: Path) -> None:
     extra = {"observe": {"record": str(tmp_path / "trace.jsonl"), "history_keys": 7}, "host.capacity_bytes": "1MiB"}
     settings, _ = load(extra, {})
-    remote, server = open_remote(settings, Format((4096,), "f"), engine_id=uuid.uuid4().hex, rank=0, facts={})
+    remote, server = open_remote(settings, Format((4096,), "f"), engine_id=uuid.uuid4().hex, is_first=True, facts={})
     assert server is not None
     try:
         remote.lookup(key_chain(3), "r")

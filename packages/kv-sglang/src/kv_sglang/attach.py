@@ -237,7 +237,7 @@ def attach(
                     settings,
                     chunks,
                     engine_id=engine,
-                    rank=0 if first else None,
+                    is_first=first,
                     facts={
                         "pool": ", ".join(names),
                         "chunk_tokens": str(settings.chunk_tokens),

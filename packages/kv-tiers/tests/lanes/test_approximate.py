@@ -335,7 +335,7 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
     tiers = [{"type": "shared_fs", "directory": str(tmp_path / "kv"), **options}]
     own, _ = load_settings({"host": {"capacity_bytes": "4MiB"}, "tiers": tiers}, {})
     chunks = Format((len(RECORDED),), "f")
-    remote, server = open_remote(own, chunks, engine_id="one", rank=0, facts={"rank": "0"})
+    remote, server = open_remote(own, chunks, engine_id="one", is_first=True, facts={"rank": "0"})
     try:
         (worker,) = workers_of(own, "one")
         assert worker.fingerprint == fingerprint_above(tiers, "f")
@@ -344,9 +344,9 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
         joining, _ = load_settings({"server": {"socket": str(server.socket)}}, {})
         if approximate:
             with pytest.raises(ConfigError, match="an engine's own to allow"):
-                open_remote(joining, chunks, engine_id="two", rank=0, facts={})
+                open_remote(joining, chunks, engine_id="two", is_first=True, facts={})
         else:
-            open_remote(joining, chunks, engine_id="two", rank=0, facts={})[0].close()
+            open_remote(joining, chunks, engine_id="two", is_first=True, facts={})[0].close()
     finally:
         remote.close()
         if server is not None:

@@ -37,7 +37,7 @@ from kv_tiers.settings import load
 from kv_tiers.testing.contract import CHUNK_BYTES, content
 
 settings, _ = load(json.loads(sys.argv[1]), {})
-cache, server = open_remote(settings, Format((CHUNK_BYTES,), "f"), engine_id=sys.argv[2], rank=0, facts={})
+cache, server = open_remote(settings, Format((CHUNK_BYTES,), "f"), engine_id=sys.argv[2], is_first=True, facts={})
 lease = cache.begin_store(key_chain(int(sys.argv[3])), "w")
 for key, extent in zip(lease.keys, lease.extents, strict=True):
     cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)

@@ -27,6 +27,7 @@ from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.attach.engine import engine_of, release
 from kv_tiers.attach.guard import always, guarded
+from kv_tiers.attach.node_messages import FromNode
 from kv_tiers.settings import load
 from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -47,6 +48,7 @@ from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
+from kv_vllm.nodes import NodeMail
 from kv_vllm.parallel import check_parallelism, rank_share, replica_of
 from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
@@ -74,7 +76,11 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=refused, number=number)
-    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.take())
+    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.take(), self._nodes.to_send())
+
+
+def _refuse_questions(self: "KVTiersConnector") -> tuple[FromNode, ...]:
+    return self._nodes.refusals()
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -101,7 +107,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
-        check_parallelism(vllm_config)
+        check_parallelism(vllm_config, self._settings)
         self._engine = engine_of(str(transfer.engine_id))
         self._read = request_reader(vllm_config, kv_cache_config, self._settings, self._engine)
         if not self.off and (why := check_interface()):
@@ -117,6 +123,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._number = self._acknowledged = 0  # of the last plan that this worker has been given, and has said
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
+        self._nodes = NodeMail(self._engine, vllm_config)
         self._promised = PromisedBlocks()
         self._to_fill = StepBlocks(is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling))
         self._layers: dict[str, int] = {}
@@ -143,6 +150,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._nodes.registered()
         self._register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -153,6 +161,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._unanswered.update(connector_metadata.waiting)
             self._number = connector_metadata.number
             self._to_fill.begin(connector_metadata.filling)
+            if connector_metadata.to_nodes is not None:
+                self._nodes.hear(connector_metadata.to_nodes)
             self._read_plan(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -185,10 +195,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Acknowledged | None:
         through, layerwise = self._stored_through(), self._take_layerwise()
-        if through == self._acknowledged and not layerwise.ended:
+        from_nodes = self._answer_scheduler()
+        if through == self._acknowledged and not layerwise.ended and not from_nodes:
             return None
         self._acknowledged = through
-        return Acknowledged({self._engine.share.rank: through}, layerwise)
+        return Acknowledged({self._engine.share.rank: through}, layerwise, from_nodes)
 
     # Either half.
 
@@ -252,16 +263,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
-        filling = self._promised.take()
+        filling, to_nodes = self._promised.take(), self._nodes.to_send()
         if not (plan.loads or plan.stores or plan.refused or self._unplanned or filling):
-            return KVTiersMetadata(None, (), 0 if self._held is None else self._held.number)  # most steps
+            number = 0 if self._held is None else self._held.number
+            return KVTiersMetadata(None, (), number, to_nodes=to_nodes)  # most steps
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
         if self._held is not None:
             plan = self._held.hold(plan)
-        metadata = KVTiersMetadata(plan if self._in_process else plan.to_plain(), waiting, plan.number, filling)
+        given = plan if self._in_process else plan.to_plain()
+        metadata = KVTiersMetadata(given, waiting, plan.number, filling, to_nodes)
         self._unplanned.clear()
         return metadata
 
@@ -271,8 +284,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         # Or vLLM would fall idle before it has its blocks back, or we our chunks.
-        return (self._held is not None and self._held.is_waiting) or (
-            self._scheduler is not None and self._scheduler.is_filling
+        return (
+            (self._held is not None and self._held.is_waiting)
+            or (self._scheduler is not None and self._scheduler.is_filling)
+            or self._nodes.has_unsent
         )
 
     def has_pending_block_frees(self) -> bool:
@@ -314,9 +329,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             if not self.off and self._engine.cache is None:
                 # The workers are in other processes, and have registered at the engine's server.
-                transfer, ranks = self._vllm_config.kv_transfer_config, rank_share(self._vllm_config).ranks
+                transfer, share = self._vllm_config.kv_transfer_config, rank_share(self._vllm_config)
                 role = {"loads": transfer.is_kv_consumer, "stores": transfer.is_kv_producer}
-                self._engine.bind_scheduler(self._settings, ranks, replica=replica_of(self._vllm_config), **role)
+                self._engine.bind_scheduler(self._settings, share, replica=replica_of(self._vllm_config), **role)
             if not self.off:  # else the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
@@ -355,7 +370,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, cache = self._vllm_config.kv_events_config, self._engine.cache
         if config is not None and config.enable_kv_cache_events and self._scheduler is not None and cache is not None:
             hash_tokens = hash_tokens_of(self._kv_cache_manager)
-            self._events = ChunkEvents(self._scheduler.shape, cache.changes_since, hash_tokens=hash_tokens)
+            here = self._engine.share.shards_here
+            self._events = ChunkEvents(self._scheduler.shape, cache.changes_since, hash_tokens=hash_tokens, shards=here)
 
     @guarded(always(None))
     def _start_holding(self) -> None:
@@ -373,6 +389,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _wait_for_layer(self, layer_name: str) -> None:
         if self._worker is not None:
             self._worker.layers.wait_for(self._layers.get(layer_name))
+
+    @guarded(_refuse_questions)
+    def _answer_scheduler(self) -> tuple[FromNode, ...]:
+        return self._nodes.answers()
 
     @guarded(always(LayerwiseReport()))
     def _take_layerwise(self) -> LayerwiseReport:
@@ -399,6 +419,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _heard(self, said: Acknowledged) -> None:
         if self._held is not None:
             self._held.acknowledge(said.through)
+        self._nodes.heard(said.from_nodes)
         if said.layerwise.failed and self._scheduler is not None:
             self._scheduler.stop_layerwise()
         if said.layerwise.ended:

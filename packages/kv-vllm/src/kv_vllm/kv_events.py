@@ -12,7 +12,7 @@ something may be there that nobody here has requested yet.
 A chunk whose parent has left cannot be hit, so it is not announced: `kv_vllm.block_tree`.
 
 Windows and states that a hit also needs are not announced: a chunk is announced when the groups that need the whole
-prefix have it in all shards, with one event for each of vLLM's groups among them.
+prefix have it in all shards of the scheduler's node, with one event for each of vLLM's groups among them.
 """
 
 from collections import OrderedDict
@@ -56,12 +56,21 @@ class _Chunk:
 class ChunkEvents:
     """The KV events of one engine. Used on the scheduler's thread."""
 
-    def __init__(self, shape: ConnectShape, changes_since: Callable[[int], Changes], *, hash_tokens: int) -> None:
-        """changes_since: what entered and left the pool. hash_tokens: how many tokens one of vLLM's hashes is for."""
+    def __init__(
+        self,
+        shape: ConnectShape,
+        changes_since: Callable[[int], Changes],
+        *,
+        hash_tokens: int,
+        shards: Sequence[int] | None = None,
+    ) -> None:
+        """changes_since: what entered and left the pool. hash_tokens: how many tokens one of vLLM's hashes is for.
+        shards: those that the pool has; None: all."""
         whole = [number for number, group in enumerate(shape.groups) if group.coverage.kind == "all"]
         self._groups = whole
         self._tables = {shape.groups[number].table: shape.groups[number].block_tokens for number in whole}
         self._shape = shape
+        self._shards = range(shape.shards) if shards is None else shards
         self._hash_tokens = hash_tokens
         self._changes_since = changes_since
         self._upto = changes_since(0).upto
@@ -150,7 +159,7 @@ class ChunkEvents:
             self._expected.popitem(last=False)
 
     def _keys(self, space_id: bytes, tenant: bytes, digest: bytes) -> list[ChunkKey]:
-        return keys_in(space_id, [digest], groups=self._groups, shards=range(self._shape.shards), tenant=tenant)
+        return keys_in(space_id, [digest], groups=self._groups, shards=self._shards, tenant=tenant)
 
     def _keys_of(self, name: ChunkId) -> list[ChunkKey]:
         space_id, tenant, digest = name[1:17], name[17:24], name[24:]

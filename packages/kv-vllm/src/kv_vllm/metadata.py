@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kv_core.connect.layerwise import LayerwiseReport
+from kv_tiers.attach.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 _NONE_ENDED = LayerwiseReport()
@@ -17,15 +18,22 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
         the plan can answer them too.
     number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
     filling: the blocks that layerwise loads fill in this step, for the same reason.
+    to_nodes: of an engine over several nodes, what the scheduler says to the others.
     """
 
     def __init__(
-        self, plan: Any, waiting: tuple[str, ...] = (), number: int = 0, filling: tuple[int, ...] = ()
+        self,
+        plan: Any,
+        waiting: tuple[str, ...] = (),
+        number: int = 0,
+        filling: tuple[int, ...] = (),
+        to_nodes: ToNodes | None = None,
     ) -> None:
         self.plan = plan
         self.waiting = waiting
         self.number = number
         self.filling = filling
+        self.to_nodes = to_nodes
 
 
 class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -33,11 +41,18 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
 
     through: by rank, the number of the latest plan that was read, together with all before it.
     layerwise: loads that have ended, for an engine in one process and so with one rank.
+    from_nodes: of an engine over several nodes, what the others answer.
     """
 
-    def __init__(self, through: Mapping[int, int], layerwise: LayerwiseReport = _NONE_ENDED) -> None:
+    def __init__(
+        self,
+        through: Mapping[int, int],
+        layerwise: LayerwiseReport = _NONE_ENDED,
+        from_nodes: tuple[FromNode, ...] = (),
+    ) -> None:
         self.through = dict(through)
         self.layerwise = layerwise
+        self.from_nodes = from_nodes
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
-        return Acknowledged(self.through | other.through, self.layerwise)
+        return Acknowledged(self.through | other.through, self.layerwise, self.from_nodes + other.from_nodes)

@@ -12,6 +12,7 @@ from typing import Any
 from kv_core.errors import ConfigError
 from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.ranks import RankShare, share_of
+from kv_tiers.settings import Settings
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 _REPLICA = re.compile(r"_dp(\d+)$")
@@ -36,7 +37,8 @@ def rank_share(vllm_config: Any) -> RankShare:
     else:
         distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
     rank, stage = _place(ranks, stages)
-    return share_of(rank, ranks, distinct, stage=stage, stages=stages)
+    nodes = int(vllm_config.parallel_config.nnodes_within_dp)
+    return share_of(rank, ranks, distinct, stage=stage, stages=stages, nodes=nodes)
 
 
 def draft_model(vllm_config: Any) -> Any | None:
@@ -83,7 +85,7 @@ def replica_of(vllm_config: Any) -> Replica | None:
     return Replica(engine_id[: marked.start()], leads)
 
 
-def check_parallelism(vllm_config: Any) -> None:
+def check_parallelism(vllm_config: Any, settings: Settings) -> None:
     """Refuse what this release cannot serve.
 
     Raises:
@@ -99,8 +101,9 @@ def check_parallelism(vllm_config: Any) -> None:
                 f"{flag} is {size}: the tokens of a block are spread over {size} ranks, and this release of kv-vllm "
                 f"caches engines whose blocks hold neighbours; start with {flag} 1 or without --kv-transfer-config"
             )
-    if (nodes := parallel.nnodes_within_dp) > 1:
+    is_replica = parallel.data_parallel_size > 1 or replica_of(vllm_config) is not None
+    if parallel.nnodes_within_dp > 1 and is_replica and not settings.server.socket:
         raise ConfigError(
-            f"the engine's ranks are on {nodes} machines, and this release of kv-vllm caches engines whose ranks share "
-            "one; start without --kv-transfer-config, or with one engine a machine"
+            f"the ranks of each data-parallel replica are on {parallel.nnodes_within_dp} machines: start kv-server on "
+            "every machine and give its server.socket to the engine"
         )

@@ -52,6 +52,7 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.PENDING, Event.ADMIT): Phase.RUNNING,  # the engine did not wait for the answer
     (Phase.PENDING, Event.FINISH): Phase.GONE,
     (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # asked again while it waits for blocks
+    (Phase.PROMISED, Event.PEND): Phase.PENDING,  # the promise has gone, and other nodes are asked anew
     (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine found as much by itself meanwhile
     (Phase.PROMISED, Event.LOAD): Phase.LOADING,
     (Phase.PROMISED, Event.FILL): Phase.FILLING,

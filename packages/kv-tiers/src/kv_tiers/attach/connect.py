@@ -1,8 +1,8 @@
 """Where an engine's cache runs: in its process, in a private server that ends with it, or in a server that it joins.
 
-The cache runs in process wherever a single process uses it, because that is fastest. Otherwise rank 0 starts a private
-server that ends with it, and all ranks meet at a socket named after the engine. A server named in the settings is
-joined instead and shared with every engine that names it.
+The cache runs in process wherever a single process uses it, because that is fastest. Otherwise the first rank of each
+node starts a private server that ends with it, and all ranks there meet at a socket named after the engine. A server
+named in the settings is joined instead and shared with every engine that names it.
 """
 
 import time
@@ -32,7 +32,7 @@ from kv_tiers.watch.build import build_bus
 
 _log = limited_logger(__name__)
 
-_WAIT_FOR_RANK_0_S = 60.0
+_WAIT_FOR_FIRST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,17 @@ def open_remote(
     chunks: Format,
     *,
     engine_id: str,
-    rank: int | None,
+    is_first: bool,
     facts: Mapping[str, str],
     replica: Replica | None = None,
     on_new_pool: Callable[[MappedPool], None] | None = None,
     detached: bool = True,
 ) -> tuple[RemoteCache, ServerProcess | None]:
-    """The cache at the engine's server, and the server if this is rank 0 and it is a private one.
+    """The cache at the engine's server, and the server if it is a private one and this process starts it.
 
-    rank: None for the scheduler.
+    is_first: this is the worker that starts it: the first rank of a node.
     facts: what the engine's other processes should know of this one (`workers_of`).
-    replica: of an engine that has several: the leader's rank 0 starts the server that they share.
+    replica: of an engine that has several: the leader's first rank starts the server that they share.
     detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
         what waits. It ends by itself when this process does.
 
@@ -114,7 +114,7 @@ def open_remote(
     # A server that is joined has tiers of its own.
     fingerprint = fingerprint_above(() if settings.server.socket else settings.tiers, chunks.fingerprint)
     server = None
-    if not settings.server.socket and rank == 0 and (replica is None or replica.leads):
+    if not settings.server.socket and is_first and (replica is None or replica.leads):
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
         config = {
@@ -125,7 +125,7 @@ def open_remote(
             "observe": settings.observe,
         }
         server = launch(msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
-    until = time.monotonic() + (_WAIT_FOR_RANK_0_S if server is None and not settings.server.socket else 0)
+    until = time.monotonic() + (_WAIT_FOR_FIRST_S if server is None and not settings.server.socket else 0)
     while True:
         try:
             remote = RemoteCache(
@@ -142,7 +142,7 @@ def open_remote(
                 if server is not None:
                     server.stop()
                 raise
-            time.sleep(0.05)  # rank 0 has not got so far
+            time.sleep(0.05)  # the first rank has not got so far
         else:
             return remote, server
 

@@ -3,9 +3,10 @@ vLLM's.
 
 The workers come first: only they see the engine's memory, and the keys depend on the layout that they prove. Then comes
 the scheduler. If both are in one process they share one `LocalCache`, found by the engine's id; otherwise each worker
-registers at the engine's server, and the scheduler learns from the server what it needs.
+registers at its node's server, and the scheduler learns from its own node's what it needs.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remot
 from kv_tiers.attach.guard import OffSwitch
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
+from kv_tiers.attach.node_agent import Served
+from kv_tiers.attach.nodes import NodesCache
 from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
@@ -138,7 +141,9 @@ class Engine(OffSwitch):
     cache: None until a half has been bound.
     facts: None until a half has been bound.
     server: the private server, in the process that started it.
-    share: the shard of every chunk that this process's rank has.
+    share: the shard of every chunk that this process's rank has; in the scheduler's process, the first rank's.
+    nodes: of an engine over several nodes, in the scheduler's process: the cache of all of them.
+    terms: a digest of what the processes of an engine must agree on: the chunks' tokens, groups, shards and format.
     """
 
     def __init__(self, engine_id: str) -> None:
@@ -155,6 +160,8 @@ class Engine(OffSwitch):
         self._shape: ConnectShape | None = None
         self._costs: EngineCosts | None = None
         self.facts: EngineFacts | None = None
+        self.nodes: NodesCache | None = None
+        self.terms = ""
         self._fingerprint = ""
         self._described = ""
         self._roles: set[str] = set()
@@ -202,7 +209,7 @@ class Engine(OffSwitch):
             ConfigError: the settings do not fit this engine or this machine.
         """
         self.share = share
-        if share.rank == 0:
+        if share.is_first_here:
             warn_of_other_formats(settings, stored)
         if in_process and replica is None and not settings.server.socket:
             self.cache, self._bus = open_in_process(settings, chunks)
@@ -212,13 +219,13 @@ class Engine(OffSwitch):
                     settings,
                     chunks,
                     engine_id=self.id,
-                    rank=share.rank,
+                    is_first=share.is_first_here,
                     facts={"rank": str(share.rank), **facts.to_text(), **stored.facts()},
                     replica=replica,
                     on_new_pool=self._exchange_pool,
                 )
             except ConfigError as error:
-                if share.rank == 0:
+                if share.is_first_here:
                     raise  # the user can mend it
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
@@ -231,17 +238,21 @@ class Engine(OffSwitch):
     def bind_scheduler(
         self,
         settings: Settings,
-        ranks: int,
+        share: RankShare,
         *,
         replica: Replica | None = None,
         loads: bool = True,
         stores: bool = True,
     ) -> None:
-        """Meet the workers, which are in other processes, at the engine's server. `off` says why not, if none is there.
+        """Meet the workers, which are in other processes, at the server of this node. `off` says why not, if none is
+        there. Those of other nodes compare `terms` with theirs before they follow a plan.
+
+        share: the first rank's.
 
         Raises:
             ConfigError: the server is another user's, or refuses us.
         """
+        self.share, ranks = share, share.ranks_here
         workers = workers_of(settings, self.id, replica)
         if len(workers) < ranks:
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
@@ -252,7 +263,7 @@ class Engine(OffSwitch):
                 "choose a number of stages that divides the layers"
             )
         (chunks,) = formats
-        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, rank=None, facts={}, replica=replica)
+        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, is_first=False, facts={}, replica=replica)
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
         return None
 
@@ -290,8 +301,10 @@ class Engine(OffSwitch):
         )
         self.weights = watch(space)
         wanted = self._handover
+        if self.share.nodes > 1:
+            self.nodes = NodesCache(self.cache, self.share, groups=len(self._shape.groups), clock=MonotonicClock())
         self.scheduler = SchedulerHalf(
-            self.cache,
+            self.nodes or self.cache,
             self._shape,
             name=self.id,
             costs=self._costs,
@@ -301,6 +314,21 @@ class Engine(OffSwitch):
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)
         return self.scheduler
+
+    def served(self) -> Served | None:
+        """For the agent of this node: its cache and its chunks, while this process's worker half works."""
+        if self.off or self.worker is None or self.cache is None or self._shape is None:
+            return None
+        return self.cache, self._shape
+
+    def agree(self, terms: str) -> None:
+        """Compare the terms of a plan with this worker's. Where they differ it would take other bytes for the plan's,
+        so the cache is turned off."""
+        if terms != self.terms and not self.off:
+            self.turn_off(
+                f"the chunks here are not those of the scheduler's node: {self._described}; "
+                "give all nodes the same settings, model and kind of machine"
+            )
 
     def _layerwise_rule(self) -> LayerwiseRule | None:
         """Which loads run inside steps; None: none. Only those that cannot fail there, so not where chunks would be
@@ -366,6 +394,8 @@ class Engine(OffSwitch):
     def _describe(self, settings: Settings, facts: EngineFacts, chunks: Format, *, loads: bool, stores: bool) -> None:
         assert self.cache is not None
         self.facts, self._fingerprint = facts, chunks.fingerprint
+        spelled_out = repr((sorted(facts.to_text().items()), chunks.group_bytes, chunks.fingerprint))
+        self.terms = hashlib.sha256(spelled_out.encode()).hexdigest()[:32]
         self._costs = EngineCosts(
             MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
         )

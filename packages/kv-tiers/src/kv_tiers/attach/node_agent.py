@@ -1,0 +1,95 @@
+"""Answers for a node that the scheduler is not on: its first rank asks the node's server what the scheduler wants to
+know, once a step, behind the forward pass.
+
+A node whose cache is off or whose server is away holds nothing, and says so at once.
+"""
+
+from collections.abc import Callable, Iterable
+
+from kv_core.connect.shape import ConnectShape
+from kv_core.coverage import ChunkShape
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import CacheService, Holder
+
+from kv_tiers.attach.node_messages import Answer, Clear, End, FromNode, Lost, Question, Renew, Taken, ToNode
+from kv_tiers.attach.ranks import RankShare
+
+Served = tuple[CacheService, ConnectShape]
+
+
+class NodeAgent:
+    """For the first rank of a node. Not thread-safe: it belongs to the worker's thread."""
+
+    def __init__(self, share: RankShare, served: Callable[[], Served | None]) -> None:
+        """served: the cache of this node's server, and what its chunks are; None: nothing is served."""
+        self._node = share.node
+        self._shards = share.shards_here
+        self._served = served
+        self._heard: list[ToNode] = []
+        self._pending: dict[Holder, Question] = {}  # lower tiers are bringing up more
+
+    def hear(self, messages: Iterable[ToNode]) -> None:
+        """What came with a step."""
+        self._heard += messages
+
+    def take(self) -> tuple[FromNode, ...]:
+        """Do what was heard, in order, and return what there is to say."""
+        if not (self._heard or self._pending):
+            return ()
+        served = self._served()
+        if served is None:
+            return self.refuse_all()
+        cache, shape = served
+        said: list[FromNode] = []
+        again = list(self._pending.values())
+        # A message leaves only when it is done with: if one raises, what follows is refused.
+        while self._heard:
+            said += self._follow(cache, shape, self._heard[0])
+            del self._heard[0]
+        for question in again:
+            if self._pending.get(question.holder) is question:
+                said += self._ask(cache, shape, question)
+        return tuple(said)
+
+    def refuse_all(self) -> tuple[FromNode, ...]:
+        """Nothing is held here: the answer to whatever is not answered yet."""
+        questions = [*self._pending.values(), *(heard for heard in self._heard if isinstance(heard, Question))]
+        self._pending.clear()
+        self._heard.clear()
+        return tuple(
+            Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()))
+            for question in questions
+            if self._node in question.nodes
+        )
+
+    def _follow(self, cache: CacheService, shape: ConnectShape, message: ToNode) -> list[FromNode]:
+        match message:
+            case Question(nodes=nodes):
+                return self._ask(cache, shape, message) if self._node in nodes else []
+            case Renew(holder):
+                if holder not in self._pending and not cache.renew(holder):
+                    return [Lost(self._node, holder)]
+            case End(holder):
+                self._pending.pop(holder, None)
+                cache.end(holder)
+            case Taken(prompt):
+                cache.taken(prompt.keys(len(shape.groups), self._shards))
+            case Clear():
+                cache.clear()
+        return []
+
+    def _ask(self, cache: CacheService, shape: ConnectShape, question: Question) -> list[FromNode]:
+        holder = question.holder
+        plan = cache.lookup(
+            question.prompt.keys(len(shape.groups), self._shards),
+            holder,
+            shape=ChunkShape(shape.chunk_tokens, shape.chunk.groups, len(self._shards)),
+            wait_for_promotion=question.waits,
+            costs=question.costs,
+            tiers=question.tiers,
+        )
+        if plan.ended is Ended.PENDING:
+            self._pending[holder] = question
+            return []
+        self._pending.pop(holder, None)
+        return [Answer(self._node, question.number, holder, plan)]

@@ -1,0 +1,120 @@
+"""What the scheduler of an engine over several nodes and its other nodes say to each other.
+
+The engine carries it: to all workers with a step's plan, and back with the step's output. So it needs no address and no
+credentials, arrives in order, and comes from this engine's processes only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_core.cost import Costs
+from kv_core.keys import ChunkKey, keys_in
+from kv_core.lookup import LookupPlan
+from kv_core.service import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Chunks from the first of a prompt, without their groups and shards.
+
+    space_id, tenant: as in their keys.
+    digest_bytes, digests: one digest for each chunk, joined.
+    """
+
+    space_id: bytes
+    tenant: bytes
+    digest_bytes: int
+    digests: bytes
+
+    @classmethod
+    def of(cls, keys: Sequence[ChunkKey], keys_per_chunk: int) -> "Prompt":
+        """keys: of at least one chunk, chunk-major."""
+        first = keys[0]
+        digests = [key.digest for key in keys[::keys_per_chunk]]
+        return cls(first.space_id, first.tenant, len(digests[0]), b"".join(digests))
+
+    def keys(self, groups: int, shards: Sequence[int]) -> list[ChunkKey]:
+        """The keys of these shards, chunk-major."""
+        size = self.digest_bytes
+        digests = [self.digests[at : at + size] for at in range(0, len(self.digests), size)]
+        return keys_in(self.space_id, digests, groups=groups, shards=shards, tenant=self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Asks how much of a prompt a node's server holds. What it answers is leased to the holder there.
+
+    number: the answer's, too.
+    nodes: those that are asked.
+    waits, costs, tiers: as for `CacheService.lookup`.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    holder: Holder
+    prompt: Prompt
+    waits: bool
+    costs: Costs | None
+    tiers: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The holder still waits for blocks."""
+
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The holder needs its promise no more."""
+
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """As `CacheService.taken`."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Everything is to be forgotten."""
+
+
+ToNode = Question | Renew | End | Taken | Clear
+
+
+@dataclass(frozen=True, slots=True)
+class ToNodes:
+    """What the scheduler says in one step.
+
+    terms: `Engine.terms` of its node. The plan beside this is for workers with the same.
+    messages: in order.
+    """
+
+    terms: str
+    messages: tuple[ToNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To the question of this number. The plan is final."""
+
+    node: int
+    number: int
+    holder: Holder
+    plan: LookupPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The holder's promise could not be renewed at this node: look up again."""
+
+    node: int
+    holder: Holder
+
+
+FromNode = Answer | Lost

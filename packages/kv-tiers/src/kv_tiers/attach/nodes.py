@@ -1,0 +1,305 @@
+"""The cache of an engine over several nodes, as its scheduler sees it: a hit is what every node's server holds.
+
+Each node's workers use their own node's server, which has the shards of those ranks. A lookup asks the scheduler's own
+server first. The other nodes are asked about what it finds: the engine carries the question with the next step, and
+each node leases what it has (`node_agent`). Until all have answered, the plan is `PENDING`. A prompt of which this node
+has nothing is a miss that costs no question.
+
+With windows and states, the longest hit of one node need not be a hit of another. Nodes that found more than the least
+are asked again about the least, until all agree; every such round ends at fewer chunks.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.cost import Costs, Measured
+from kv_core.coverage import PLAIN, ChunkShape
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import CacheCounts, CacheService, Holder, LoadFailed, ReadLease, WriteLease
+
+from kv_tiers.attach.node_messages import Answer, Clear, End, FromNode, Lost, Prompt, Question, Renew, Taken, ToNode
+from kv_tiers.attach.ranks import RankShare
+from kv_tiers.cache.hits import interleaved
+
+_log = limited_logger(__name__)
+
+PATIENCE_S: Final = 30.0
+"""A node that has not answered for so long is not waited for until it answers again. It answers in every step, so only
+a fault in the engine or in its agent leads there."""
+RENEW_S: Final = 20.0
+"""How often promises at other nodes are renewed: a lease lasts 300 s unless `host.lease_s` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The arguments of a lookup."""
+
+    keys: Sequence[ChunkKey]
+    holder: Holder
+    shape: ChunkShape
+    costs: Costs | None
+    tiers: tuple[str, ...] | None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the nodes have said about one holder's lookup.
+
+    what: tells a lookup of other chunks from this one.
+    asked_s: when the open questions were asked.
+    renewed_s: when the promises at other nodes were last known to begin.
+    own: what this node's server found. None: not looked up yet.
+    prefix_chunks, lacking: as its first final plan has them.
+    open: by node, the number of the question that it has not answered.
+    found: by node, its last answer.
+    is_over: all have agreed, or a promise was lost. The next lookup begins anew.
+    is_lost: a node has lost its promise.
+    """
+
+    what: tuple[int, bytes]
+    asked_s: float
+    renewed_s: float
+    own: LookupPlan | None = None
+    prefix_chunks: int = 0
+    lacking: int = -1
+    open: dict[int, int] = field(default_factory=dict)
+    found: dict[int, LookupPlan] = field(default_factory=dict)
+    is_over: bool = False
+    is_lost: bool = False
+
+    @property
+    def was_sent(self) -> bool:
+        return bool(self.open or self.found)
+
+
+class NodesCache:
+    """A `CacheService`. Not thread-safe: it belongs to the scheduler's thread.
+
+    Lookups, promises, `taken` and `clear` are for all nodes; everything else is for this one, as each worker has its
+    own node's cache.
+    """
+
+    def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
+        """own: this node's. share: of this node's first rank. groups: the number of every chunk's groups."""
+        self._own = own
+        self._others = tuple(node for node in range(share.nodes) if node != share.node)
+        self._shards = len(shards := share.shards_here)
+        self._keys_per_chunk = groups * share.shards
+        self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
+        self._clock = clock
+        self._asked: dict[Holder, _Asked] = {}
+        self._to_send: list[ToNode] = []
+        self._number = 0
+        self._silent: set[int] = set()
+
+    # What the engine carries.
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._to_send)
+
+    def take(self) -> tuple[ToNode, ...]:
+        """The messages to all other nodes since the last call, in order."""
+        messages, self._to_send = self._to_send, []
+        return tuple(messages)
+
+    def heard(self, messages: Iterable[FromNode]) -> None:
+        """What nodes have answered."""
+        for message in messages:
+            self._silent.discard(message.node)
+            asked = self._asked.get(message.holder)
+            if asked is None:
+                continue
+            match message:
+                case Answer(node, number, _, plan):
+                    if asked.open.get(node) == number:
+                        del asked.open[node]
+                        asked.found[node] = plan
+                case Lost():
+                    asked.is_lost = not asked.open  # else it is being looked up again already
+
+    # `CacheService`, for all nodes.
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self._own.tiers
+
+    def lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
+    ) -> LookupPlan:
+        wanted = _Wanted(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
+        chunks = len(keys) // shape.keys_per_chunk
+        what = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
+        asked = self._asked.get(holder)
+        was_sent = asked is not None and asked.was_sent
+        if asked is None or asked.is_over or asked.is_lost or asked.what != what:
+            now_s = self._clock.now_s()
+            asked = self._asked[holder] = _Asked(what, now_s, now_s)
+        own = asked.own
+        if own is None or own.ended is Ended.PENDING:
+            own = asked.own = self._look(wanted, chunks, waits=wait_for_promotion)
+            asked.prefix_chunks, asked.lacking = own.prefix_chunks, own.lacking
+        is_pending = own.ended is Ended.PENDING
+        if not is_pending and (not own.chunks or _declines(own)):
+            if was_sent:
+                self._to_send.append(End(holder))
+            if not own.chunks:
+                del self._asked[holder]
+            else:
+                asked.is_over = True
+            return own
+        if not asked.was_sent:
+            self._ask(asked, wanted, self._others, chunks if is_pending else own.chunks, waits=wait_for_promotion)
+        self._give_up_silent(asked)
+        if is_pending or asked.open:
+            return replace(own, ended=Ended.PENDING)
+        return self._agree(asked, wanted, own)
+
+    def renew(self, holder: Holder) -> bool:
+        asked = self._asked.get(holder)
+        if asked is None or asked.is_lost or not self._own.renew(holder):
+            return False
+        now_s = self._clock.now_s()
+        if asked.was_sent and now_s - asked.renewed_s >= RENEW_S:
+            asked.renewed_s = now_s
+            self._to_send.append(Renew(holder))
+        return True
+
+    def end(self, holder: Holder) -> None:
+        self._own.end(holder)
+        asked = self._asked.pop(holder, None)
+        if asked is not None and asked.was_sent:
+            self._to_send.append(End(holder))
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        self._own.taken(self._keys_here(keys))
+        if keys:
+            self._to_send.append(Taken(Prompt.of(keys, self._keys_per_chunk)))
+
+    def clear(self) -> None:
+        self._own.clear()
+        self._to_send.append(Clear())
+
+    # `CacheService`, for this node.
+
+    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+        return self._own.load(keys, holder)
+
+    def begin_store(
+        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+    ) -> WriteLease:
+        return self._own.begin_store(keys, holder, hold_s=hold_s, tiers=tiers)
+
+    def commit(self, lease: WriteLease) -> None:
+        self._own.commit(lease)
+
+    def release(self, lease: ReadLease | WriteLease) -> bool:
+        return self._own.release(lease)
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._own.forget(keys)
+
+    def allocated(self, blocks: Mapping[Holder, int]) -> None:
+        self._own.allocated(blocks)
+
+    def measured(self, samples: Sequence[Measured]) -> None:
+        self._own.measured(samples)
+
+    def counts(self) -> CacheCounts:
+        return self._own.counts()
+
+    def _keys_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of this node's shards."""
+        return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
+
+    def _look(self, wanted: _Wanted, chunks: int, *, waits: bool = False) -> LookupPlan:
+        """Look up the first `chunks` chunks at this node's server."""
+        return self._own.lookup(
+            self._keys_here(wanted.keys[: chunks * self._keys_per_chunk]),
+            wanted.holder,
+            shape=replace(wanted.shape, shards=self._shards),
+            wait_for_promotion=waits,
+            costs=wanted.costs,
+            tiers=wanted.tiers,
+        )
+
+    def _ask(self, asked: _Asked, wanted: _Wanted, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
+        """Have these nodes look up the first `chunks` chunks."""
+        self._number += 1
+        prompt = Prompt.of(wanted.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
+        self._to_send.append(
+            Question(self._number, tuple(nodes), wanted.holder, prompt, waits, wanted.costs, wanted.tiers)
+        )
+        asked.open = dict.fromkeys(nodes, self._number)
+        asked.asked_s = self._clock.now_s()
+
+    def _give_up_silent(self, asked: _Asked) -> None:
+        """Take it that nodes have nothing that do not answer."""
+        if not asked.open:
+            return
+        if self._clock.now_s() - asked.asked_s >= PATIENCE_S:
+            for node in asked.open.keys() - self._silent:
+                self._silent.add(node)
+                _log.warning(
+                    "node %d has not answered for %d s: until it does, every prompt is a miss", node, PATIENCE_S
+                )
+        for node in asked.open.keys() & self._silent:
+            del asked.open[node]
+            asked.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
+
+    def _agree(self, asked: _Asked, wanted: _Wanted, own: LookupPlan) -> LookupPlan:
+        """All nodes have answered."""
+        shortest = min(asked.found.values(), key=_chunks)
+        if shortest.chunks < own.chunks:
+            ended = shortest.ended
+            own = asked.own = self._look(wanted, shortest.chunks)
+        else:
+            ended = own.ended
+        least, prefix_chunks, lacking = own.chunks, own.chunks, -1
+        if not wanted.shape.is_plain and asked.prefix_chunks > least:
+            prefix_chunks, lacking = asked.prefix_chunks, asked.lacking
+        if not least:
+            self.end(wanted.holder)
+            return LookupPlan(wanted.holder, 0, ended, (), prefix_chunks, lacking)
+        longer = [node for node, plan in asked.found.items() if plan.chunks > least]
+        if longer and not wanted.shape.is_plain:
+            self._ask(asked, wanted, longer, least)
+            return replace(own, ended=Ended.PENDING)
+        asked.is_over = True
+        plans = [own, *asked.found.values()]
+        return replace(
+            own,
+            ended=ended,
+            tiers=self._slowest(plans, least),
+            prefix_chunks=prefix_chunks,
+            lacking=lacking,
+            choice=next(
+                (replace(plan.choice, chunks=0) for plan in plans if plan.choice and _declines(plan)), own.choice
+            ),
+        )
+
+    def _slowest(self, plans: Sequence[LookupPlan], chunks: int) -> tuple[str, ...]:
+        """For each chunk the slowest tier that a node has it in."""
+        order = {tier: number for number, tier in enumerate(self.tiers)}
+        columns = zip(*(plan.tiers[:chunks] for plan in plans), strict=False)
+        return tuple(max(tiers, key=lambda tier: order.get(tier, len(order))) for tiers in columns)
+
+
+def _chunks(plan: LookupPlan) -> int:
+    return plan.chunks
+
+
+def _declines(plan: LookupPlan) -> bool:
+    """Whether loading what was found does not pay."""
+    return plan.choice is not None and plan.choice.chunks < plan.chunks

@@ -1,0 +1,62 @@
+"""An engine over several nodes: what its scheduler and its other nodes say to each other, as the connector carries it.
+
+On one node nothing is said.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from kv_tiers.attach.engine import Engine
+from kv_tiers.attach.node_agent import NodeAgent
+from kv_tiers.attach.node_messages import FromNode, ToNodes
+
+from kv_vllm.parallel import rank_share
+
+
+class NodeMail:
+    """One connector's, in either role."""
+
+    def __init__(self, engine: Engine, vllm_config: Any) -> None:
+        self._engine = engine
+        self._config = vllm_config
+        self._agent: NodeAgent | None = None
+
+    # In the scheduler's process.
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the next step has something to say."""
+        nodes = self._engine.nodes
+        return nodes is not None and nodes.has_unsent
+
+    def to_send(self) -> ToNodes | None:
+        """What goes with a step's plan."""
+        nodes = self._engine.nodes
+        return None if nodes is None else ToNodes(self._engine.terms, nodes.take())
+
+    def heard(self, messages: Iterable[FromNode]) -> None:
+        if self._engine.nodes is not None:
+            self._engine.nodes.heard(messages)
+
+    # In the workers.
+
+    def registered(self) -> None:
+        """This worker's rank is known now. The first rank of each node but the scheduler's answers for it."""
+        if self._config.parallel_config.nnodes_within_dp > 1:
+            share = rank_share(self._config)
+            if share.node and share.is_first_here:
+                self._agent = NodeAgent(share, self._engine.served)
+
+    def hear(self, said: ToNodes) -> None:
+        """What came with a step's plan: before it is followed."""
+        self._engine.agree(said.terms)
+        if self._agent is not None:
+            self._agent.hear(said.messages)
+
+    def answers(self) -> tuple[FromNode, ...]:
+        """What goes with the step's output."""
+        return () if self._agent is None else self._agent.take()
+
+    def refusals(self) -> tuple[FromNode, ...]:
+        """The same, while the cache of this node is off."""
+        return () if self._agent is None else self._agent.refuse_all()
