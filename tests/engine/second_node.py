@@ -10,19 +10,63 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import Engine, started
+from kv_core.keys import ChunkKey
+from kv_core.service import Holder, LoadFailed, ReadLease
+from kv_tiers.attach.engine import engines
+from kv_tiers.server.remote_cache import RemoteCache
+from kv_vllm.testing.inspect import Inspect
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
+class OnNode(Inspect):
+    """For `worker_extension_cls`: what the tests do on either node.
+
+    All of it by the name of `kv_settle`, as calls of names that are not known may have changed the weights.
+    """
+
+    def kv_settle(self, what: str = "", keys: Sequence[str] = ()) -> list[str]:
+        """what: `follow`, which returns the keys that have entered this node's pool since the first such call, or what
+        is done on the second node only: `evict` these keys, `corrupt` its pool, or `lose` a chunk of the next load
+        between the answer and the load. Keys are in hex: vLLM carries no subclasses of bytes."""
+        (engine,) = engines().values()
+        cache = engine.cache
+        assert isinstance(cache, RemoteCache)
+        if what == "follow":
+            return [key.hex() for change in cache.changes_since(0).changes if change.entered for key in change.keys]
+        if engine.share.node == 1:
+            match what:
+                case "evict":
+                    cache.forget(list(map(ChunkKey.from_hex, keys)))
+                case "corrupt":
+                    self.kv_corrupt()
+                case "lose":
+                    _lose_next(cache)
+        return []
+
+
+def _lose_next(cache: RemoteCache) -> None:
+    real = cache.load
+
+    def load(keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+        cache.load = real  # type: ignore[method-assign]
+        cache.forget(keys[-1:])
+        return real(keys, holder)
+
+    cache.load = load  # type: ignore[method-assign]
+
+
 @contextmanager
-def two_nodes(model: str, port: int, caches: tuple[dict[str, Any], dict[str, Any]] | None, **more: Any) -> Iterator[Engine]:
+def two_nodes(
+    model: str, port: int, caches: tuple[dict[str, Any], dict[str, Any]] | None, **more: Any
+) -> Iterator[Engine]:
     """An engine of two ranks, one on each node. caches: the settings on either; None: without us."""
     parallel = {
         "tensor_parallel_size": 2,
@@ -30,11 +74,14 @@ def two_nodes(model: str, port: int, caches: tuple[dict[str, Any], dict[str, Any
         "nnodes": 2,
         "master_addr": "127.0.0.1",
         "master_port": port,
+        "worker_extension_cls": "second_node.OnNode",
     } | more
     here, there = caches or (None, None)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LOOPBACK.items():
             patch.setenv(name, value)
+        if caches is None:
+            del parallel["worker_extension_cls"]
         given = json.dumps({"model": model, "cache": there, **parallel})
         node = subprocess.Popen([sys.executable, str(Path(__file__)), given], start_new_session=True)
         try:
@@ -60,7 +107,6 @@ def main() -> None:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=cache,
         )
-        given.setdefault("worker_extension_cls", "kv_vllm.testing.inspect.Inspect")
     plain = {
         "dtype": "float32",
         "max_model_len": 4096,

@@ -122,8 +122,8 @@ def test_a_backend_without_an_update_to_prove_with_is_refused(
         ),
         ({"prefill_context_parallel_size": 2}, r"--prefill-context-parallel-size is 2"),
         (
-            {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"},
-            r"ranks are on 2 machines.*one engine a machine",
+            {"tensor_parallel_size": 2, "nnodes": 4, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
+            r"data-parallel replica are on 2 machines: start kv-server on every machine",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,0 +1,143 @@
+"""Real vLLM with tensor parallelism over two nodes: a rank uses its own node's server, and a hit is what both hold."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PROMPTS, WARM_HITS, Answer, Engine
+from kv_core.keys import ChunkKey
+from kv_tiers.server import wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.testing.wait import until
+from second_node import two_nodes
+
+TOKENS = 4
+COLD_HITS = [0, 512, 512, 768, 0, 0]
+CHUNK_BYTES = 256 << 10
+"""One shard of the tiny model's."""
+CHUNKS = 6
+"""That the prompts have; a node has one shard of each."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(directory: Path, node: int) -> ServerProcess:
+    """The second node has a disk below its pool."""
+    tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "64MiB"}
+    config = {"host": {"capacity_bytes": 64 << 20}, "tiers": [tier] if node else [], "cold": {"wait_s": 30}}
+    return launch(config, socket=directory / f"node{node}" / "s")
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[ServerProcess]]:
+    made = [serve(tmp_path, node) for node in range(2)]
+    yield made
+    for server in made:
+        server.stop()
+
+
+def on_second(engine: Engine, what: str, keys: list[str] | None = None) -> list[list[str]]:
+    return list(engine.llm.collective_rpc("kv_settle", args=(what, keys or [])))
+
+
+def workers(engine: Engine, count: str) -> list[int]:
+    """One of `WorkerCounts`, by node."""
+    return [seen["worker"][count] for seen in engine.inside_all("kv_snapshot")]
+
+
+def has_stored_below(server: ServerProcess) -> bool:
+    answer = ask_server(server.socket, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    (tier,) = answer.report.caches[0].tiers
+    return tier.chunks == CHUNKS and not (tier.waiting or tier.under_way)
+
+
+def assert_at_rest(engine: Engine) -> None:
+    for seen in engine.inside_all("kv_snapshot"):
+        cache: dict[str, Any] = seen["cache"]
+        assert seen["off"] == "" and seen["faults"] == []
+        assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
+
+
+@pytest.mark.slow
+def test_a_hit_is_what_both_nodes_hold(
+    tiny_llama: str, reference: list[Answer], servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    expected = [answer[:TOKENS] for answer in reference]
+    caches = tuple({"server": {"socket": str(server.socket), "answer_s": 20}} for server in servers)
+    with two_nodes(tiny_llama, free_port(), (caches[0], caches[1])) as engine:
+        on_second(engine, "follow")
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == COLD_HITS
+        assert workers(engine, "chunks_stored") == [CHUNKS, CHUNKS]
+        here, there = on_second(engine, "follow")
+        assert [{ChunkKey.from_hex(key).shard for key in keys} for keys in (here, there)] == [{0}, {1}]
+
+        before = workers(engine, "bytes_loaded")
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == WARM_HITS
+        one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
+        assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
+        assert engine.ask(PROMPTS, TOKENS) == expected
+        assert engine.hits == WARM_HITS
+        assert_at_rest(engine)
+
+        # Half of it leaves the second node's pool: a hit ends there, and no load is begun that would fail.
+        on_second(engine, "evict", there[1::2])
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == [256, 512, 768, 768, 0, 256]
+        assert workers(engine, "loads_failed") == [0, 0]
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == WARM_HITS
+
+        # A chunk leaves it between the answer and the load: computed instead, and a hit again afterwards.
+        on_second(engine, "lose")
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert workers(engine, "loads_failed") == [0, 1]
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == WARM_HITS
+
+        # Its server dies, and comes back with what was on its disk.
+        until(lambda: has_stored_below(servers[1]), within_s=60)
+        os.kill(servers[1].pid, signal.SIGKILL)
+        servers[1].stop()
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == [0] * len(PROMPTS)
+        servers[1] = serve(tmp_path, 1)
+        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+
+        # The same with this node's, whose pool is empty then.
+        os.kill(servers[0].pid, signal.SIGKILL)
+        servers[0].stop()
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == [0] * len(PROMPTS)
+        servers[0] = serve(tmp_path, 0)
+        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+        assert_at_rest(engine)
+
+        # The control.
+        on_second(engine, "corrupt")
+        assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != expected[:4]
+
+
+@pytest.mark.slow
+def test_nodes_with_the_same_latents_each_store_them(tiny_deepseek: str) -> None:
+    """Servers of their own, which nobody had to start."""
+    cache = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}
+    with two_nodes(tiny_deepseek, free_port(), (cache, cache)) as engine:
+        cold = engine.ask_in_turn(PROMPTS, TOKENS)
+        assert workers(engine, "chunks_stored") == [CHUNKS, CHUNKS]
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == cold
+        assert engine.hits == WARM_HITS
+        assert_at_rest(engine)
+        on_second(engine, "corrupt")
+        assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != cold[:4]
