@@ -55,10 +55,10 @@ class OnNode(Inspect):
 def _lose_next(cache: RemoteCache) -> None:
     real = cache.load
 
-    def load(keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
+    def load(keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
         cache.load = real  # type: ignore[method-assign]
         cache.forget(keys[-1:])
-        return real(keys, holder)
+        return real(keys, holder, lasting=lasting)
 
     cache.load = load  # type: ignore[method-assign]
 

@@ -88,6 +88,32 @@ def bind_worker(
     return {name: numbers[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in numbers}
 
 
+def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None:
+    """Meet the workers of this node, which are in other processes. `off` says why not, if they have no cache.
+
+    Raises:
+        ConfigError: the server is another user's, or refuses us.
+    """
+    transfer = vllm_config.kv_transfer_config
+    engine.bind_scheduler(
+        settings,
+        rank_share(vllm_config),
+        replica=replica_of(vllm_config),
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+    )
+
+
+def warn_of_failure_policy(policy: str) -> None:
+    """Of vLLM's default, with which a load that fails is not a miss."""
+    if policy != "recompute":
+        _log.warning(
+            "kv_load_failure_policy is %r: a request whose load fails ends in an error. "
+            'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
+            policy,
+        )
+
+
 def _refused(engine: Engine, refusal: Refusal) -> dict[str, int]:
     engine.refuse(refusal.reason)
     return {}

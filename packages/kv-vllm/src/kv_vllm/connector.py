@@ -27,7 +27,6 @@ from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.attach.engine import engine_of, release
 from kv_tiers.attach.guard import always, guarded
-from kv_tiers.attach.node_messages import FromNode
 from kv_tiers.settings import load
 from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -40,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_vllm.bind import bind_worker, in_one_process
+from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
 from kv_vllm.handover import answer_to_proxy
 from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
@@ -49,7 +48,7 @@ from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
-from kv_vllm.parallel import check_parallelism, rank_share, replica_of
+from kv_vllm.parallel import check_parallelism
 from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
@@ -77,10 +76,6 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=refused, number=number)
     return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.take(), self._nodes.to_send())
-
-
-def _refuse_questions(self: "KVTiersConnector") -> tuple[FromNode, ...]:
-    return self._nodes.refusals()
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -195,7 +190,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Acknowledged | None:
         through, layerwise = self._stored_through(), self._take_layerwise()
-        from_nodes = self._answer_scheduler()
+        from_nodes = self._nodes.answers()
         if through == self._acknowledged and not layerwise.ended and not from_nodes:
             return None
         self._acknowledged = through
@@ -273,10 +268,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         waiting = tuple(sorted(planned | self._unplanned))
         if self._held is not None:
             plan = self._held.hold(plan)
-        given = plan if self._in_process else plan.to_plain()
-        metadata = KVTiersMetadata(given, waiting, plan.number, filling, to_nodes)
         self._unplanned.clear()
-        return metadata
+        given = plan if self._in_process else plan.to_plain()
+        return KVTiersMetadata(given, waiting, plan.number, filling, to_nodes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._worker_said(connector_output.kv_connector_worker_meta)
@@ -284,11 +278,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         # Or vLLM would fall idle before it has its blocks back, or we our chunks.
-        return (
-            (self._held is not None and self._held.is_waiting)
-            or (self._scheduler is not None and self._scheduler.is_filling)
-            or self._nodes.has_unsent
-        )
+        is_filling = self._scheduler is not None and self._scheduler.is_filling
+        return is_filling or self._nodes.has_unsent or (self._held is not None and self._held.is_waiting)
 
     def has_pending_block_frees(self) -> bool:
         return self._held is not None and self._held.will_free()  # vLLM waits for these then, and preempts nobody
@@ -320,18 +311,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # What the hooks are made of.
 
     def _start_scheduler(self, failure_policy: str) -> None:
-        if failure_policy != "recompute":
-            _log.warning(
-                "kv_load_failure_policy is %r: a request whose load fails ends in an error. "
-                'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
-                failure_policy,
-            )
+        warn_of_failure_policy(failure_policy)
         try:
             if not self.off and self._engine.cache is None:
                 # The workers are in other processes, and have registered at the engine's server.
-                transfer, share = self._vllm_config.kv_transfer_config, rank_share(self._vllm_config)
-                role = {"loads": transfer.is_kv_consumer, "stores": transfer.is_kv_producer}
-                self._engine.bind_scheduler(self._settings, share, replica=replica_of(self._vllm_config), **role)
+                bind_scheduler(self._engine, self._vllm_config, self._settings)
             if not self.off:  # else the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
@@ -370,16 +354,15 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, cache = self._vllm_config.kv_events_config, self._engine.cache
         if config is not None and config.enable_kv_cache_events and self._scheduler is not None and cache is not None:
             hash_tokens = hash_tokens_of(self._kv_cache_manager)
-            here = self._engine.share.shards_here
-            self._events = ChunkEvents(self._scheduler.shape, cache.changes_since, hash_tokens=hash_tokens, shards=here)
+            shape, shards = self._scheduler.shape, self._engine.share.shards_here
+            self._events = ChunkEvents(shape, cache.changes_since, hash_tokens=hash_tokens, shards=shards)
 
     @guarded(always(None))
     def _start_holding(self) -> None:
         """For workers with queued copies. Elsewhere, or if nothing may be in flight, they finish what they begin."""
         facts, scheduler = self._engine.facts, self._scheduler
         if scheduler is not None and facts is not None and facts.is_queued and self._settings.stores_in_flight_bytes:
-            ranks = rank_share(self._vllm_config).ranks
-            self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=ranks)
+            self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._number)  # off: what was under way then was waited for, and nothing has begun since
     def _stored_through(self) -> int:
@@ -389,10 +372,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _wait_for_layer(self, layer_name: str) -> None:
         if self._worker is not None:
             self._worker.layers.wait_for(self._layers.get(layer_name))
-
-    @guarded(_refuse_questions)
-    def _answer_scheduler(self) -> tuple[FromNode, ...]:
-        return self._nodes.answers()
 
     @guarded(always(LayerwiseReport()))
     def _take_layerwise(self) -> LayerwiseReport:

@@ -7,10 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from kv_tiers.attach.engine import Engine
+from kv_tiers.attach.guard import guarded
 from kv_tiers.attach.node_agent import NodeAgent
 from kv_tiers.attach.node_messages import FromNode, ToNodes
 
 from kv_vllm.parallel import rank_share
+
+
+def _refusals(self: "NodeMail") -> tuple[FromNode, ...]:
+    """While the cache of this node is off."""
+    return () if self._agent is None else self._agent.refuse_all()
 
 
 class NodeMail:
@@ -53,10 +59,16 @@ class NodeMail:
         if self._agent is not None:
             self._agent.hear(said.messages)
 
+    @guarded(_refusals)
     def answers(self) -> tuple[FromNode, ...]:
         """What goes with the step's output."""
         return () if self._agent is None else self._agent.take()
 
-    def refusals(self) -> tuple[FromNode, ...]:
-        """The same, while the cache of this node is off."""
-        return () if self._agent is None else self._agent.refuse_all()
+    # For `guarded`.
+
+    @property
+    def off(self) -> str:
+        return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)

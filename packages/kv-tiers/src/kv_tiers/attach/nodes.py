@@ -193,8 +193,8 @@ class NodesCache:
 
     # `CacheService`, for this node.
 
-    def load(self, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | LoadFailed:
-        return self._own.load(keys, holder)
+    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
+        return self._own.load(keys, holder, lasting=lasting)
 
     def begin_store(
         self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
