@@ -37,15 +37,15 @@ def worker(engine_id: str, share: RankShare, facts: EngineFacts = FACTS, chunks:
 
 
 @pytest.fixture
-def ids() -> tuple[str, str]:
-    """vLLM makes up an id on each node."""
-    return uuid.uuid4().hex, uuid.uuid4().hex
+def engine_id() -> str:
+    """vLLM makes one up, and all nodes have it. Here they are on one host."""
+    return uuid.uuid4().hex
 
 
 def test_each_node_has_a_server_and_the_scheduler_meets_its_own_nodes_workers(
-    ids: tuple[str, str], ending: ExitStack
+    engine_id: str, ending: ExitStack
 ) -> None:
-    workers = [worker(ids[share.node], share) for share in RANKS]
+    workers = [worker(engine_id, share) for share in RANKS]
     for one in reversed(workers):
         ending.callback(one.release, "WORKER")
     assert [one.off for one in workers] == [""] * 4
@@ -54,7 +54,7 @@ def test_each_node_has_a_server_and_the_scheduler_meets_its_own_nodes_workers(
     assert pools[0] == pools[1] != pools[2] == pools[3]
     assert [one.share.shard for one in workers] == [0, 1, 2, 3]
 
-    scheduler = Engine(ids[0])
+    scheduler = Engine(engine_id)
     scheduler.bind_scheduler(SETTINGS, RANKS[0])
     ending.callback(scheduler.release, "SCHEDULER")
     assert scheduler.off == ""
@@ -63,10 +63,10 @@ def test_each_node_has_a_server_and_the_scheduler_meets_its_own_nodes_workers(
     assert [one.off for one in workers] == [""] * 4
 
 
-def test_a_node_without_its_workers_has_no_scheduler(ids: tuple[str, str], ending: ExitStack) -> None:
-    first = worker(ids[0], RANKS[0])
+def test_a_node_without_its_workers_has_no_scheduler(engine_id: str, ending: ExitStack) -> None:
+    first = worker(engine_id, RANKS[0])
     ending.callback(first.release, "WORKER")
-    scheduler = Engine(ids[0])
+    scheduler = Engine(engine_id)
     scheduler.bind_scheduler(SETTINGS, RANKS[0])
     assert scheduler.off.startswith("1 of 2 workers have a cache")
 
@@ -81,9 +81,9 @@ def test_a_node_without_its_workers_has_no_scheduler(ids: tuple[str, str], endin
     ],
 )
 def test_a_node_that_would_take_other_bytes_for_the_plans_is_off(
-    ids: tuple[str, str], ending: ExitStack, facts: EngineFacts, chunks: Format
+    engine_id: str, ending: ExitStack, facts: EngineFacts, chunks: Format
 ) -> None:
-    here, there = worker(ids[0], RANKS[0]), worker(ids[1], RANKS[2], facts, chunks)
+    here, there = worker(engine_id, RANKS[0]), worker(engine_id, RANKS[2], facts, chunks)
     for one in (here, there):
         ending.callback(one.release, "WORKER")
     assert here.served() is not None and there.served() is not None

@@ -55,11 +55,15 @@ class Replica:
     leads: bool
 
 
-def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None) -> Path:
-    """The path of the socket at which the engine's processes find its server."""
+def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None, node: int = 0) -> Path:
+    """The path of the socket at which the engine's processes on a node find their server.
+
+    node: its number, in the name because two nodes may be on one host, and the engine's id is the same on all.
+    """
     if settings.server.socket:
         return Path(settings.server.socket)
-    return default_socket(f"{PRIVATE_PREFIX}{engine_id if replica is None else replica.of}")
+    name = engine_id if replica is None else replica.of
+    return default_socket(f"{PRIVATE_PREFIX}{name}" + (f"-node{node}" if node else ""))
 
 
 def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
@@ -96,6 +100,7 @@ def open_remote(
     is_first: bool,
     facts: Mapping[str, str],
     replica: Replica | None = None,
+    node: int = 0,
     on_new_pool: Callable[[MappedPool], None] | None = None,
     detached: bool = True,
 ) -> tuple[RemoteCache, ServerProcess | None]:
@@ -104,13 +109,14 @@ def open_remote(
     is_first: this is the worker that starts it: the first rank of a node.
     facts: what the engine's other processes should know of this one (`workers_of`).
     replica: of an engine that has several: the leader's first rank starts the server that they share.
+    node: the one that this process is on.
     detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
         what waits. It ends by itself when this process does.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.
     """
-    socket = socket_of(settings, engine_id, replica)
+    socket = socket_of(settings, engine_id, replica, node)
     # A server that is joined has tiers of its own.
     fingerprint = fingerprint_above(() if settings.server.socket else settings.tiers, chunks.fingerprint)
     server = None

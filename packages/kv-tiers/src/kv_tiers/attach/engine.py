@@ -222,6 +222,7 @@ class Engine(OffSwitch):
                     is_first=share.is_first_here,
                     facts={"rank": str(share.rank), **facts.to_text(), **stored.facts()},
                     replica=replica,
+                    node=share.node,
                     on_new_pool=self._exchange_pool,
                 )
             except ConfigError as error:
