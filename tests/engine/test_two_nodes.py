@@ -129,7 +129,7 @@ def test_a_hit_is_what_both_nodes_hold(
         assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != expected[:4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nodes_with_the_same_latents_each_store_them(tiny_deepseek: str) -> None:
     """Servers of their own, which nobody had to start."""
     cache = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}
