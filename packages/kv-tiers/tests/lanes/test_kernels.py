@@ -30,6 +30,7 @@ from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
 from kv_tiers.testing.copy_fuzz import wrong_copies
+from kv_tiers.testing.kvtc_fuzz import kvtc_outcomes
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -69,7 +70,7 @@ def test_a_library_that_cannot_be_used_means_numpy(
         if not COMPILER:
             pytest.skip("there is no C compiler")
         for source in SOURCES:
-            text = source.read_text().replace("#define KV_VERSION 3", "#define KV_VERSION 999")
+            text = source.read_text().replace("#define KV_VERSION 4", "#define KV_VERSION 999")
             (tmp_path / source.name).write_text(text)
         subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
@@ -247,7 +248,12 @@ def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",  # or small buffers lie in blocks of Python's own
     }
-    for fuzz, expected in (("codec_fuzz", [outcomes(NUMPY, 11, 40)]), ("copy_fuzz", [])):
+    expected_of = {
+        "codec_fuzz": [outcomes(NUMPY, 11, 40)],
+        "kvtc_fuzz": [kvtc_outcomes(NUMPY, 11, 40)],
+        "copy_fuzz": [],
+    }
+    for fuzz, expected in expected_of.items():
         ran = subprocess.run(
             [sys.executable, "-m", f"kv_tiers.testing.{fuzz}", str(library), "11", "40"],
             capture_output=True,

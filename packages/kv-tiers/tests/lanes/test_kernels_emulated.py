@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_core.errors import MisuseError
-from kv_tiers.codecs.compiled_kernels import SOURCES, CompiledKernels, installed_kernels
+from kv_tiers.codecs.compiled_kernels import MISFIT, SOURCES, CompiledKernels, installed_kernels
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
 from kv_tiers.testing.copy_fuzz import wrong_copies
+from kv_tiers.testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
@@ -55,7 +56,7 @@ class EmulatedKernels(CompiledKernels):
             there = np.frombuffer(self._process.stdout.read(array.nbytes), array.dtype).reshape(array.shape)
             if array.flags.writeable:
                 array[...] = there
-        if answer < 0:
+        if answer == MISFIT:
             raise MisuseError(f"kernel {name}: arrays whose sizes do not fit each other")
         return int(answer)
 
@@ -89,6 +90,11 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedKerne
 
 def test_numbers_and_damaged_payloads_become_the_same(emulated: EmulatedKernels) -> None:
     assert outcomes(emulated, 11, 20) == outcomes(NUMPY, 11, 20)
+
+
+def test_transformed_numbers_and_their_damaged_payloads_become_the_same(emulated: EmulatedKernels) -> None:
+    assert kvtc_outcomes(emulated, 11, 20) == kvtc_outcomes(NUMPY, 11, 20)
+    assert kvtc_misfits(emulated) == []
 
 
 def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(emulated: EmulatedKernels) -> None:

@@ -125,7 +125,7 @@ def assert_within_the_bound(calibration: Calibration, chunk: bytes, back: bytes)
     shape = calibration.shape
     exact, approximate = (
         as_numbers(one, shape.dtype).reshape(
-            2 * shape.layers, -1, shape.heads // shape.block_heads, shape.block_channels
+            2 * shape.layers, -1, shape.blocks // (2 * shape.layers), shape.block_channels
         )
         for one in (chunk, back)
     )
@@ -332,7 +332,7 @@ def test_a_calibration_is_read_as_it_was_written(written: Path) -> None:
     read = read_calibration(written)
     drawn = Drawn().calibration()
     assert read.id == drawn.id and read.shape == drawn.shape
-    for name in ("frequencies", "means", "bases", "deviations", "widths"):
+    for name in ("frequencies", "means", "forward", "backward", "scales", "deviations", "widths"):
         assert np.array_equal(getattr(read, name), getattr(drawn, name))
     assert read.name == f"kvtc-{read.id.hex()}"
 

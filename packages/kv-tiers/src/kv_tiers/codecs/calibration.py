@@ -23,15 +23,19 @@ from numpy.typing import NDArray
 from kv_tiers.codecs.rotation import Frequencies, Numbers
 
 _MAGIC: Final = b"kv-kvtc\n"
-VERSION: Final = 1
+VERSION: Final = 2
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
 ID_BYTES: Final = 8
 PARTS: Final = 2
 """Keys, then values."""
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
-BLOCK_CHANNELS: Final = 256
-"""Heads are transformed together up to so many channels: more would gain a little, and time grows with them."""
+BLOCK_CHANNELS: Final = 192
+"""Channels are transformed together up to so many: more would gain a few per cent, and time grows with them."""
+MATRIX_BITS: Final = 14
+"""Of the forward matrices, below one."""
+_LARGEST_ROW: Final = 1.125
+"""The norm of a forward matrix's row, at most: with it no sum of products is beyond 32 bits."""
 _LIMITS: Final = {"layers": 1024, "heads": 1024, "head_dim": 1024, "max_tokens": 1 << 27, "tables": 1024}
 _MAX_DESCRIPTION_BYTES: Final = 1 << 16
 
@@ -58,19 +62,15 @@ class Shape:
     tables: tuple[int, ...]
 
     @property
-    def block_heads(self) -> int:
-        """How many heads are transformed together."""
-        limit = max(1, BLOCK_CHANNELS // self.head_dim)
-        return max(count for count in range(1, min(limit, self.heads) + 1) if self.heads % count == 0)
-
-    @property
     def block_channels(self) -> int:
-        return self.block_heads * self.head_dim
+        """How many adjacent channels of a plane are transformed together: an even part of them."""
+        channels = self.heads * self.head_dim
+        return max(count for count in range(2, min(BLOCK_CHANNELS, channels) + 1, 2) if channels % count == 0)
 
     @property
     def blocks(self) -> int:
-        """How many blocks of heads there are in all: [parts, layers, blocks of a layer], in this order."""
-        return PARTS * self.layers * (self.heads // self.block_heads)
+        """How many blocks there are in all: [parts, layers, blocks of a layer], in this order."""
+        return PARTS * self.layers * (self.heads * self.head_dim // self.block_channels)
 
     @property
     def token_bytes(self) -> int:
@@ -84,7 +84,9 @@ class Calibration:
 
     frequencies: [tables, head_dim / 2].
     means: of keys at position 0 and of values, [blocks, channels].
-    bases: orthonormal columns, [blocks, channels, components], float16.
+    forward: channels to components, in units of 2 ** -`MATRIX_BITS`, [blocks, components, channels], int16.
+    backward: its inverse, [blocks, channels, components], int8.
+    scales: of each channel of `backward`, by which whole steps become numbers, [blocks, channels].
     deviations: of each component, [blocks, components].
     widths: of a step, [blocks].
     """
@@ -92,7 +94,9 @@ class Calibration:
     shape: Shape
     frequencies: Frequencies
     means: Numbers
-    bases: NDArray[np.float16]
+    forward: NDArray[np.int16]
+    backward: NDArray[np.int8]
+    scales: Numbers
     deviations: Numbers
     widths: Numbers
 
@@ -101,7 +105,15 @@ class Calibration:
         """The file, without the digest at its end."""
         described = {name: getattr(self.shape, name) for name in Shape.__slots__}
         text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
-        arrays = (self.frequencies, self.means, self.bases, self.deviations, self.widths)
+        arrays = (
+            self.frequencies,
+            self.means,
+            self.forward,
+            self.backward,
+            self.scales,
+            self.deviations,
+            self.widths,
+        )
         types = _layout(self.shape)
         packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
         assert [one.shape for one in packed] == [shape for _, shape in types]
@@ -184,9 +196,13 @@ def read_calibration(path: str | Path) -> Calibration:
     for dtype, dimensions in layout:
         arrays.append(np.frombuffer(rest, dtype, int(np.prod(dimensions)), at).reshape(dimensions))
         at += _nbytes(dtype, dimensions)
-    if not all(np.isfinite(array).all() for array in arrays) or not (arrays[4] > 0).all():
+    read = Calibration(shape, *arrays)
+    if not all(np.isfinite(array).all() for array in arrays) or not (read.widths > 0).all():
         raise ConfigError(f"{where}: it has numbers that are none")
-    return Calibration(shape, *arrays)
+    norms = np.square(read.forward.astype(np.float64)).sum(2).max()
+    if norms > (_LARGEST_ROW * (1 << MATRIX_BITS)) ** 2:
+        raise ConfigError(f"{where}: its components are not near to orthonormal")
+    return read
 
 
 def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
@@ -195,7 +211,9 @@ def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
     return [
         ("<f8", (1 + max(shape.tables), shape.head_dim // 2)),
         ("<f4", (shape.blocks, channels)),
-        ("<f2", (shape.blocks, channels, channels)),
+        ("<i2", (shape.blocks, channels, channels)),
+        ("|i1", (shape.blocks, channels, channels)),
+        ("<f4", (shape.blocks, channels)),
         ("<f4", (shape.blocks, channels)),
         ("<f4", (shape.blocks,)),
     ]

@@ -1,7 +1,7 @@
 """The kernels in C, from a library that this package's build compiles if there is a compiler.
 
-The sources are `kernels.c`, and `int8.c` and `copies.c` for `kv_cuda`, which finds them by the entry point
-`kv_cuda.kernels`.
+The sources are `kernels.c`, `rows.c`, `transform.c` and `products.c`, and `int8.c` and `copies.c` for `kv_cuda`, which
+finds them by the entry point `kv_cuda.kernels`.
 
 They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
 size, and the C functions compare all sizes before they touch anything.
@@ -17,14 +17,32 @@ from kv_core.errors import MisuseError
 from kv_core.log import limited_logger
 from numpy.typing import NDArray
 
-from kv_tiers.codecs.kernels import Bytes, Words
+from kv_tiers.codec import CodecError
+from kv_tiers.codecs.kernels import Bytes, Rows, Words
+from kv_tiers.codecs.numpy_rows import DAMAGED, group_numbers
+from kv_tiers.codecs.row_codes import RowCodes
+from kv_tiers.codecs.transform import Transform
 
 _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
-SOURCES: Final = [Path(__file__).with_name(name) for name in ("kernels.h", "kernels.c", "int8.c", "copies.c")]
-_VERSION: Final = 3
+_SOURCE_NAMES: Final = (
+    "kernels.h",
+    "products.h",
+    "kernels.c",
+    "rows.c",
+    "transform.c",
+    "products.c",
+    "int8.c",
+    "copies.c",
+)
+SOURCES: Final = [Path(__file__).with_name(name) for name in _SOURCE_NAMES]
+_VERSION: Final = 4
 """Of the functions' arguments; `KV_VERSION` in the sources."""
+MISFIT: Final = -1
+"""`KV_MISFIT` in the sources, and so on."""
+_DAMAGED: Final = -2
+_FULL: Final = -3
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARRAYS: Final = {
     "split": 3,
@@ -39,9 +57,23 @@ _ARRAYS: Final = {
     "quantise": 4,
     "dequantise": 4,
     "copy_blocks": 4,
+    "encode_rows": 7,
+    "decode_rows": 6,
+    "project": 10,
+    "project_back": 11,
 }
 """How many arrays each function takes."""
-_WITH_NUMBER: Final = ("split", "join", "cut", "restore", "select", "place", "copy_blocks")
+_WITH_NUMBER: Final = (
+    "split",
+    "join",
+    "cut",
+    "restore",
+    "select",
+    "place",
+    "copy_blocks",
+    "encode_rows",
+    "decode_rows",
+)
 """Those whose first argument is a number."""
 
 
@@ -110,6 +142,29 @@ class CompiledKernels:
         self.call("histogram", symbols, counts)
         return counts
 
+    def project(self, transform: Transform, words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
+        own = (transform.tables, transform.means, transform.steps, transform.forward, transform.places)
+        described, scratch = transform.described(rows.shape[1], exact), np.empty(transform.scratch_bytes, np.uint8)
+        return self.call("project", described, words, turns, *own, rows, scratch) == 0
+
+    def project_back(self, transform: Transform, rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
+        own = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
+        described, scratch = transform.described(rows.shape[1], 0), np.empty(transform.scratch_bytes, np.uint8)
+        self.call("project_back", described, rows, turns, *own, transform.places, words, scratch)
+
+    def encode_rows(self, rows: Rows, codes: RowCodes, out: Bytes) -> int | None:
+        tokens = rows.shape[1]
+        scratch = np.empty(3 * group_numbers(tokens), np.uint8)
+        own = (codes.kinds, codes.costs, codes.words, codes.packing)
+        size = self.call("encode_rows", tokens, rows, *own, scratch, out)
+        return None if size == _FULL else size
+
+    def decode_rows(self, payload: Bytes, codes: RowCodes, rows: Rows) -> None:
+        tokens = rows.shape[1]
+        scratch = np.empty(group_numbers(tokens), np.uint8)
+        if self.call("decode_rows", tokens, payload, codes.kinds, codes.lookup, codes.unpacking, scratch, rows):
+            raise CodecError(DAMAGED)
+
     def call(self, name: str, *arguments: int | NDArray[Any]) -> int:
         """One function by its name in the source, without `kv_`: its number, if it takes one, and its arrays. What it
         answers.
@@ -125,7 +180,7 @@ class CompiledKernels:
                 assert one.flags.c_contiguous
                 flat += one.ctypes.data, one.nbytes
         answer: int = self._functions[name](*flat)
-        if answer < 0:
+        if answer == MISFIT:
             raise MisuseError(f"kernel {name}: arrays whose sizes do not fit each other")
         return answer
 

@@ -10,8 +10,10 @@
 #error "for little-endian machines; on others the codecs use numpy"
 #endif
 
-#define KV_VERSION 3 /* of these functions' arguments: compiled_kernels.py asks for its own */
-#define KV_MISFIT (-1)
+#define KV_VERSION 4 /* of these functions' arguments: compiled_kernels.py asks for its own */
+#define KV_MISFIT (-1) /* sizes do not fit each other */
+#define KV_DAMAGED (-2) /* a payload that cannot be */
+#define KV_FULL (-3)    /* there is more than fits */
 
 #ifndef KV_SOURCE /* a checksum of this file, by which tests find a library that was compiled from another */
 #define KV_SOURCE 0
@@ -31,5 +33,7 @@ typedef uint8_t u8;
 typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* at any address, of any buffer */
 typedef uint32_t u32 __attribute__((aligned(1), may_alias));
 typedef float f32 __attribute__((aligned(1), may_alias));
+typedef int8_t i8;
+typedef int16_t i16 __attribute__((aligned(1), may_alias));
 
 #endif

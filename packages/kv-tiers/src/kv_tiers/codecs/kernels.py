@@ -1,16 +1,23 @@
-"""The inner loops of the codecs `floats` and `progressive`, and the choice of their implementation.
+"""The inner loops of the codecs `floats`, `progressive` and `kvtc`, and the choice of their implementation.
 
 There are two implementations that produce the same bytes: numpy, which is always available, and C (`compiled_kernels`),
-which is many times as fast and available if this package was built with a compiler. docs/adr/0026 says why and how.
+which is many times as fast and available if this package was built with a compiler. docs/adr/0026 and 0037 say why and
+how.
 """
 
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from kv_tiers.codecs.row_codes import RowCodes
+    from kv_tiers.codecs.transform import Transform
+
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
+Rows = NDArray[np.int16]
+"""[rows, tokens]: components in whole steps."""
 
 BFLOAT16: Final = 1
 FLOAT16: Final = 2
@@ -86,6 +93,27 @@ class Kernels(Protocol):
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         """How often each of 256 occurs."""
+
+    def project(self, transform: "Transform", words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
+        """Turn keys back, subtract means and divide into components' steps, as docs/formats/kvtc.md has it. Whether all
+        numbers are near enough to their means.
+
+        words: [planes × tokens × channels]. turns: cosines and sines of the chunk's positions, [tables, 2, head_dim /
+        2, tokens]. exact: first tokens whose steps are 0.
+        """
+
+    def project_back(self, transform: "Transform", rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
+        """The reverse."""
+
+    def encode_rows(self, rows: Rows, codes: "RowCodes", out: Bytes) -> int | None:
+        """Rows as prefix codes. How many bytes they take; None: there is no room for them."""
+
+    def decode_rows(self, payload: Bytes, codes: "RowCodes", rows: Rows) -> None:
+        """The reverse.
+
+        Raises:
+            CodecError: these are not the bytes of so many rows.
+        """
 
 
 def kernels_here() -> list[Kernels]:

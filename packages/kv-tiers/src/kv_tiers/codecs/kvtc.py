@@ -20,23 +20,26 @@ from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder
 from kv_tiers.codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
-from kv_tiers.codecs.cursor import Cursor
+from kv_tiers.codecs.kernels import Kernels, Rows, Words, best_kernels
 from kv_tiers.codecs.learning import SINKS
-from kv_tiers.codecs.rotation import Numbers, turn, turn_back, turns
-from kv_tiers.codecs.symbols import decode_group, encode_group, rows_together, straight, zigzag
+from kv_tiers.codecs.numpy_transform import wide
+from kv_tiers.codecs.rotation import Numbers, turn_back, turns
+from kv_tiers.codecs.row_codes import row_codes
+from kv_tiers.codecs.transform import TILE, transform_of
 from kv_tiers.options import read_options
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tier import TierContext
 
-VERSION: Final = 1
+VERSION: Final = 2
 _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
 HEAD_BYTES: Final = _HEAD.size + SEAL_BYTES
-_LARGEST: Final = 32767.0
-"""In steps: chunks with a number farther from its mean are stored as they are."""
+_NO_NUMBERS: Final[Numbers] = np.empty((0, 0, 0), np.float32)
+MOST_TOKENS: Final = 1 << 17
+"""Of a chunk."""
 _FINDING_LAYERS: Final = 4
-_LARGEST_FLOAT16: Final = 65504.0
+_FINDING_TOKENS: Final = 64
+"""By so many layers and tokens a chunk's position is found."""
 
 
 class KvtcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,22 +73,13 @@ class KvtcCodec:
     name = "kvtc"
     is_lossless = False
 
-    def __init__(self, calibration: Calibration) -> None:
-        """Raises `ConfigError`."""
+    def __init__(self, calibration: Calibration, kernels: Kernels | None = None) -> None:
+        """kernels: None for the fastest that are here; the bytes are the same from all."""
         self.calibration = calibration
-        self._shape = shape = calibration.shape
-        self._coder = ByteCoder(self.name)
-        bases = calibration.bases.astype(np.float32)
-        widths = calibration.widths[:, None, None]
-        self._forward = bases / widths
-        self._backward = np.ascontiguousarray((bases * widths).transpose(0, 2, 1))
-        self._offsets = np.matmul(calibration.means[:, None], self._forward)
-        relative = (calibration.deviations / calibration.widths[:, None]).reshape(-1)
-        order = np.argsort(-relative, kind="stable")
-        places = np.empty(len(order), np.int64)
-        places[order] = np.arange(len(order))
-        self._places: NDArray[np.int64] = places.reshape(shape.blocks, -1)
-        """For each component of each block, its row."""
+        self.kernels = kernels or best_kernels()
+        self._shape = calibration.shape
+        self._transform = transform_of(calibration)
+        self._codes = row_codes()
         self._finder = _Finder(calibration)
         self._mine = threading.local()
 
@@ -104,103 +98,62 @@ class KvtcCodec:
             raise CodecError("it does not begin as a payload of this codec does")
         version, exact, first, chunk_bytes, calibration = _HEAD.unpack(fields)
         tokens, rest = divmod(len(out), self._shape.token_bytes)
-        if version != VERSION or chunk_bytes != len(out) or rest or not 0 < tokens <= FRAME_SYMBOLS or exact > tokens:
+        if version != VERSION or chunk_bytes != len(out) or rest or not 0 < tokens <= MOST_TOKENS or exact > tokens:
             raise CodecError(f"version {version}, of a chunk of {chunk_bytes} bytes instead of {len(out)}")
         if calibration != self.calibration.id:
             raise CodecError(
                 f"it was encoded with calibration {calibration.hex()}, this is {self.calibration.id.hex()}"
             )
-        cursor = Cursor(payload[HEAD_BYTES:])
-        stored = self._stored(out)
-        itemsize = ITEMSIZES[self._shape.dtype]
-        as_they_are = cursor.take(exact * self._shape.token_bytes)
-        rows = self._rows(tokens)
-        together = rows_together(tokens)
-        for at in range(0, len(rows), together):
-            decode_group(self._coder, cursor, rows[at : at + together].reshape(-1))
-        if cursor.left:
-            raise CodecError("there are bytes behind its numbers")
-        tables = [turns(one, first, tokens) for one in self.calibration.frequencies]
-        for plane in range(len(stored)):
-            numbers = self._projected_back(rows, plane)
-            if plane < self._shape.layers:
-                numbers = turn(numbers, *tables[self._shape.tables[plane]])
-            _narrow(numbers, stored[plane], self._shape.dtype)
-        if exact:
-            stored[:, :exact] = np.frombuffer(as_they_are, f"<u{itemsize}").reshape(stored[:, :exact].shape)
+        coded_at = HEAD_BYTES + exact * self._shape.token_bytes
+        if len(payload) < coded_at:
+            raise CodecError(f"it ends behind {len(payload)} bytes, within its first tokens")
+        rows, words = self._rows(tokens), self._words(out)
+        self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
+        with np.errstate(all="ignore"):  # of what no encoder makes
+            self.kernels.project_back(self._transform, rows, self._turns(first, tokens), words)
+        stored = self._stored(words)
+        stored[:, :exact] = np.frombuffer(payload[HEAD_BYTES:coded_at], words.dtype).reshape(stored[:, :exact].shape)
 
     def _encode(self, chunk: memoryview, out: memoryview, exact: int) -> int | None:
         tokens, rest = divmod(len(chunk), self._shape.token_bytes)
-        if rest or not 0 < tokens <= FRAME_SYMBOLS:
+        if rest or not 0 < tokens <= MOST_TOKENS:
             return None
-        stored = self._stored(chunk)
+        words = self._words(chunk)
+        stored = self._stored(words)
         exact = min(exact, tokens)
-        first = self._finder.position(stored, exact)
-        tables = [turns(one, first, tokens) for one in self.calibration.frequencies]
-        rows = self._rows(tokens)
-        for plane in range(len(stored)):
-            numbers = _wide(stored[plane], self._shape.dtype)
-            if plane < self._shape.layers:
-                numbers = turn_back(numbers, *tables[self._shape.tables[plane]])
-            if not self._project(numbers, exact, rows, plane):
-                return None
-        at = HEAD_BYTES
-        written = np.frombuffer(out, np.uint8)
-        together = rows_together(tokens)
-        groups = (
-            piece
-            for start in range(0, len(rows), together)
-            for piece in encode_group(self._coder, rows[start : start + together].reshape(-1))
-        )
-        for piece in (stored[:, :exact].tobytes(), *groups):
-            if at + len(piece) > len(out):
-                return None
-            written[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
-        if at > len(out):
+        coded_at = HEAD_BYTES + exact * self._shape.token_bytes
+        if coded_at > len(out):
             return None
+        first = self._finder.position(stored, exact)
+        rows = self._rows(tokens)
+        if not self.kernels.project(self._transform, words, self._turns(first, tokens), rows, exact):
+            return None
+        written = np.frombuffer(out, np.uint8)
+        coded_bytes = self.kernels.encode_rows(rows, self._codes, written[coded_at:])
+        if coded_bytes is None:
+            return None
+        written[HEAD_BYTES:coded_at] = stored[:, :exact].reshape(-1).view(np.uint8)
         out[:HEAD_BYTES] = seal(_HEAD.pack(VERSION, exact, first, len(chunk), self.calibration.id))
-        return at
+        return coded_at + coded_bytes
 
-    def _stored(self, chunk: memoryview) -> NDArray[Any]:
-        """[planes, tokens, heads, head_dim], as unsigned integers. A plane is one layer's keys, or its values."""
-        shape = self._shape
-        words = np.frombuffer(chunk, f"<u{ITEMSIZES[shape.dtype]}")
-        return words.reshape(PARTS * shape.layers, -1, shape.heads, shape.head_dim)
+    def _words(self, chunk: memoryview) -> Words:
+        return np.frombuffer(chunk, f"<u{ITEMSIZES[self._shape.dtype]}")
 
-    def _rows(self, tokens: int) -> NDArray[np.uint16]:
-        """This thread's symbols, [rows, tokens]."""
-        rows: NDArray[np.uint16] | None = getattr(self._mine, "rows", None)
+    def _stored(self, words: Words) -> Words:
+        """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
+        return words.reshape(PARTS * self._shape.layers, -1, self._shape.heads, self._shape.head_dim)
+
+    def _turns(self, first: int, tokens: int) -> Numbers:
+        """[tables, 2, head_dim / 2, tokens, to a whole tile]"""
+        tables = [turns(one, first, -(-tokens // TILE) * TILE) for one in self.calibration.frequencies]
+        return np.array([[part[:, 0].T for part in table] for table in tables], np.float32, order="C")
+
+    def _rows(self, tokens: int) -> Rows:
+        """This thread's steps: fresh pages cost more than what is done in them."""
+        rows: Rows | None = getattr(self._mine, "rows", None)
         if rows is None or rows.shape[1] != tokens:
-            rows = self._mine.rows = np.empty((self._places.size, tokens), np.uint16)
+            rows = self._mine.rows = np.empty((self._transform.places.size, tokens), np.int16)
         return rows
-
-    def _blocks(self, plane: int) -> range:
-        of_plane = self._shape.heads // self._shape.block_heads
-        return range(plane * of_plane, (plane + 1) * of_plane)
-
-    def _project(self, numbers: Numbers, exact: int, rows: NDArray[np.uint16], plane: int) -> bool:
-        """Whether all of them are near enough to their means. numbers: [tokens, heads, head_dim]."""
-        flat = numbers.reshape(len(numbers), -1)
-        for at, block in enumerate(self._blocks(plane)):
-            channels = self._shape.block_channels
-            steps = flat[exact:, at * channels : (at + 1) * channels] @ self._forward[block]
-            steps -= self._offsets[block]
-            np.rint(steps, out=steps)
-            if steps.size and not (float(steps.min()) >= -_LARGEST and float(steps.max()) <= _LARGEST):  # NaN is not
-                return False
-            places = self._places[block]
-            rows[places, exact:] = zigzag(steps.astype(np.int32)).T
-            rows[places, :exact] = 0
-        return True
-
-    def _projected_back(self, rows: NDArray[np.uint16], plane: int) -> Numbers:
-        """[tokens, heads, head_dim]"""
-        found = []
-        for block in self._blocks(plane):
-            steps = straight(rows[self._places[block]]).astype(np.float32)
-            found.append(steps.T @ self._backward[block] + self.calibration.means[block])
-        return np.concatenate(found, 1).reshape(-1, self._shape.heads, self._shape.head_dim)
 
 
 class _Finder:
@@ -219,6 +172,7 @@ class _Finder:
         clear = (means**2).sum((1, 2)) / widths**2
         self._layers = np.argsort(-clear, kind="stable")[:_FINDING_LAYERS]
         self._means = {int(layer): _points(means[layer]) / widths[layer] ** 2 for layer in self._layers}
+        self._turns: dict[int, tuple[int, tuple[Numbers, Numbers]]] = {}
         self._phases: tuple[int, NDArray[np.complex64]] = (0, np.empty((0, 0, 0), np.complex64))
 
     def position(self, stored: NDArray[Any], exact: int) -> int:
@@ -226,14 +180,23 @@ class _Finder:
         tokens: int = stored.shape[1]
         if exact == tokens:
             return 0
+        every = max(1, tokens // _FINDING_TOKENS)
         seen = np.zeros(self._calibration.frequencies.shape, np.complex128)
         for layer, mean in self._means.items():
             table = self._shape.tables[layer]
-            numbers = _wide(stored[layer], self._shape.dtype)
-            numbers = turn_back(numbers, *turns(self._calibration.frequencies[table], 0, tokens))
-            seen[table] += (np.conj(mean) * _points(numbers[exact:].mean(0))).sum(0)
+            numbers = wide(stored[layer, exact::every], self._shape.dtype)
+            numbers = turn_back(numbers, *(one[exact::every] for one in self._turns_of(table, tokens)))
+            seen[table] += (np.conj(mean) * _points(numbers.mean(0))).sum(0)
         scores = (self._phases_of(tokens) @ seen.reshape(-1)).real
         return int(np.argmax(np.nan_to_num(scores, nan=-np.inf))) * tokens
+
+    def _turns_of(self, table: int, tokens: int) -> tuple[Numbers, Numbers]:
+        """Of a chunk's places."""
+        known, found = self._turns.get(table, (0, (_NO_NUMBERS, _NO_NUMBERS)))
+        if known != tokens:
+            found = turns(self._calibration.frequencies[table], 0, tokens)
+            self._turns[table] = tokens, found
+        return found
 
     def _phases_of(self, tokens: int) -> NDArray[np.complex64]:
         """[positions, tables × head_dim / 2]: the turns back from all positions at which such chunks begin."""
@@ -250,22 +213,3 @@ def _points(heads: NDArray[Any]) -> NDArray[np.complex128]:
     """[heads, head_dim / 2]: each pair of elements that are turned together, as a point."""
     half = heads.shape[-1] // 2
     return heads[..., :half].astype(np.float64) + 1j * heads[..., half:].astype(np.float64)
-
-
-def _wide(stored: NDArray[Any], dtype: str) -> Numbers:
-    """The numbers of these words."""
-    if dtype == "bfloat16":
-        return (stored.astype("<u4") << 16).view(np.float32)
-    return stored.view("<f2" if dtype == "float16" else "<f4").astype(np.float32)
-
-
-def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:
-    """The reverse, rounded to the nearest."""
-    if dtype == "bfloat16":
-        bits = numbers.view(np.uint32)
-        stored[:] = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    elif dtype == "float16":
-        # Half a step more would be infinite.
-        stored.view("<f2")[:] = np.clip(numbers, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
-    else:
-        stored.view("<f4")[:] = numbers

@@ -7,12 +7,13 @@ import numpy as np
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_tiers.codecs.calibration import Calibration, Shape
+from kv_tiers.codecs.calibration import MATRIX_BITS, Calibration, Shape
 from kv_tiers.codecs.rotation import Numbers, turn_back, turns
 
 SINKS: Final = 4
 """The first tokens of a prompt, on which attention rests whatever they are. They are unlike all others, and are stored
 as they are; four are as good as sixteen."""
+_LARGEST_BYTE: Final = 127
 _LEAST_DEVIATION: Final = 1e-6
 """Of a layer's numbers; below, all of them are the mean."""
 
@@ -62,14 +63,15 @@ class Learning:
         ):
             raise ConfigError("codec kvtc is for models whose layers all have heads of one number and size")
         tables = [turns(frequencies, 0, tokens) for frequencies in self._frequencies]
-        of_layer = shape.heads // shape.block_heads
+        channels = shape.block_channels
+        of_layer = shape.heads * shape.head_dim // channels
         for number, pair in enumerate(layers):
             for part, numbers in enumerate(pair):
                 wide = np.ascontiguousarray(numbers, np.float32)
                 wide = wide if part else turn_back(wide, *tables[shape.tables[number]])
+                plane = wide[SINKS:].reshape(tokens - SINKS, -1).astype(np.float64)
                 for at in range(of_layer):
-                    heads = slice(at * shape.block_heads, (at + 1) * shape.block_heads)
-                    flat = wide[SINKS:, heads].reshape(-1, shape.block_channels).astype(np.float64)
+                    flat = plane[:, at * channels : (at + 1) * channels]
                     block = (part * shape.layers + number) * of_layer + at
                     self._sums[block] += flat.sum(0)
                     self._products[block] += flat.T @ flat
@@ -92,11 +94,17 @@ class Learning:
         variances, bases = np.maximum(variances[:, ::-1], 0), bases[:, :, ::-1]
         of_layers = np.sqrt(variances.reshape(2 * shape.layers, -1).mean(1)).repeat(shape.blocks // (2 * shape.layers))
         widths: Numbers = (step * np.maximum(of_layers, _LEAST_DEVIATION)).astype(np.float32)
+        scales = np.abs(bases).max(2, keepdims=True) / _LARGEST_BYTE
+        backward = np.rint(bases / scales)
+        # The inverse of what decodes, so that rounding it to bytes makes no error but that of components' steps.
+        forward = np.linalg.inv(backward * scales) * (1 << MATRIX_BITS)
         return Calibration(
             Shape(**{name: getattr(shape, name) for name in Shape.__slots__} | {"step": float(step)}),
             self._frequencies,
             means.astype(np.float32),
-            bases.astype(np.float16),
+            np.rint(forward).astype(np.int16),
+            backward.astype(np.int8),
+            (scales[:, :, 0] * widths[:, None]).astype(np.float32),
             np.sqrt(variances).astype(np.float32),
             widths,
         )

@@ -19,6 +19,8 @@ from kv_tiers.codecs.kernels import (
     Bytes,
     Words,
 )
+from kv_tiers.codecs.numpy_rows import decode_rows, encode_rows
+from kv_tiers.codecs.numpy_transform import project, project_back
 
 _CACHED: Final = 1 << 15
 """How many numbers are worked on at a time, so that numpy's passes over them stay in the processor's cache."""
@@ -120,6 +122,11 @@ class NumpyKernels:
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
         return counts
+
+    project = staticmethod(project)
+    project_back = staticmethod(project_back)
+    encode_rows = staticmethod(encode_rows)
+    decode_rows = staticmethod(decode_rows)
 
 
 def _pieces(numbers: int) -> list[slice]:

@@ -4,18 +4,52 @@ A head's element j and element j + head_dim / 2 are a point in the plane, turned
 them. Engines store keys turned; what is common to tokens shows only where they are turned back.
 """
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float32]
 Frequencies = NDArray[np.float64]
 """[head_dim / 2], radians a token."""
+_Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Cosines and sines."""
+_HALVED: Final = 6
+"""How often an angle is halved: its series is then exact to float64."""
 
 
 def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, Numbers]:
-    """Cosines and sines of this many positions from `first` on, each [tokens, 1, head_dim / 2]."""
-    angles = (first + np.arange(tokens, dtype=np.float64))[:, None, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    """Cosines and sines of this many positions from `first` on, each [tokens, 1, head_dim / 2].
+
+    By products alone, so they are the same on every machine; the C libraries' functions differ in the last place.
+    """
+    doubled = _unit(frequencies)
+    start = np.ones_like(frequencies), np.zeros_like(frequencies)
+    cos, sin = (one[None] for one in start)
+    for bit in range(max(first, tokens).bit_length()):
+        if first >> bit & 1:
+            start = _product(start, doubled)
+        if len(cos) < tokens:  # as many again, 2 ** bit further
+            cos, sin = (np.concatenate(pair) for pair in zip((cos, sin), _product((cos, sin), doubled), strict=True))
+        doubled = _product(doubled, doubled)
+    cos, sin = _product((cos[:tokens], sin[:tokens]), start)
+    return cos.astype(np.float32)[:, None], sin.astype(np.float32)[:, None]
+
+
+def _product(one: _Points, other: _Points) -> _Points:
+    """Of points of the plane, as complex numbers."""
+    return one[0] * other[0] - one[1] * other[1], one[0] * other[1] + one[1] * other[0]
+
+
+def _unit(frequencies: Frequencies) -> _Points:
+    """The points at these angles: by the series of a part of each, doubled again and again."""
+    small = frequencies / (1 << _HALVED)
+    square = small * small
+    cos = 1 - square / 2 * (1 - square / 12 * (1 - square / 30 * (1 - square / 56)))
+    sin = small * (1 - square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72))))
+    for _ in range(_HALVED):
+        cos, sin = _product((cos, sin), (cos, sin))
+    return cos, sin
 
 
 def turn_back(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:

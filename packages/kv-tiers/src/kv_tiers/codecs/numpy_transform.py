@@ -1,0 +1,107 @@
+"""Keys and values into whole steps of their components and back, in numpy: what `transform.c` computes.
+
+Products with matrices are of whole numbers, in float64 that holds their sums exactly in whatever order they are added
+up. Everything else is done to single numbers, one rounded operation after the other. So the bytes are the same from
+both implementations, and on every processor.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.calibration import MATRIX_BITS
+from kv_tiers.codecs.kernels import Rows, Words
+from kv_tiers.codecs.rotation import Numbers, turn, turn_back
+from kv_tiers.codecs.transform import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Transform
+
+_LARGEST_FLOAT16: Final = 65504.0
+
+
+def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exact: int) -> bool:
+    """Like `Kernels.project`."""
+    shape = transform.shape
+    channels = shape.block_channels
+    for plane, its in enumerate(_planes(transform, words)):
+        numbers = wide(its, shape.dtype)
+        if plane < shape.layers:
+            numbers = turn_back(numbers, *_tables(turns, shape.tables[plane], len(its)))
+        flat = numbers.reshape(len(numbers), -1) - transform.means[plane]
+        for at, block in enumerate(_blocks(transform, plane)):
+            some = flat[:, at * channels : (at + 1) * channels] * transform.steps[block]
+            some[:exact] = 0
+            bits = _precision(some)
+            if bits is None:
+                return False
+            whole = np.rint(np.ldexp(some, bits)).astype(np.float64)
+            sums = (whole @ transform.forward[block].T.astype(np.float64)).astype(np.int64)
+            shift = MATRIX_BITS + bits
+            found = (sums + (1 << (shift - 1))) >> shift
+            if np.abs(found).max() > LARGEST_STEPS:
+                return False
+            rows[transform.places[block]] = found.T
+    return True
+
+
+def project_back(transform: Transform, rows: Rows, turns: Numbers, words: Words) -> None:
+    """Like `Kernels.project_back`."""
+    shape = transform.shape
+    for plane, its in enumerate(_planes(transform, words)):
+        sums = [
+            rows[transform.places[block]].T.astype(np.float64) @ transform.backward[block].T.astype(np.float64)
+            for block in _blocks(transform, plane)
+        ]
+        numbers = np.concatenate(sums, 1).astype(np.float32) * transform.scales[plane] + transform.means[plane]
+        numbers = numbers.reshape(its.shape)
+        if plane < shape.layers:
+            numbers = turn(numbers, *_tables(turns, shape.tables[plane], len(its)))
+        _narrow(numbers, its, shape.dtype)
+
+
+def wide(stored: NDArray[Any], dtype: str) -> Numbers:
+    """The numbers of these words."""
+    if dtype == "bfloat16":
+        return (stored.astype("<u4") << 16).view(np.float32)
+    return stored.view("<f2" if dtype == "float16" else "<f4").astype(np.float32)
+
+
+def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:
+    """The reverse, rounded to the nearest."""
+    if dtype == "bfloat16":
+        bits = numbers.view(np.uint32)
+        stored[:] = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    elif dtype == "float16":
+        # Half a step more would be infinite.
+        stored.view("<f2")[:] = np.clip(numbers, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+    else:
+        stored.view("<f4")[:] = numbers
+
+
+def _planes(transform: Transform, words: Words) -> Words:
+    """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
+    shape = transform.shape
+    return words.reshape(2 * shape.layers, -1, shape.heads, shape.head_dim)
+
+
+def _blocks(transform: Transform, plane: int) -> range:
+    of_plane = transform.shape.blocks // (2 * transform.shape.layers)
+    return range(plane * of_plane, (plane + 1) * of_plane)
+
+
+def _tables(turns: Numbers, table: int, tokens: int) -> tuple[Numbers, Numbers]:
+    """Cosines and sines, [tokens, 1, head_dim / 2]."""
+    cos, sin = turns[table, :, :, :tokens]
+    return cos.T[:, None], sin.T[:, None]
+
+
+def _precision(numbers: Numbers) -> NDArray[np.int64] | None:
+    """The bits below a step that each token's numbers are rounded to, [tokens, 1]; None: one is too far away."""
+    far = np.abs(numbers).max(1)
+    far = np.where(np.isnan(far), np.float32(np.inf), far)
+    tiles = np.maximum.reduceat(far, range(0, len(far), TILE))
+    bits = np.full(len(tiles), FINEST, np.int64)
+    for finer in range(FINEST, COARSEST, -1):
+        bits[np.ldexp(tiles, finer) > LARGEST] = finer - 1
+    if not (np.ldexp(tiles, bits) <= LARGEST).all():
+        return None
+    return bits.repeat(TILE)[: len(far), None]

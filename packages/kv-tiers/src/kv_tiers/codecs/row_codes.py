@@ -1,0 +1,204 @@
+"""The codes of the codec `kvtc`: a fixed family of prefix codes, one for each of many widths of a distribution.
+
+Components of keys and values, in whole steps, are distributed as a logistic distribution is, within 0.005 bits a number
+on two models. So a payload holds no tables: for each group of numbers it names the code that fits. Where numbers are
+small, two to five of them make a byte, so that prefix codes' whole bits cost little.
+
+All codes are made with integers alone, so they are the same on every machine; docs/formats/kvtc.md specifies them.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise, product
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+LONGEST_BITS: Final = 12
+"""Of a code."""
+ESCAPED: Final = 255
+"""The byte of numbers that have no code of their own."""
+LOW_BITS: Final = 4
+"""Of a number's symbol, stored as they are where numbers are largest."""
+_SINGLE: Final = 32
+COSTED_CLASSES: Final = _SINGLE + 4 * 11
+"""Symbols of a class cost about the same: each below 32, then those of each quarter of a power of two."""
+MOST_TOGETHER: Final = 8
+_PACKING: Final = 1 << 10
+SAMPLED: Final = 16
+"""One symbol of so many decides which code a group has."""
+_COST_UNIT: Final = 64
+"""Of a bit."""
+_ONE: Final = 1 << 48
+_LEAST_SCALE, _SCALE_UNIT, _GROWTH = 200, 4096, (23, 20)
+"""Of the first distribution, in parts of a step, and from one to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How numbers become bytes. base: a byte holds symbols below it. together: how many. low_bits: stored apart."""
+
+    base: int
+    together: int
+    low_bits: int = 0
+
+
+KINDS: Final = (Kind(3, 5), Kind(5, 3), Kind(15, 2), Kind(ESCAPED, 1), Kind(ESCAPED, 1, LOW_BITS))
+_CODES_OF_KINDS: Final = (9, 3, 10, 15, 13)
+"""How many widths each kind serves, from the least on: those for which its codes are the shortest."""
+
+
+@dataclass(frozen=True)
+class RowCodes:
+    """kinds: base, together and low bits of each code, uint8 [codes, 3].
+
+    costs: what a symbol takes, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
+    words: for each byte its code, from bit 0 up, and from bit 16 on its length, uint32 [codes, 256].
+    packing: for symbols side by side, each no more than the base, with the first one least significant, their byte, or
+        `ESCAPED` if they have no code, uint8 [codes, 1024].
+    lookup: for each of the next 12 bits its code's length, and from bit 8 on the byte, uint16 [codes, 4096].
+    unpacking: the numbers of each byte, int16 [codes, 256, `MOST_TOGETHER`].
+    """
+
+    kinds: NDArray[np.uint8]
+    costs: NDArray[np.uint32]
+    words: NDArray[np.uint32]
+    packing: NDArray[np.uint8]
+    lookup: NDArray[np.uint16]
+    unpacking: NDArray[np.int16]
+
+
+@cache
+def row_codes() -> RowCodes:
+    """All codes, made when they are first needed: some 0.1 s."""
+    kinds = [kind for kind, count in zip(KINDS, _CODES_OF_KINDS, strict=True) for _ in range(count)]
+    made = RowCodes(
+        np.array([(kind.base, kind.together, kind.low_bits) for kind in kinds], np.uint8),
+        np.empty((len(kinds), COSTED_CLASSES), np.uint32),
+        np.zeros((len(kinds), 256), np.uint32),
+        np.full((len(kinds), _PACKING), ESCAPED, np.uint8),
+        np.zeros((len(kinds), 1 << LONGEST_BITS), np.uint16),
+        np.stack([_unpacking(kind) for kind in kinds]),
+    )
+    scale = _LEAST_SCALE
+    for number, kind in enumerate(kinds):
+        weights = _symbol_weights(scale, kind)
+        lengths = code_lengths(_byte_weights(weights, kind))
+        made.costs[number] = _costs(weights, kind, lengths)
+        _assign(lengths, made.words[number], made.lookup[number])
+        made.packing[number] = _packing(kind, made.words[number])
+        scale = scale * _GROWTH[0] // _GROWTH[1]
+    for array in (made.kinds, made.costs, made.words, made.packing, made.lookup, made.unpacking):
+        array.flags.writeable = False
+    return made
+
+
+def _symbol_weights(scale: int, kind: Kind) -> list[int]:
+    """Shares of `_ONE` of the symbols below the kind's base, of a logistic distribution whose scale is so many parts of
+    a step. A symbol is 2n of n, or 2|n| - 1 of -|n|; of low bits, 16 of these.
+    """
+    # Near e ** (-half a step / the scale), of whole numbers alone.
+    ratio = _ONE * (64 * scale) ** 32 // (64 * scale + _SCALE_UNIT) ** 32
+    squared = ratio * ratio // _ONE
+    upper, shares, power = [], [], ratio
+    count = (kind.base + 1 << kind.low_bits) // 2 + 2
+    for _ in range(count):
+        upper.append(_ONE * _ONE // (_ONE + power))
+        power = power * squared // _ONE
+    shares.append(2 * upper[0] - _ONE)
+    for below, above in pairwise(upper):
+        shares += [above - below, above - below]
+    step = 1 << kind.low_bits
+    return [max(1, sum(shares[at * step : (at + 1) * step])) for at in range(kind.base)]
+
+
+def _byte_weights(weights: list[int], kind: Kind) -> dict[int, int]:
+    """Of the bytes that have codes, and of `ESCAPED`."""
+    found = {}
+    for symbols in product(range(kind.base), repeat=kind.together):
+        weight = _ONE
+        for symbol in symbols:
+            weight = weight * weights[symbol] // _ONE
+        # A byte so rare is escaped; without that, rare ones' least codes would make those of all longer.
+        if weight << (LONGEST_BITS + 3 if kind.together > 1 else LONGEST_BITS + 1) >= _ONE:
+            found[sum(symbol * kind.base**place for place, symbol in enumerate(symbols))] = weight
+    found[ESCAPED] = max(1, _ONE - sum(found.values()))
+    return found
+
+
+def code_lengths(weights: dict[int, int]) -> dict[int, int]:
+    """Huffman's, none longer than `LONGEST_BITS`; a complete code."""
+    heap: list[tuple[int, int, tuple[int, ...]]] = [(weight, byte, (byte,)) for byte, weight in sorted(weights.items())]
+    heapq.heapify(heap)
+    lengths = dict.fromkeys(weights, 0)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap), heapq.heappop(heap)
+        joined = first[2] + second[2]
+        for byte in joined:
+            lengths[byte] += 1
+        heapq.heappush(heap, (first[0] + second[0], min(first[1], second[1]), joined))
+    used = 0
+    for byte, length in lengths.items():
+        lengths[byte] = min(length, LONGEST_BITS)
+        used += 1 << LONGEST_BITS - lengths[byte]
+    rarest = sorted(weights, key=lambda byte: (weights[byte], byte))
+    while used > 1 << LONGEST_BITS:
+        byte = next(one for one in rarest if lengths[one] < LONGEST_BITS)
+        lengths[byte] += 1
+        used -= 1 << LONGEST_BITS - lengths[byte]
+    for byte in reversed(rarest):
+        while lengths[byte] > 1 and used + (1 << LONGEST_BITS - lengths[byte]) <= 1 << LONGEST_BITS:
+            used += 1 << LONGEST_BITS - lengths[byte]
+            lengths[byte] -= 1
+    assert used == 1 << LONGEST_BITS
+    return lengths
+
+
+def _assign(lengths: dict[int, int], words: NDArray[np.uint32], lookup: NDArray[np.uint16]) -> None:
+    """Canonical codes: by length, then by byte. Their first bit is bit 0."""
+    code, before = 0, 0
+    for byte in sorted(lengths, key=lambda one: (lengths[one], one)):
+        length = lengths[byte]
+        code <<= length - before
+        before = length
+        reverse = int(format(code, f"0{length}b")[::-1], 2)
+        words[byte] = length << 16 | reverse
+        lookup[reverse :: 1 << length] = byte << 8 | length
+        code += 1
+
+
+def _costs(weights: list[int], kind: Kind, lengths: dict[int, int]) -> NDArray[np.uint32]:
+    """By the distribution; whoever encodes may choose as he likes, so a last place that differs does no harm."""
+    escape = (lengths[ESCAPED] + 16 * kind.together + kind.low_bits) * _COST_UNIT
+    costs = np.full(COSTED_CLASSES, escape, np.uint32)
+    for number in range(COSTED_CLASSES):
+        power, quarter = divmod(number - _SINGLE, 4)
+        symbol = number if number < _SINGLE else (9 + 2 * quarter) << power + 2  # the middle of its class
+        if symbol >> kind.low_bits < kind.base:
+            bits = -math.log2(weights[symbol >> kind.low_bits] / _ONE) + kind.low_bits
+            costs[number] = min(escape, round(bits * _COST_UNIT))
+    return costs
+
+
+def class_of(symbols: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """Of each symbol, as `costs` has them."""
+    wide = symbols.astype(np.int64)
+    powers = np.frexp(wide)[1] - 1
+    return np.where(wide < _SINGLE, wide, _SINGLE + 4 * (powers - 5) + (wide >> np.maximum(powers - 2, 0) & 3))
+
+
+def _packing(kind: Kind, words: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    symbols = np.arange(_PACKING)[:, None] // (kind.base + 1) ** np.arange(kind.together) % (kind.base + 1)
+    made = (symbols * kind.base ** np.arange(kind.together)).sum(1)
+    has_code = (symbols < kind.base).all(1) & (words[np.minimum(made, ESCAPED)] > 0)
+    return np.where(has_code, made, ESCAPED).astype(np.uint8)
+
+
+def _unpacking(kind: Kind) -> NDArray[np.int16]:
+    symbols = np.arange(256)[:, None] // kind.base ** np.arange(MOST_TOGETHER, dtype=np.int64).clip(0, 7) % kind.base
+    symbols[:, kind.together :] = 0
+    made: NDArray[np.int16] = ((symbols >> 1) ^ -(symbols & 1)).astype(np.int16)
+    return made
