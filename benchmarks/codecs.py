@@ -23,7 +23,7 @@ from kv_core.format import ChunkFormat
 from kv_cuda.quantise.codes import Codes
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.kernels import Kernels, kernels_here
 from kv_tiers.codecs.kvtc import KvtcCodec
 from kv_tiers.codecs.learning import Learning
 from kv_tiers.codecs.progressive import ProgressiveCodec
@@ -109,7 +109,7 @@ def int8_rows(chunk: bytes) -> list[Row]:
     return rows
 
 
-def kvtc_rows(chunk: bytes, step: float) -> list[Row]:
+def kvtc_rows(chunk: bytes, step: float, kernels: Kernels) -> list[Row]:
     """Of drawn bfloat16."""
     shape = (2, LAYERS, TOKENS, HEADS, HEAD_DIM)
     numbers = (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
@@ -123,7 +123,7 @@ def kvtc_rows(chunk: bytes, step: float) -> list[Row]:
     )
     for _ in range(4):
         learning.add([(numbers[0, layer], numbers[1, layer]) for layer in range(LAYERS)])
-    codec = KvtcCodec(learning.learnt(step))
+    codec = KvtcCodec(learning.learnt(step), kernels)
     out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
     source = memoryview(chunk)
     size = codec.encode(source, out)
@@ -135,7 +135,7 @@ def kvtc_rows(chunk: bytes, step: float) -> list[Row]:
         ("decode", lambda: codec.decode(out[:size], back), LEAST_DECODE_GBS),
     ):
         speed = len(chunk) / median_s(work) / 1e9
-        label = f"kvtc, bfloat16, step {step:g}: {what} against the target"
+        label = f"kvtc, bfloat16, step {step:g}, {kernels.name}: {what} against the target"
         rows.append(Row(label, speed, "GB/s", least, speed / least, 0, at_most=False))
     return rows
 
@@ -157,8 +157,9 @@ def main() -> int:
     for dtype, chunk in chunks.items():
         rows += rows_of(make_zstd_codec({}, ANY_CHUNKS), dtype, chunk)
     rows += int8_rows(chunks["bfloat16"])
-    for step in () if options.recorded else (0.25, 0.8):
-        rows += kvtc_rows(chunks["bfloat16"], step)
+    for kernels in () if options.recorded else kernels_here():
+        for step in (0.25, 0.4, 0.8):
+            rows += kvtc_rows(chunks["bfloat16"], step, kernels)
     return report(rows, options.json)
 
 

@@ -99,7 +99,7 @@ class Kernels(Protocol):
         numbers are near enough to their means.
 
         words: [planes × tokens × channels]. turns: cosines and sines of the chunk's positions, [tables, 2, head_dim /
-        2, tokens]. exact: first tokens whose steps are 0.
+        2, tokens, to a whole tile of 64]. exact: first tokens whose steps are 0.
         """
 
     def project_back(self, transform: "Transform", rows: Rows, turns: NDArray[np.float32], words: Words) -> None:

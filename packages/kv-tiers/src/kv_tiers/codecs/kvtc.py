@@ -5,8 +5,9 @@ projected onto components that were learnt on other text, rounded to whole steps
 a prompt are stored as they are. docs/formats/kvtc.md specifies the bytes, docs/quality.md what it costs.
 
 Which position a chunk's keys are turned back from is found in the keys themselves (`_Finder`), and is in the payload:
-nobody has to know a chunk's place in its prompt, neither who stores it nor who loads it. The bases are orthonormal, so
-a wrong position would not make the error larger, only the payload (docs/adr/0034).
+nobody has to know a chunk's place in its prompt, neither who stores it nor who loads it. The bases are nearly
+orthonormal, so a wrong position would not make the error larger, only the payload (docs/adr/0034). The inner loops are
+in `kernels`, and decode to the same bytes on every processor (docs/adr/0037).
 """
 
 import struct
