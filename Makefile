@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
   wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -103,6 +103,10 @@ bench-hybrid: ## real vLLM with models that are not full attention alone (JSON=1
 bench-hooks: ## what our hooks cost a step of vLLM's that has nothing for us (JSON=1)
 	@scripts/setup.sh vllm
 	@$(ONE_THREAD) $(VLLM)/python benchmarks/hooks.py $(if $(JSON),--json)
+
+bench-hook-times: ## what each of our hooks costs a request whose prompt never returns, on real vLLM (FUNCTIONS=1, JSON=1)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python benchmarks/hook_times.py $(if $(FUNCTIONS),--functions) $(if $(JSON),--json)
 
 bench-shift: ## hits of prompts that share a prefix of any length, on a model with states: ours, vLLM's own, LMCache's
 	@scripts/setup.sh vllm
