@@ -107,6 +107,16 @@ class ChunkShape:
         """Whether every group needs the whole prefix, so that a hit is the leading run."""
         return all(group.kind == "all" for group in self.groups)
 
+    @cached_property
+    def whole_groups(self) -> tuple[int, ...]:
+        """The groups that need the whole prefix."""
+        return tuple(number for number, coverage in enumerate(self.groups) if coverage.kind == "all")
+
+    @cached_property
+    def other_groups(self) -> tuple[int, ...]:
+        """All others."""
+        return tuple(number for number, coverage in enumerate(self.groups) if coverage.kind != "all")
+
     def first_chunk(self, group: int, chunks: int) -> int:
         """The first chunk that this group needs for a hit of `chunks` chunks; `chunks` itself if it needs none."""
         boundary = chunks * self.chunk_tokens
@@ -121,21 +131,19 @@ class ChunkShape:
         """Indexes into a chunk-major list of the keys that a hit of `chunks` chunks needs: first those of groups that
         need the whole prefix, in the order of the prompt, then the others, group by group.
         """
-        whole = [group for group, coverage in enumerate(self.groups) if coverage.kind == "all"]
         places = [
             (chunk * len(self.groups) + group) * self.shards + shard
-            for chunk in range(chunks if whole else 0)
-            for group in whole
+            for chunk in range(chunks if self.whole_groups else 0)
+            for group in self.whole_groups
             for shard in range(self.shards)
         ]
-        for group, coverage in enumerate(self.groups):
-            if coverage.kind != "all":
-                first = self.first_chunk(group, chunks)
-                places += [
-                    (chunk * len(self.groups) + group) * self.shards + shard
-                    for chunk in range(first, chunks)
-                    for shard in range(self.shards)
-                ]
+        for group in self.other_groups:
+            first = self.first_chunk(group, chunks)
+            places += [
+                (chunk * len(self.groups) + group) * self.shards + shard
+                for chunk in range(first, chunks)
+                for shard in range(self.shards)
+            ]
         return places
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 from math import inf, log, sqrt
+from operator import mul
 from typing import Final
 
 _DEADBAND: Final = 0.15
@@ -65,7 +66,8 @@ class Estimator:
             return
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
         self._last.append((sample, seconds))
-        if self._said is not None and (new := self._since_a_change()):
+        expected = None if self._said is None else self._expected(self._said, sample)
+        if expected is not None and (new := self._since_a_change(log(seconds / expected))):
             self._forget()
             for one, its_seconds in new:
                 self._count(one, its_seconds, its_seconds)
@@ -73,7 +75,6 @@ class Estimator:
             self._ratios.clear()
             self._said = self._ratios_by = self._fit()
             return
-        expected = self._expected(sample)
         if expected is None:
             self._count(sample, seconds, seconds)
         else:
@@ -109,18 +110,19 @@ class Estimator:
         said = self.coefficients
         return None if said is None else _dot(said, features)
 
-    def _expected(self, sample: Sequence[float]) -> float | None:
-        return None if self._said is None else max(_dot(self._said, sample), _SHORTEST_S)
+    @staticmethod
+    def _expected(said: tuple[float, ...], sample: Sequence[float]) -> float:
+        return max(_dot(said, sample), _SHORTEST_S)
 
-    def _since_a_change(self) -> list[tuple[tuple[float, ...], float]]:
-        """The last samples, if what is measured has changed before them; else none."""
-        ratios = self._ratios
-        if self._ratios_by is self._said:
-            ratios.append(self._ratio(*self._last[-1]))
+    def _since_a_change(self, ratio: float) -> list[tuple[tuple[float, ...], float]]:
+        """The last samples, if what is measured has changed before them; else none. ratio: the last one's."""
+        ratios, said = self._ratios, self._said
+        if self._ratios_by is said or said is None:
+            ratios.append(ratio)
         else:
-            self._ratios_by = self._said
+            self._ratios_by = said
             ratios.clear()
-            ratios.extend(self._ratio(*one) for one in self._last)
+            ratios.extend(log(seconds / self._expected(said, sample)) for sample, seconds in self._last)
         if abs(ratios[-1]) > _FAR_OFF_LOG and len(ratios) >= _FEW:
             few = list(ratios)[-_FEW:]
             if min(few) > _FAR_OFF_LOG or max(few) < -_FAR_OFF_LOG:
@@ -131,17 +133,14 @@ class Estimator:
                 return list(self._last)
         return []
 
-    def _ratio(self, sample: tuple[float, ...], seconds: float) -> float:
-        return log(seconds / (self._expected(sample) or _SHORTEST_S))
-
     def _count(self, sample: Sequence[float], seconds: float, scale: float) -> None:
         """scale: what an error is relative to."""
         keep, weight = self._keep, 1.0 / (scale * scale)
         for row, mine in enumerate(sample):
-            products = self._products[row]
-            for column, other in enumerate(sample):
-                products[column] = keep * products[column] + weight * mine * other
-            self._seconds[row] = keep * self._seconds[row] + weight * mine * seconds
+            weighted = weight * mine
+            products = zip(self._products[row], sample, strict=True)
+            self._products[row] = [keep * product + weighted * other for product, other in products]
+            self._seconds[row] = keep * self._seconds[row] + weighted * seconds
             self._mean[row] = keep * self._mean[row] + mine
         self._weight = keep * self._weight + 1.0
         self.samples += 1
@@ -173,7 +172,8 @@ class Estimator:
 
 
 def _dot(coefficients: Sequence[float], features: Sequence[float]) -> float:
-    return sum(part * feature for part, feature in zip(coefficients, features, strict=True))
+    total: float = sum(map(mul, coefficients, features))
+    return total
 
 
 def _difference(one: Sequence[float], other: Sequence[float], point: Sequence[float]) -> float:

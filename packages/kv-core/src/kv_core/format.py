@@ -12,7 +12,7 @@ channels, and its first tokens as they are; lossy (docs/formats/quantised.md).
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeGuard, get_args
 
 from kv_core.errors import InputError
@@ -65,6 +65,9 @@ class ChunkFormat:
     block_tokens: int = 1
     origin: str = ""
     exact_itemsize: int = 0
+    layer_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of one layer of one part."""
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -85,6 +88,10 @@ class ChunkFormat:
 
         if self.kind in QUANTISED:
             self._check_quantised()
+        # Once, because every copy needs them.
+        behind_codes = self.scales_bytes + self.exact_bytes + self.exponents_bytes
+        object.__setattr__(self, "layer_bytes", self.codes_bytes + behind_codes)
+        object.__setattr__(self, "nbytes", len(self.parts) * self.layers * self.layer_bytes)
 
     def _check_quantised(self) -> None:
         if (self.dtype, self.itemsize) != (QUANTISED[self.kind], 1):
@@ -131,18 +138,9 @@ class ChunkFormat:
         return -(-self.heads * self.head_dim // SCALE_BYTES) * SCALE_BYTES if self.is_quantised else 0
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer of one part."""
-        return self.codes_bytes + self.scales_bytes + self.exact_bytes + self.exponents_bytes
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer of one part, of a format that is not quantised."""
         return self.heads * self.head_dim * self.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.parts) * self.layers * self.layer_bytes
 
     def layer_offset(self, part: int, layer: int) -> int:
         """Offset in bytes, from the chunk's start, of layer `layer` of part `part`."""

@@ -17,6 +17,7 @@ import string
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import itemgetter
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
@@ -298,17 +299,25 @@ def keys_in(
         raise InputError(f"a key space's fingerprint has {SPACE_ID_BYTES} bytes")
     if not isinstance(tenant, bytes) or len(tenant) != TENANT_BYTES:
         raise InputError(f"a tenant's tag has {TENANT_BYTES} bytes, see `tenant_tag`")
+    prefixes = _prefixes(space_id, groups if isinstance(groups, int) else tuple(groups), tuple(shards), tenant)
+    listed = list(digests)
+    if wrong := set(map(len, listed)) - {16, 32}:
+        raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
+    return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+
+
+@lru_cache(maxsize=1024)
+def _prefixes(
+    space_id: bytes, groups: int | tuple[int, ...], shards: tuple[int, ...], tenant: bytes
+) -> tuple[bytes, ...]:
+    """What comes before the digest in the keys of a chunk: the same for all of an engine's requests of one tenant."""
     head = bytes([KEY_VERSION]) + space_id + tenant
-    prefixes = []
-    shares = list(shards)
+    prefixes: list[bytes] = []
     for group in _chosen(groups):
         if not 0 <= group < ALL_LAYERS:
             raise InputError(f"group {group}; there can be groups 0 to {ALL_LAYERS - 1}")
-        prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in shares]
-    listed = list(digests)
-    if wrong := {len(digest) for digest in listed} - {16, 32}:
-        raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
-    return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+        prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in shards]
+    return tuple(prefixes)
 
 
 def by_chain(keys: Sequence[ChunkKey]) -> dict[bytes, list[ChunkKey]]:

@@ -15,10 +15,19 @@ GROUP: Final = "kv_cuda.kernels"
 """The entry-point group. An entry point names a function that returns `Kernels`, or None if there are none."""
 
 
+Place = tuple[int, int]
+"""An array's address and size in bytes, for one that is passed often. The caller keeps its memory alive."""
+
+
 class Kernels(Protocol):
     """C functions by name. Raises `MisuseError` where the arrays' sizes do not fit each other."""
 
-    def call(self, name: str, /, *arguments: int | NDArray[np.generic]) -> int: ...
+    def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int: ...
+
+
+def place_of(array: NDArray[np.generic]) -> Place:
+    assert array.flags.c_contiguous
+    return array.ctypes.data, array.nbytes
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from kv_core.connect.held import HeldBlocks
 from kv_core.connect.inputs import RequestTokens
-from kv_core.connect.layerwise import LayerwiseReport
+from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
@@ -164,7 +164,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._to_fill:  # asked by every layer of every step
+        if self._to_fill.blocks:  # asked by every layer of every step
             self._wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -373,9 +373,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.layers.wait_for(self._layers.get(layer_name))
 
-    @guarded(always(LayerwiseReport()))
+    @guarded(always(NONE_ENDED))
     def _take_layerwise(self) -> LayerwiseReport:
-        return LayerwiseReport() if self._worker is None else self._worker.take_layerwise()
+        return NONE_ENDED if self._worker is None else self._worker.take_layerwise()
 
     def _worker_said(self, said: Any) -> None:
         """Also while the cache is off: workers in other processes may still be reading."""

@@ -48,15 +48,12 @@ class StepBlocks:
     def __init__(self, *, is_asynchronous: bool) -> None:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
         self._is_asynchronous = is_asynchronous
-        self._blocks: set[int] = set()
+        self.blocks: set[int] = set()
         self.are_filled = False
 
     def begin(self, blocks: Iterable[int]) -> None:
         """Begin a step with these blocks. They count as unfilled until `are_filled` is set."""
-        self._blocks, self.are_filled = set(blocks), False
-
-    def __bool__(self) -> bool:
-        return bool(self._blocks)
+        self.blocks, self.are_filled = set(blocks), False
 
     def take_unfilled(self) -> set[int]:
         """The blocks that do not hold what they should, to be reported to vLLM.
@@ -64,8 +61,10 @@ class StepBlocks:
         Raises:
             CopyFailed: the report would come too late.
         """
-        blocks, self._blocks = self._blocks, set()
-        if not blocks or self.are_filled:
+        if not self.blocks:
+            return set()
+        blocks, self.blocks = self.blocks, set()
+        if self.are_filled:
             return set()
         if self._is_asynchronous:
             raise CopyFailed(

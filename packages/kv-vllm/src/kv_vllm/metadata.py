@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kv_core.connect.layerwise import LayerwiseReport
+from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
 from kv_tiers.attach.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
-_NONE_ENDED = LayerwiseReport()
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -47,7 +45,7 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
     def __init__(
         self,
         through: Mapping[int, int],
-        layerwise: LayerwiseReport = _NONE_ENDED,
+        layerwise: LayerwiseReport = NONE_ENDED,
         from_nodes: tuple[FromNode, ...] = (),
     ) -> None:
         self.through = dict(through)

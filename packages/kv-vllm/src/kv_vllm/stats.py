@@ -11,7 +11,9 @@ else has changed; of a server at most once a second, and when the last request h
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 from kv_core.connect.scheduler import SchedulerHalf
@@ -22,6 +24,30 @@ from kv_tiers.server.remote_cache import RemoteCache
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _POOL_EVERY_S: Final = 1.0
+
+_OF_SCHEDULER: Final[Mapping[str, str]] = {
+    "lookups": "lookups",
+    "asked_tokens": "tokens_asked",
+    "found_tokens": "tokens_hit",
+    "declined_tokens": "tokens_declined",
+    "loaded_tokens": "tokens_loaded",
+    "loads": "loads",
+    "loads_failed": "loads_failed",
+    "loads_refused": "loads_refused",
+    "states_refused": "states_refused",
+    "handovers_given": "handovers_given",
+    "handovers_taken": "handovers_taken",
+    "handovers_late": "handovers_late",
+}
+"""Figures of the scheduler half, by the fields of `SchedulerCounts`."""
+_OF_WORKER: Final[Mapping[str, str]] = {
+    "stored_tokens": "tokens_stored",
+    "loaded_bytes": "bytes_loaded",
+    "stored_bytes": "bytes_stored",
+    "stores_failed": "stores_failed",
+    "dropped_chunks": "chunks_dropped",
+}
+"""Figures of a worker half, by the fields of `WorkerCounts`."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -52,21 +78,23 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
 
 
 class Changes:
-    """One half's figures, as changes since it was last asked."""
+    """Some counters of one half under the names of figures, as changes since it was last asked."""
 
-    def __init__(self, now: Callable[[], Mapping[str, int]]) -> None:
-        """now: the counters as they stand."""
-        self._now = now
-        self._before: dict[str, int] = {}
+    def __init__(self, counts: object, named: Mapping[str, str]) -> None:
+        """named: by the name of each figure (at least two), the attribute of `counts` that counts it."""
+        self._counts = counts
+        self._names = tuple(named)
+        self._read = attrgetter(*named.values())
+        self._before: tuple[int, ...] = (0,) * len(named)
 
     def take(self) -> dict[str, Any]:
-        """The figures that have grown; empty if none has."""
-        now = self._now()
+        """The figures that have grown; empty if none has, as after most steps."""
+        now = self._read(self._counts)
         if now == self._before:
             return {}
-        grown = {name: value - self._before.get(name, 0) for name, value in now.items()}
-        self._before = dict(now)
-        return {name: value for name, value in grown.items() if value}
+        before, self._before = self._before, now
+        grown = zip(self._names, now, before, strict=True)
+        return {name: value - it_was for name, value, it_was in grown if value != it_was}
 
 
 class SchedulerFigures:
@@ -74,8 +102,8 @@ class SchedulerFigures:
 
     def __init__(self, half: SchedulerHalf, cache: LocalCache | RemoteCache) -> None:
         self._half, self._cache = half, cache
-        self._changes = Changes(self._now)
-        self._tiers = Changes(lambda: half.counts.tokens_by_tier)
+        self._changes = Changes(half.counts, _OF_SCHEDULER)
+        self._tokens_by_tier: dict[str, int] = {}
         self._pool_at_s = 0.0
         self._pool_is_old = False
         self._has_said_on = False
@@ -86,29 +114,13 @@ class SchedulerFigures:
         if not self._has_said_on:
             self._has_said_on = True
             data["on"] = 1
-        if tiers := self._tiers.take():
-            data[TIER_TOKENS] = tiers
+        if (now := self._half.counts.tokens_by_tier) != self._tokens_by_tier:
+            data[TIER_TOKENS] = dict(Counter(now) - Counter(self._tokens_by_tier))
+            self._tokens_by_tier = dict(now)
         self._pool_is_old = self._pool_is_old or bool(data)
         if self._pool_is_old:
             data |= self._pool()
         return Stats(data) if data else None
-
-    def _now(self) -> Mapping[str, int]:
-        counts = self._half.counts
-        return {
-            "lookups": counts.lookups,
-            "asked_tokens": counts.tokens_asked,
-            "found_tokens": counts.tokens_hit,
-            "declined_tokens": counts.tokens_declined,
-            "loaded_tokens": counts.tokens_loaded,
-            "loads": counts.loads,
-            "loads_failed": counts.loads_failed,
-            "loads_refused": counts.loads_refused,
-            "states_refused": counts.states_refused,
-            "handovers_given": counts.handovers_given,
-            "handovers_taken": counts.handovers_taken,
-            "handovers_late": counts.handovers_late,
-        }
 
     def _pool(self) -> dict[str, int]:
         if isinstance(self._cache, LocalCache):
@@ -131,23 +143,12 @@ class WorkerFigures:
     """What a worker half reports once a step."""
 
     def __init__(self, half: WorkerHalf) -> None:
-        self._counts = half.counts
-        self._changes = Changes(self._now)
+        self._changes = Changes(half.counts, _OF_WORKER)
 
     def take(self) -> Stats | None:
         """None: there is nothing to say."""
         data = self._changes.take()
         return Stats(data) if data else None
-
-    def _now(self) -> Mapping[str, int]:
-        counts = self._counts
-        return {
-            "stored_tokens": counts.tokens_stored,
-            "loaded_bytes": counts.bytes_loaded,
-            "stored_bytes": counts.bytes_stored,
-            "stores_failed": counts.stores_failed,
-            "dropped_chunks": counts.chunks_dropped,
-        }
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.identity import ServedModel
-from kv_tiers.attach.request_options import chosen
+from kv_tiers.attach.request_options import Chosen, chosen
 from kv_tiers.settings import Settings
 
 from kv_vllm.handover import with_handover
@@ -22,6 +22,7 @@ def request_reader(
 ) -> Callable[[Any], RequestTokens | None]:
     """`request_tokens` for one engine, with what is known of it by then."""
     prompts_only = keeps_prompts_only(kv_cache_config)
+    unasked = chosen(settings, None, "")
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
 
     def read(request: Any) -> RequestTokens | None:
@@ -32,6 +33,7 @@ def request_reader(
             tiers=() if engine.cache is None else engine.cache.tiers,
             prompts_only=prompts_only,
             pools_parts=pools_parts,
+            unasked=unasked,
         )
 
     return read
@@ -45,6 +47,7 @@ def request_tokens(
     tiers: Sequence[str] = (),
     prompts_only: bool = False,
     pools_parts: bool = False,
+    unasked: Chosen | None = None,
 ) -> RequestTokens | None:
     """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
@@ -58,6 +61,7 @@ def request_tokens(
     prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
     pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
         requests are excluded.
+    unasked: what `chosen` says of a request without options; None: not known.
     """
     lora = request.lora_request
     if request.pooling_params is not None and not pools_parts:
@@ -70,7 +74,10 @@ def request_tokens(
         adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
         if adapter is None:
             return None
-    own = chosen(settings, request.kv_transfer_params, request.request_id, tiers=tiers)
+    params = request.kv_transfer_params
+    own = unasked if params is None else None
+    if own is None:
+        own = chosen(settings, params, request.request_id, tiers=tiers)
     return RequestTokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
@@ -78,7 +85,7 @@ def request_tokens(
         salt=request.cache_salt or None,
         lora=adapter,
         items=tuple(_items(request.mm_features)),
-        controls=with_handover(own.controls, request.kv_transfer_params, request.num_prompt_tokens),
+        controls=with_handover(own.controls, params, request.num_prompt_tokens),
     )
 
 

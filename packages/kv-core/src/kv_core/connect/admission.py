@@ -12,6 +12,7 @@ from typing import Final
 
 
 class StateKind(Enum):
+    __hash__ = object.__hash__  # as of `kv_core.connect.request.Phase`
     JUNCTION = "prompts part here"
     TAIL = "the last whole chunk of a prompt"
     STEP = "a forward pass happened to end here"

@@ -11,7 +11,7 @@ reports that the step was wrong.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
 from kv_core.errors import KVError
@@ -65,6 +65,10 @@ class LayerwiseReport:
 
     ended: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+
+
+NONE_ENDED: Final = LayerwiseReport()
+"""Of nearly every step."""
 
 
 class LayerLoads:
@@ -121,6 +125,8 @@ class LayerLoads:
 
     def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
         """Loads that have ended among those whose forward pass is over. wait: for all copies."""
+        if not self._ending:
+            return NONE_ENDED
         ended: set[str] = set()
         failed: set[str] = set()
         for batch in list(self._ending):

@@ -19,6 +19,7 @@ from kv_core.errors import MisuseError
 
 
 class Phase(Enum):
+    __hash__ = object.__hash__  # in C: Enum's own is a call in Python, and the table is read with every event
     WAITING = "nothing is promised"
     PENDING = "slower tiers bring up more than could be promised; the engine asks again"
     PROMISED = "chunks are leased for it, and the engine knows how many"
@@ -30,6 +31,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
+    __hash__ = object.__hash__
     PROMISE = "a lookup found something to load"
     MISS = "a lookup found nothing to load"
     PEND = "a lookup found that more is on its way up"

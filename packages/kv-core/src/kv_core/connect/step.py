@@ -6,7 +6,7 @@ prefix, never by extents or pointers; each worker derives the keys of its own sh
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
@@ -167,8 +167,12 @@ class StepReport:
     failed: those of them that have to be computed.
     """
 
-    finished: frozenset[str]
-    failed: frozenset[str]
+    finished: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+NO_REPORT: Final = StepReport()
+"""Of most steps."""
 
 
 def _load(entry: Plain) -> LoadStep:

@@ -14,7 +14,7 @@ from functools import partial
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
 from kv_core.connect.layerwise import LayerLoads, LayerwiseReport
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, load_from, stored_from, without_holes
-from kv_core.connect.step import LoadStep, StepPlan, StepReport, StoreStep
+from kv_core.connect.step import NO_REPORT, LoadStep, StepPlan, StepReport, StoreStep
 from kv_core.errors import InputError, KVError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
@@ -160,6 +160,8 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start every copy, the layerwise ones first; lease the chunks of the others."""
+        if not (plan.loads or plan.refused or self._loading):
+            return  # most steps
         self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
@@ -179,8 +181,9 @@ class WorkerHalf:
     def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
         """Layerwise loads that have ended since this was asked last. wait: for all whose forward pass is over."""
         report = self.layers.take_ended(wait=wait)
-        self.counts.loads_finished += len(report.ended - report.failed)
-        self.counts.loads_failed += len(report.failed)
+        if report.ended:
+            self.counts.loads_finished += len(report.ended - report.failed)
+            self.counts.loads_failed += len(report.failed)
         return report
 
     def start_stores(self, plan: StepPlan) -> None:
@@ -195,6 +198,8 @@ class WorkerHalf:
         wait: for all of it; after this the engine may give the blocks to anyone. False: the engine keeps the blocks
             until it reads in `stored_through` that they are not needed any more.
         """
+        if not self._storing:
+            return
         storing, self._storing = self._storing, []
         for store in storing:
             if wait:
@@ -217,7 +222,10 @@ class WorkerHalf:
 
     def poll(self) -> StepReport:
         """Loads that ended since the last poll."""
-        self._finish_loads()
+        if self._loading:
+            self._finish_loads()
+        if not self._ended:
+            return NO_REPORT
         report = StepReport(frozenset(self._ended), frozenset(self._failed))
         self._ended.clear()
         self._failed.clear()

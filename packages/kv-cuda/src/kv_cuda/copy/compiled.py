@@ -4,13 +4,13 @@ A strided copy in torch costs tens of microseconds before it moves a byte, and a
 Where a part is transposed, the C function works in squares of a cache line each way and needs no scratch.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kv_cuda.kernels import Kernels
+from kv_cuda.kernels import Kernels, Place, place_of
 
 
 class CompiledBlocks:
@@ -22,23 +22,29 @@ class CompiledBlocks:
         chunk_layer: from one layer to the next in a chunk, in words.
         """
         self._kernels = kernels
-        self._runs = []
+        self._runs: list[tuple[int, Place, Place]] = []
+        self._memory: list[object] = []  # what these places are in
         first = 0
         for run in runs:
             (layers, _, *sizes), (layer, block, *strides) = run.shape, run.stride()
             axes = [number for axis in zip(sizes, strides, strict=True) for number in axis]
-            shape = [run.element_size(), run.storage_offset(), layers, layer, chunk_layer, block, *axes]
+            shape = np.array(
+                [run.element_size(), run.storage_offset(), layers, layer, chunk_layer, block, *axes], np.int64
+            )
             engine = torch.empty(0, dtype=torch.uint8).set_(run.untyped_storage()).numpy()
-            self._runs.append((np.array([first, 0, 0]), np.array(shape, np.int64), engine))
+            self._memory += shape, engine
+            self._runs.append((first, place_of(shape), place_of(engine)))
             first += layers * chunk_layer
 
-    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: NDArray[np.uint8], *, to_engine: bool) -> None:
+    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, *, to_engine: bool) -> None:
         """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
         how many there are.
 
         Raises:
             MisuseError: some of it is beyond the pool or the engine's memory. Nothing was copied.
         """
-        given = np.array(blocks, np.int64)
         for first, shape, engine in self._runs:
-            self._kernels.call("copy_blocks", int(to_engine), shape, given + first, engine, pool)
+            given = array("q", [number for at, block, count in blocks for number in (at + first, block, count)])
+            address, numbers = given.buffer_info()
+            place = address, numbers * given.itemsize
+            self._kernels.call("copy_blocks", int(to_engine), shape, place, engine, pool)

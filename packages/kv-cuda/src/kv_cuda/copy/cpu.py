@@ -21,19 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
-from numpy.typing import NDArray
 
 from kv_cuda.copy.compiled import CompiledBlocks
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent
-from kv_cuda.kernels import installed_kernels
+from kv_cuda.kernels import Place, installed_kernels
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
 
@@ -110,7 +108,7 @@ class CpuCopier:
             if kernels is not None
         ]
         self._aligned = max(part.word.itemsize for part in self._parts)
-        self._pools: dict[str, NDArray[np.uint8]] = {}
+        self._pools: dict[str, Place] = {}  # for functions in C; `_words` keep the memory alive
         self._pool_bytes: dict[str, int] = {}
         self._words: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
@@ -140,7 +138,7 @@ class CpuCopier:
     def _keep(self, pool: str, memory: torch.Tensor) -> None:
         self._pool_bytes[pool] = memory.numel()
         if self._compiled:
-            self._pools[pool] = memory.numpy()
+            self._pools[pool] = memory.data_ptr(), memory.numel()
         for part in self._parts:
             self._words[pool, part.word] = memory.view(part.word)
 

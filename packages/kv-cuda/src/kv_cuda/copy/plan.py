@@ -97,7 +97,7 @@ def validate_and_split(
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
     for copy in plan.copies:
         _check(copy, slots, chunk_format, nbytes, pools)
-        whole, parts = work.setdefault(copy.extent, ([], []))
+        whole, parts = work.get(copy.extent) or work.setdefault(copy.extent, ([], []))
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
                 whole.append(piece)

@@ -42,7 +42,9 @@ def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
         chunks, partial = divmod(len(slots), stride)
         return Hit(chunks, chunks, -1, _ended(chunks, requested, partial), keys, slots[:-partial] if partial else slots)
 
-    columns = [number for group in whole_groups(shape) for number in columns_of(group, shape)]
+    columns = [number for group in shape.whole_groups for number in columns_of(group, shape)]
+    if requested and columns and index.find(keys[columns[0]]) is None:  # nearly all prompts that nobody has stored
+        return Hit(0, 0, -1, Ended.ABSENT, [], [])
     prefix, partial = requested, 0
     whole: list[ChunkKey] = []
     if columns:
@@ -57,7 +59,7 @@ def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
         prefix, lacking, ended = chunks, -1, _ended(chunks, requested, partial)
     needed = whole[: chunks * len(columns)]
     slots = slots[: len(needed)] if columns else []
-    for group in other_groups(shape):
+    for group in shape.other_groups:
         first = shape.first_chunk(group, chunks)
         its_keys = interleaved(
             [keys[column + first * stride : chunks * stride : stride] for column in columns_of(group, shape)]
@@ -75,7 +77,7 @@ def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool
     is_there: of a place in the chunk-major list of keys.
     """
     stride, shards = shape.keys_per_chunk, shape.shards
-    others = other_groups(shape)
+    others = shape.other_groups
     boundary, lacking = prefix, -1
     there_from = dict.fromkeys(others, prefix)  # from that chunk to the boundary a group has been found complete
     while boundary:
@@ -100,7 +102,7 @@ def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool
 def whole_prefix(shape: ChunkShape, chunks: int, is_there: Callable[[int], bool]) -> int:
     """How many of `chunks` leading chunks those groups have that need the whole prefix. is_there: as above."""
     stride = shape.keys_per_chunk
-    columns = [column for group in whole_groups(shape) for column in columns_of(group, shape)]
+    columns = [column for group in shape.whole_groups for column in columns_of(group, shape)]
     places = (chunk * stride + column for chunk in range(chunks) for column in columns)
     return next((place // stride for place in places if not is_there(place)), chunks)
 
@@ -124,9 +126,9 @@ def slowest_tiers(
 def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
     """The keys that a hit of this many chunks needs, as (chunk, group, shard), in the order of a `Hit`."""
     shards = range(shape.shards)
-    whole = whole_groups(shape)
+    whole = shape.whole_groups
     needed = [(chunk, group, shard) for chunk in range(chunks) for group in whole for shard in shards]
-    for group in other_groups(shape):
+    for group in shape.other_groups:
         first = shape.first_chunk(group, chunks)
         needed += [(chunk, group, shard) for chunk in range(first, chunks) for shard in shards]
     return needed
@@ -135,15 +137,6 @@ def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
 def needed_count(shape: ChunkShape, chunks: int) -> int:
     """The number of keys that a hit of this many chunks needs."""
     return sum(map(len, shape.needed(chunks))) * shape.shards
-
-
-def whole_groups(shape: ChunkShape) -> list[int]:
-    """The groups that need the whole prefix."""
-    return [number for number, coverage in enumerate(shape.groups) if coverage.kind == "all"]
-
-
-def other_groups(shape: ChunkShape) -> list[int]:
-    return [number for number, coverage in enumerate(shape.groups) if coverage.kind != "all"]
 
 
 def columns_of(group: int, shape: ChunkShape) -> range:

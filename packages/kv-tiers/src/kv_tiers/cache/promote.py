@@ -33,8 +33,6 @@ from kv_tiers.cache.hits import (
     columns_of,
     last_boundary,
     needed_count,
-    other_groups,
-    whole_groups,
     whole_prefix,
 )
 from kv_tiers.cache.host import TIER, HostTier
@@ -272,7 +270,7 @@ class Promotions:
         prefix are queried first: what they have bounds what is worth querying of the others."""
         stride = shape.keys_per_chunk
         requested = len(view.keys) // stride
-        if columns := [column for group in whole_groups(shape) for column in columns_of(group, shape)]:
+        if columns := [column for group in shape.whole_groups for column in columns_of(group, shape)]:
             self._query(
                 view, [chunk * stride + column for chunk in range(requested) for column in columns], wait, now_s
             )
@@ -280,7 +278,7 @@ class Promotions:
         prefix = whole_prefix(shape, requested, view.has)
         while needed_count(shape, prefix) > room:
             prefix -= 1
-        others = other_groups(shape)
+        others = shape.other_groups
         best = prefix
         for is_all in (False, True):  # what the longest boundary needs, and only then what shorter ones do
             if best == prefix and is_all:

@@ -165,9 +165,9 @@ class CompiledKernels:
         if self.call("decode_rows", tokens, payload, codes.kinds, codes.lookup, codes.unpacking, scratch, rows):
             raise CodecError(DAMAGED)
 
-    def call(self, name: str, *arguments: int | NDArray[Any]) -> int:
-        """One function by its name in the source, without `kv_`: its number, if it takes one, and its arrays. What it
-        answers.
+    def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:
+        """One function by its name in the source, without `kv_`: its number, if it takes one, and its arrays, or for
+        each its address and size in bytes. What it answers.
 
         Raises:
             MisuseError: the arrays' sizes do not fit each other.
@@ -176,6 +176,8 @@ class CompiledKernels:
         for one in arguments:
             if isinstance(one, int):
                 flat.append(one)
+            elif isinstance(one, tuple):
+                flat += one
             else:
                 assert one.flags.c_contiguous
                 flat += one.ctypes.data, one.nbytes

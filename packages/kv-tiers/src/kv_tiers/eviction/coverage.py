@@ -32,7 +32,10 @@ class BoundedGroups:
     def note(self, keys: Sequence[ChunkKey], shape: ChunkShape) -> None:
         """keys: of a lookup, chunk-major."""
         if keys and not shape.is_plain and len(self._known) < _MOST_GROUPS:
-            self._shapes[keys[0].space_id] = shape
+            space_id = keys[0].space_id
+            if self._shapes.get(space_id) == shape:
+                return
+            self._shapes[space_id] = shape
             for group, coverage in enumerate(shape.groups):
                 if coverage.kind != "all":
                     self._known.add(_group_of(keys[group * shape.shards]))

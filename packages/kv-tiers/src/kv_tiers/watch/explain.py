@@ -11,7 +11,7 @@ from kv_core.cost import Choice, Costs, choose
 from kv_core.coverage import ALL, ChunkShape
 from kv_core.keys import ChunkKey
 
-from kv_tiers.cache.hits import last_boundary, other_groups
+from kv_tiers.cache.hits import last_boundary
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.index.life import BEING_WRITTEN
@@ -70,7 +70,7 @@ def explain(
     one_shard = ChunkShape(shape.chunk_tokens, shape.groups)
     held, _ = last_boundary(one_shard, prefix, lambda place: _holds(known[place % len(known)][place // len(known)][0]))
     lacking = []
-    for group in other_groups(one_shard):
+    for group in one_shard.other_groups:
         first = shape.first_chunk(group, prefix)
         needed = [(where, fate, False) for where, fate, _ in known[group][first:prefix]]
         missing = tuple(state for state in _runs(needed, first, now_s) if not is_held(state))

@@ -37,6 +37,7 @@ _NEVER: Final = 2e-4
 _STEPS_PER_OCTAVE: Final = 2
 _MAX_STEPS: Final = 12
 _MOST: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
+_LEAST: Final = 1 / _MOST
 """Probabilities are quantised in steps of half an octave, from a 64th of the role's to 64 times as much."""
 _REFRESH_EVERY: Final = 100
 _LOST: Final = -1
@@ -156,14 +157,19 @@ class Returns:
     def _count(self, sample: Sample, interval: int, returned: float) -> None:
         # Who comes back does so halfway through the interval, on average, and was not there for the rest.
         exposed = _product(sample.factors) * (1 - returned / 2)
-        expected = exposed * self._role_chances(sample.role)[interval]
+        role = sample.role
+        expected = exposed * (self._chances.get(role) or self._role_chances(role))[interval]
         for factor in sample.factors:
-            factor.expected += expected / factor.value
             factor.returned += returned
-            factor.value = factor.returned / factor.expected
-        for role in (_ALL, sample.role):
-            self._returned.setdefault(role, [0.0] * _INTERVALS)[interval] += returned
-            self._exposed.setdefault(role, [0.0] * _INTERVALS)[interval] += exposed
+            factor.expected = its_expected = factor.expected + expected / factor.value
+            factor.value = factor.returned / its_expected
+        if role not in self._returned:
+            self._returned[role], self._exposed[role] = [0.0] * _INTERVALS, [0.0] * _INTERVALS
+        if returned:
+            self._returned[_ALL][interval] += returned
+            self._returned[role][interval] += returned
+        self._exposed[_ALL][interval] += exposed
+        self._exposed[role][interval] += exposed
 
     def _role_chances(self, role: int) -> list[float]:
         """The probability of returning within each interval, given that it was reached, with all factors 1."""
@@ -206,4 +212,4 @@ def _product(factors: Sequence[Factor]) -> float:
     product = 1.0
     for factor in factors:
         product *= factor.value
-    return min(_MOST, max(1 / _MOST, product))
+    return product if _LEAST < product < _MOST else min(_MOST, max(_LEAST, product))
