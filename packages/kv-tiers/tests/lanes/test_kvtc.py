@@ -7,6 +7,7 @@ few components, turned to their positions, as trained models have them.
 import json
 import struct
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,12 @@ from kv_tiers.chunk_header import HEADER_BYTES, format_id
 from kv_tiers.codec import Codec, CodecError, EncodesFirst
 from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.codecs.calibration import Calibration, read_calibration
-from kv_tiers.codecs.kvtc import KvtcCodec, make_kvtc_codec
+from kv_tiers.codecs.kvtc import HEAD_BYTES, KvtcCodec, make_kvtc_codec
 from kv_tiers.codecs.learning import SINKS, Learning
 from kv_tiers.codecs.rotation import turn, turn_back, turns
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.payloads import Payloads
+from kv_tiers.sealed import SEAL_BYTES, seal
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import Read, TierContext
 
@@ -319,6 +321,30 @@ def test_what_another_calibration_encoded_is_refused() -> None:
     chunk = drawn.chunk(0, 64)
     with pytest.raises(CodecError, match="encoded with calibration"):
         decoded(other, encoded(one, chunk), len(chunk))
+
+
+def test_payloads_and_calibrations_of_version_1_are_refused_by_name(tmp_path: Path) -> None:
+    drawn = Drawn()
+    calibration = drawn.calibration()
+    codec = KvtcCodec(calibration)
+    chunk = drawn.chunk(0, 64)
+    payload = encoded(codec, chunk)
+    head = HEAD_BYTES - SEAL_BYTES
+    with pytest.raises(CodecError, match="version 1"):
+        decoded(codec, seal(b"\1" + payload[1:head]) + payload[HEAD_BYTES:], len(chunk))
+    path = tmp_path / "old.kvtc"
+    calibration.write(path)
+    path.write_bytes(path.read_bytes()[:8] + struct.pack("<I", 1) + path.read_bytes()[12:])
+    with pytest.raises(ConfigError, match="version 1; this release reads version 2"):
+        read_calibration(path)
+
+
+def test_a_forged_calibration_whose_sums_would_overflow_is_refused(tmp_path: Path) -> None:
+    calibration = Drawn().calibration()
+    path = tmp_path / "large.kvtc"
+    replace(calibration, forward=np.full_like(calibration.forward, 16_000)).write(path)
+    with pytest.raises(ConfigError, match="not near to orthonormal"):
+        read_calibration(path)
 
 
 @pytest.fixture
