@@ -4,11 +4,6 @@ An engine says little: it asks for a match, allocates blocks, reports that a loa
 not say that a request was preempted; a request that is looked up again after it ran must have been. A promise (the
 lease of a lookup) lasts exactly while the request is `PENDING`, `PROMISED`, `LOADING`, `FILLING` or `DRAINING`, so
 leaving these phases is the one place where it is released.
-
-An engine tells us little: it asks for a match, it allocates, it says that a load ended, it finishes. A request that is
-asked about again after it ran was preempted; nobody says so. What is promised (leased by a lookup) lasts exactly while
-the request is `PENDING`, `PROMISED`, `LOADING`, `FILLING` or `DRAINING`, so leaving those is the one place where it is
-given back.
 """
 
 from collections.abc import Mapping
