@@ -342,7 +342,7 @@ class Engine(OffSwitch):
         if len(groups) > 1 or groups[0].coverage.kind != "all":
             why = "the model has several kinds of layers, or layers that do not need the whole prefix"
         elif not self._is_one_process:
-            why = "the engine has several worker processes"
+            why = "the engine's workers are in processes of their own"
         elif is_quantised_kind(kind):
             why = f"chunks are stored in format {kind}"
         if why:
