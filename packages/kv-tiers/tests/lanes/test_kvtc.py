@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
@@ -203,6 +203,9 @@ def test_a_wrong_position_costs_bytes_and_no_precision() -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@example(layers=1, heads=3, head_dim=128, tokens=8, dtype="bfloat16", step=0.1, number=0)  # the sample was of one token
+@example(layers=3, heads=8, head_dim=128, tokens=16, dtype="bfloat16", step=0.1, number=0)
+@example(layers=3, heads=8, head_dim=128, tokens=17, dtype="bfloat16", step=0.1, number=0)
 @given(
     layers=st.integers(1, 3),
     heads=st.sampled_from([1, 2, 3, 5, 8]),

@@ -99,8 +99,9 @@ INLINE unsigned class_of(uint16_t symbol) {
 VERSIONS static size_t cheapest(const uint16_t *restrict symbols, size_t n, const uint32_t *restrict costs,
                                 size_t codes) {
     uint32_t counts[2][COSTED] = {{0}}; /* as a symbol often follows itself, and would wait for its own count */
-    for (size_t i = 0; i < n; i += SAMPLED)
-        counts[i / SAMPLED & 1][class_of(symbols[i])]++;
+    /* Of each sixteen another one, or with some numbers of tokens all samples would be of one token. */
+    for (size_t k = 0, i = 0; i < n; k++, i = k * SAMPLED + (k * 5) % SAMPLED)
+        counts[k & 1][class_of(symbols[i])]++;
     for (int i = 0; i < COSTED; i++)
         counts[0][i] += counts[1][i];
     size_t best = 0;
