@@ -46,11 +46,11 @@ class _Wanted:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Query:
     """What the nodes have said about one holder's lookup.
 
     what: tells a lookup of other chunks from this one.
-    asked_s: when the open questions were asked.
+    sent_s: when the open questions were sent.
     renewed_s: when the promises at other nodes were last known to begin.
     own: what this node's server found. None: not looked up yet.
     prefix_chunks, lacking: as its first final plan has them.
@@ -61,7 +61,7 @@ class _Asked:
     """
 
     what: tuple[int, bytes]
-    asked_s: float
+    sent_s: float
     renewed_s: float
     own: LookupPlan | None = None
     prefix_chunks: int = 0
@@ -91,7 +91,7 @@ class NodesCache:
         self._keys_per_chunk = groups * share.shards
         self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
         self._clock = clock
-        self._asked: dict[Holder, _Asked] = {}
+        self._queries: dict[Holder, _Query] = {}
         self._to_send: list[ToNode] = []
         self._number = 0
         self._silent: set[int] = set()
@@ -111,16 +111,16 @@ class NodesCache:
         """What nodes have answered."""
         for message in messages:
             self._silent.discard(message.node)
-            asked = self._asked.get(message.holder)
-            if asked is None:
+            query = self._queries.get(message.holder)
+            if query is None:
                 continue
             match message:
                 case Answer(node, number, _, plan):
-                    if asked.open.get(node) == number:
-                        del asked.open[node]
-                        asked.found[node] = plan
+                    if query.open.get(node) == number:
+                        del query.open[node]
+                        query.found[node] = plan
                 case Lost():
-                    asked.is_lost = not asked.open  # else it is being looked up again already
+                    query.is_lost = not query.open  # else it is being looked up again already
 
     # `CacheService`, for all nodes.
 
@@ -141,45 +141,45 @@ class NodesCache:
         wanted = _Wanted(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
         chunks = len(keys) // shape.keys_per_chunk
         what = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
-        asked = self._asked.get(holder)
-        was_sent = asked is not None and asked.was_sent
-        if asked is None or asked.is_over or asked.is_lost or asked.what != what:
+        query = self._queries.get(holder)
+        was_sent = query is not None and query.was_sent
+        if query is None or query.is_over or query.is_lost or query.what != what:
             now_s = self._clock.now_s()
-            asked = self._asked[holder] = _Asked(what, now_s, now_s)
-        own = asked.own
+            query = self._queries[holder] = _Query(what, now_s, now_s)
+        own = query.own
         if own is None or own.ended is Ended.PENDING:
-            own = asked.own = self._look(wanted, chunks, waits=wait_for_promotion)
-            asked.prefix_chunks, asked.lacking = own.prefix_chunks, own.lacking
+            own = query.own = self._look(wanted, chunks, waits=wait_for_promotion)
+            query.prefix_chunks, query.lacking = own.prefix_chunks, own.lacking
         is_pending = own.ended is Ended.PENDING
         if not is_pending and (not own.chunks or _declines(own)):
             if was_sent:
                 self._to_send.append(End(holder))
             if not own.chunks:
-                del self._asked[holder]
+                del self._queries[holder]
             else:
-                asked.is_over = True
+                query.is_over = True
             return own
-        if not asked.was_sent:
-            self._ask(asked, wanted, self._others, chunks if is_pending else own.chunks, waits=wait_for_promotion)
-        self._give_up_silent(asked)
-        if is_pending or asked.open:
+        if not query.was_sent:
+            self._ask(query, wanted, self._others, chunks if is_pending else own.chunks, waits=wait_for_promotion)
+        self._give_up_silent(query)
+        if is_pending or query.open:
             return replace(own, ended=Ended.PENDING)
-        return self._agree(asked, wanted, own)
+        return self._agree(query, wanted, own)
 
     def renew(self, holder: Holder) -> bool:
-        asked = self._asked.get(holder)
-        if asked is None or asked.is_lost or not self._own.renew(holder):
+        query = self._queries.get(holder)
+        if query is None or query.is_lost or not self._own.renew(holder):
             return False
         now_s = self._clock.now_s()
-        if asked.was_sent and now_s - asked.renewed_s >= RENEW_S:
-            asked.renewed_s = now_s
+        if query.was_sent and now_s - query.renewed_s >= RENEW_S:
+            query.renewed_s = now_s
             self._to_send.append(Renew(holder))
         return True
 
     def end(self, holder: Holder) -> None:
         self._own.end(holder)
-        asked = self._asked.pop(holder, None)
-        if asked is not None and asked.was_sent:
+        query = self._queries.pop(holder, None)
+        if query is not None and query.was_sent:
             self._to_send.append(End(holder))
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
@@ -234,50 +234,50 @@ class NodesCache:
             tiers=wanted.tiers,
         )
 
-    def _ask(self, asked: _Asked, wanted: _Wanted, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
+    def _ask(self, query: _Query, wanted: _Wanted, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
         """Have these nodes look up the first `chunks` chunks."""
         self._number += 1
         prompt = Prompt.of(wanted.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
         self._to_send.append(
             Question(self._number, tuple(nodes), wanted.holder, prompt, waits, wanted.costs, wanted.tiers)
         )
-        asked.open = dict.fromkeys(nodes, self._number)
-        asked.asked_s = self._clock.now_s()
+        query.open = dict.fromkeys(nodes, self._number)
+        query.sent_s = self._clock.now_s()
 
-    def _give_up_silent(self, asked: _Asked) -> None:
+    def _give_up_silent(self, query: _Query) -> None:
         """Take it that nodes have nothing that do not answer."""
-        if not asked.open:
+        if not query.open:
             return
-        if self._clock.now_s() - asked.asked_s >= PATIENCE_S:
-            for node in asked.open.keys() - self._silent:
+        if self._clock.now_s() - query.sent_s >= PATIENCE_S:
+            for node in query.open.keys() - self._silent:
                 self._silent.add(node)
                 _log.warning(
                     "node %d has not answered for %d s: until it does, every prompt is a miss", node, PATIENCE_S
                 )
-        for node in asked.open.keys() & self._silent:
-            del asked.open[node]
-            asked.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
+        for node in query.open.keys() & self._silent:
+            del query.open[node]
+            query.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
 
-    def _agree(self, asked: _Asked, wanted: _Wanted, own: LookupPlan) -> LookupPlan:
+    def _agree(self, query: _Query, wanted: _Wanted, own: LookupPlan) -> LookupPlan:
         """All nodes have answered."""
-        shortest = min(asked.found.values(), key=_chunks)
+        shortest = min(query.found.values(), key=_chunks)
         if shortest.chunks < own.chunks:
             ended = shortest.ended
-            own = asked.own = self._look(wanted, shortest.chunks)
+            own = query.own = self._look(wanted, shortest.chunks)
         else:
             ended = own.ended
         least, prefix_chunks, lacking = own.chunks, own.chunks, -1
-        if not wanted.shape.is_plain and asked.prefix_chunks > least:
-            prefix_chunks, lacking = asked.prefix_chunks, asked.lacking
+        if not wanted.shape.is_plain and query.prefix_chunks > least:
+            prefix_chunks, lacking = query.prefix_chunks, query.lacking
         if not least:
             self.end(wanted.holder)
             return LookupPlan(wanted.holder, 0, ended, (), prefix_chunks, lacking)
-        longer = [node for node, plan in asked.found.items() if plan.chunks > least]
+        longer = [node for node, plan in query.found.items() if plan.chunks > least]
         if longer and not wanted.shape.is_plain:
-            self._ask(asked, wanted, longer, least)
+            self._ask(query, wanted, longer, least)
             return replace(own, ended=Ended.PENDING)
-        asked.is_over = True
-        plans = [own, *asked.found.values()]
+        query.is_over = True
+        plans = [own, *query.found.values()]
         return replace(
             own,
             ended=ended,
