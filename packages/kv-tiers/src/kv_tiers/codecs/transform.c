@@ -187,8 +187,8 @@ INLINE const f32 *cosines_of(const Shape *shape, const u8 *turns, const u8 *tabl
 /* ---- the way there ---- */
 
 /* A tile of a plane, in steps from its means. words: of the first token. moved: room for as many. tokens: how many are
- * there; those kept have no steps. */
-INLINE void to_steps(const Shape *shape, const Sizes *sizes, const u8 *words, size_t tokens, size_t kept,
+ * there. verbatim: how many of the first are stored as they are, and have no steps. */
+INLINE void to_steps(const Shape *shape, const Sizes *sizes, const u8 *words, size_t tokens, size_t verbatim,
                      const f32 *cosines, size_t stride, const f32 *means, const f32 *steps, u8 *restrict moved,
                      f32 *restrict numbers) {
     size_t n = sizes->channels, half = (size_t)shape->head_dim / 2;
@@ -210,8 +210,8 @@ INLINE void to_steps(const Shape *shape, const Sizes *sizes, const u8 *words, si
             f32 *restrict row = numbers + channel * TILE;
             for (size_t t = 0; t < TILE; t++)
                 row[t] = (both[i][t] - mean) * step;
-            if (kept || tokens < TILE) {
-                memset(row, 0, 4 * kept);
+            if (verbatim || tokens < TILE) {
+                memset(row, 0, 4 * verbatim);
                 memset(row + tokens, 0, 4 * (TILE - tokens));
             }
         }
@@ -261,10 +261,10 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
     for (size_t plane = 0; plane < KEYS_AND_VALUES * (size_t)shape->layers; plane++) {
         for (size_t first = 0; first < sizes.tokens; first += TILE) {
             size_t tokens = sizes.tokens - first < TILE ? sizes.tokens - first : TILE;
-            size_t kept = exact > first ? (exact - first < tokens ? exact - first : tokens) : 0;
+            size_t verbatim = exact > first ? (exact - first < tokens ? exact - first : tokens) : 0;
             size_t stride;
             const f32 *cosines = cosines_of(shape, turns, tables, plane, first, &stride);
-            to_steps(shape, &sizes, words + (plane * sizes.tokens + first) * n * sizes.item, tokens, kept, cosines, stride,
+            to_steps(shape, &sizes, words + (plane * sizes.tokens + first) * n * sizes.item, tokens, verbatim, cosines, stride,
                      (const f32 *)means + plane * n, (const f32 *)steps + plane * (n / block), scratch + 4 * TILE * n,
                      numbers);
             for (size_t at = 0; at < n / block; at++) {
