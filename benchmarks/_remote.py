@@ -16,9 +16,9 @@ import redis
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
+from kv_testing.servers import ValkeyServer
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.testing.servers import ValkeyServer
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.redis import RedisTier
 from kv_tiers.tiers.redis_servers import RedisConfig

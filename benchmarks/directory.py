@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 from kv_core.testing import key_chain
+from kv_testing.servers import ValkeyServer
 from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
-from kv_tiers.testing.servers import ValkeyServer
 from kv_tiers.tiers.directory.contents import Contents, Source
 from kv_tiers.tiers.directory.entries import VERSION, Entry, decode, encode
 from kv_tiers.tiers.directory.mirror import Host, Mirror, Summed

@@ -131,7 +131,7 @@ def main() -> int:
 def rows_of(model: str, most: int, tokens: int) -> list[Row]:
     from kv_cuda.judge.measure import Model, Windows, cut_windows, judge
     from kv_cuda.judge.roundtrip import FirstParts, RoundTrip
-    from kv_tiers.testing.throttled import offer
+    from kv_testing.throttled import offer
 
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md"))
     # The judge stores all of a context but its last token.

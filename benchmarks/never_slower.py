@@ -193,7 +193,7 @@ def main() -> int:
     )
     chosen = asked.parse_args()
     from kv_cuda.tiny import TinyLlama
-    from kv_tiers.testing.throttled import offer
+    from kv_testing.throttled import offer
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
     chunk_tokens = 256 if chosen.engine == "vllm" else PAGE_TOKENS

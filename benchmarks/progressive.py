@@ -134,7 +134,7 @@ def main() -> int:
     made.add_argument("--bandwidth", action="append", choices=BANDWIDTHS, help="of these links alone")
     made.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of each prompt (default: 1600)")
     options = made.parse_args()
-    from kv_tiers.testing.throttled import offer
+    from kv_testing.throttled import offer
 
     ways = WAYS | (CALIBRATED if options.calibration else {})
     ways = {name: way for name, way in ways.items() if name in {"raw", *(options.way or ways)}}

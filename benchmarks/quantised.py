@@ -31,7 +31,7 @@ from _report import Row, parser, report
 from kv_core.format import ChunkFormat
 from kv_cuda import bind
 from kv_cuda.tiny import TinyLlama
-from kv_vllm.testing.witness import Errors, Witness
+from kv_testing.vllm_witness import Errors, Witness
 
 PROMPTS = 16
 PROMPT_TOKENS = 560

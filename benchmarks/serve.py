@@ -252,7 +252,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
 
 def one_start(engine: str, way: str, model: str, prompts: Path, threads: int) -> dict[str, dict[str, float]]:
     """What the client has measured of each workload, at a server that is started for it."""
-    from kv_tiers.testing.servers import free_port
+    from kv_testing.servers import free_port
 
     port = free_port()
     url = f"http://127.0.0.1:{port}"

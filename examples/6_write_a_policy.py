@@ -18,7 +18,7 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_tiers import EvictionPolicy
 from kv_tiers.options import read_options
-from kv_tiers.testing.contract import PolicyContract
+from kv_tiers.testing.policy_contract import PolicyContract
 
 
 class HeadsLastConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,9 +23,8 @@ from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.testing.contract import content
 from kv_tiers.testing.side_by_side import side_by_side
-from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for

@@ -57,7 +57,7 @@ class Engine:
         return answers
 
     def inside(self, method: str) -> Any:
-        """Call a method of `kv_vllm.testing.inspect.Inspect` in every worker, wherever it lives; rank 0's answer."""
+        """Call a method of `kv_testing.vllm_inspect.Inspect` in every worker, wherever it lives; rank 0's answer."""
         return self.inside_all(method)[0]
 
     def inside_all(self, method: str) -> list[Any]:
@@ -106,7 +106,7 @@ def started(
             kv_load_failure_policy=policy,
             kv_connector_extra_config=cache,
         )
-        arguments.setdefault("worker_extension_cls", "kv_vllm.testing.inspect.Inspect")
+        arguments.setdefault("worker_extension_cls", "kv_testing.vllm_inspect.Inspect")
     chosen = {
         "dtype": "float32",
         "max_model_len": 4096,

@@ -19,9 +19,9 @@ import pytest
 from engines import Engine, started
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder, LoadFailed, ReadLease
+from kv_testing.vllm_inspect import Inspect
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.remote_cache import RemoteCache
-from kv_vllm.testing.inspect import Inspect
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 

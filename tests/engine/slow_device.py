@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.connect.testing import CopyQueue, QueuedCopier, QueuedCopy
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_cuda import CpuCopier, PagedLayout, bind, make_copier
+from kv_testing.connect import CopyQueue, QueuedCopier, QueuedCopy
 
 
 class LockedQueue(CopyQueue):

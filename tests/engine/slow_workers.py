@@ -3,7 +3,7 @@
 from typing import Any
 
 from kv_cuda import bind
-from kv_vllm.testing.inspect import Inspect
+from kv_testing.vllm_inspect import Inspect
 from slow_device import SlowDevice
 
 COPY_S = 0.05

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kv_vllm.testing.inspect import Inspect
+from kv_testing.vllm_inspect import Inspect
 
 
 class Stages(Inspect):

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from engines import SHARED
-from kv_tiers.testing.servers import free_port
-from kv_tiers.testing.wait import until
+from kv_testing.servers import free_port
+from kv_testing.wait import until
 
 READY_S, END_S = 180, 60
 PROMPT = SHARED[:600]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from engines import Engine, started
 from kv_core.cost import Choice
+from kv_testing.throttled import ThrottledTier, offer
 from kv_tiers.attach.engine import engines
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import EngineMeasured, LookedUp
-from kv_tiers.testing.throttled import ThrottledTier, offer
 
 PROMPTS = [[3 + (7919 * i + 101 * number * (i + 7)) % 2000 for i in range(1024 + 40)] for number in range(6)]
 WHOLE = 1024

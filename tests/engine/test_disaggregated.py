@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
+from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
+from kv_testing.wait import until
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.report import CacheReport
-from kv_tiers.testing.two_hosts import ADDRESSES, TwoHosts, available
-from kv_tiers.testing.wait import until
 
 pytestmark = pytest.mark.slow
 PREFILL = {

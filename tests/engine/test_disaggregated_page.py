@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kv_tiers.testing.servers import free_port
-from kv_tiers.testing.wait import line
+from kv_testing.servers import free_port
+from kv_testing.wait import line
 from test_disaggregated_http import PROMPT, metric, post
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from engines import NEW_TOKENS, SHARED, Answer, Engine, started
 from kv_cuda.tiny import TinyLlama
-from kv_tiers.testing.wait import until
+from kv_testing.wait import until
 
 PROMPT = SHARED[:700]
 RANK = 4

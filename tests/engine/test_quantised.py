@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
 from kv_cuda import bind
-from kv_vllm.testing.witness import Witness
+from kv_testing.vllm_witness import Witness
 
 
 @pytest.fixture(scope="module")

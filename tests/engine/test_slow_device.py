@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
-from kv_core.connect.testing import QueuedCopy
+from kv_testing.connect import QueuedCopy
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.process import launch
 from slow_device import slow_device

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from engines import Answer, Engine, started
+from kv_testing.faults import Fault, FaultyTier
 from kv_tiers import build as tiers_build
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.testing.faults import Fault, FaultyTier
 from kv_tiers.tier import Tier
 
 NEW_TOKENS = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, empty_the_pool, started
-from kv_tiers.testing.servers import Proxy, ValkeyServer
-from kv_tiers.testing.wait import until
+from kv_testing.servers import Proxy, ValkeyServer
+from kv_testing.wait import until
 
 POOL = {"capacity_bytes": "2MiB"}
 PATIENT = {"wait_s": 20.0}

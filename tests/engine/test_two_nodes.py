@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine
 from kv_core.keys import ChunkKey
+from kv_testing.wait import until
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.testing.wait import until
 from second_node import two_nodes
 
 TOKENS = 4

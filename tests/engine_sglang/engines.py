@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from kv_sglang.cli import engine_arguments
+from kv_testing.wait import until
 from kv_tiers.pool.directory import nbytes_for
 from kv_tiers.pool.host_pool import pool_path
-from kv_tiers.testing.wait import until
 
 PAGE = 16
 NEW_TOKENS = 8

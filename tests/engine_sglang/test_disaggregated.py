@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
+from kv_testing.wait import until
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.testing.wait import until
 from test_both_engines import PAGE, VLLM, of, run_vllm
 
 pytestmark = [

@@ -12,11 +12,11 @@ from kv_core.connect.request import HOLDING, NEXT, Event, Phase, advance
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import LoadStep, StepPlan, StoreStep
-from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
+from kv_testing.connect import DictCopier, DictService
 
 BLOCK = 2
 CHUNK = 4

@@ -8,11 +8,11 @@ from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StepPlan
-from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.sequence import KeySequence
+from kv_testing.connect import DictCopier, DictService
 
 BLOCK, CHUNK = 2, 4
 SPACE = KeySpace("model", "r1", "float32", "f", 1, f"sha256:{CHUNK}")

@@ -6,11 +6,11 @@ from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, GroupShape, load_from, stored_from, without_holes
-from kv_core.connect.testing import DictCopier, DictService
-from kv_core.connect.toy_engine import BLOCK, CHUNK, SPACE, WINDOW, ToyHybrid, run
 from kv_core.connect.worker import WorkerHalf
 from kv_core.coverage import ALL, Coverage
 from kv_core.hashing import ChainScheme
+from kv_testing.connect import DictCopier, DictService
+from kv_testing.toy_engine import BLOCK, CHUNK, SPACE, WINDOW, ToyHybrid, run
 
 TestToyHybrid = ToyHybrid.TestCase
 TestToyHybrid.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -11,7 +11,6 @@ from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StepPlan
-from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.coverage import Coverage
 from kv_core.extent import HostExtent
@@ -19,6 +18,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.service import WriteLease
 from kv_core.transfer import plan_transfer
+from kv_testing.connect import DictCopier, DictService
 
 BLOCK, CHUNK = 8, 32
 PROMPT = list(range(100, 100 + 2 * CHUNK + 20))

@@ -10,13 +10,13 @@ from kv_core.connect.request import Phase
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StepPlan
-from kv_core.connect.testing import CopyQueue, DictCopier, DictService, QueuedCopier
 from kv_core.connect.worker import WorkerHalf
 from kv_core.cost import Costs
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
+from kv_testing.connect import CopyQueue, DictCopier, DictService, QueuedCopier
 
 SPACE = KeySpace("model", "r1", "float32", "f", 1, "sha256:4")
 SHAPE = ConnectShape(ChainScheme(chunk_tokens=4), SPACE, (GroupShape(2),))

@@ -8,8 +8,8 @@ from kv_core.connect.controls import Controls
 from kv_core.connect.inputs import RequestTokens
 from kv_core.connect.quiet import QuietSteps, tokens_to_store
 from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.testing import DictService
-from kv_core.connect.toy_engine import CHUNK, shape_of
+from kv_testing.connect import DictService
+from kv_testing.toy_engine import CHUNK, shape_of
 
 SHAPE = shape_of(5)
 CONTROLS = st.builds(

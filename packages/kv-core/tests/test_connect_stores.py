@@ -17,12 +17,12 @@ from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import StateBlock, StepPlan, StoreStep
-from kv_core.connect.testing import CopyQueue, DictCopier, DictService, QueuedCopier, QueuedCopy
-from kv_core.connect.toy_engine import BLOCK, SPACE, ToyHybrid, run, shape_of
 from kv_core.connect.worker import WorkerHalf
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.service import WriteLease
+from kv_testing.connect import CopyQueue, DictCopier, DictService, QueuedCopier, QueuedCopy
+from kv_testing.toy_engine import BLOCK, SPACE, ToyHybrid, run, shape_of
 
 BLOCKS = 180
 OTHER_SPACE = replace(SPACE, revision="r2")

@@ -7,10 +7,10 @@ from kv_core.connect.request import Phase
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.step import NO_SPACE, StepPlan
-from kv_core.connect.testing import DictCopier, DictService
 from kv_core.connect.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
+from kv_testing.connect import DictCopier, DictService
 
 OLD = KeySpace("model", "old", "float32", "f", 1, "sha256:4")
 NEW = replace(OLD, revision="new")

@@ -10,8 +10,8 @@ from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.inputs import RequestTokens
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
-from kv_core.connect.testing import DictService
 from kv_core.cost import Choice, Costs, Skipped, Wait, choose, choose_wait
+from kv_testing.connect import DictService
 
 SECONDS = st.floats(0.0, 100.0)
 SMALL = st.floats(0.0, 1e-2)

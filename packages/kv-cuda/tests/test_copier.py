@@ -20,7 +20,7 @@ from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, tran
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.kernels import installed_kernels
-from kv_cuda.testing import BLOCKS, TOKENS, SmallCache, place_of, small_caches
+from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, place_of, small_caches
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()

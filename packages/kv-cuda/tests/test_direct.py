@@ -25,7 +25,7 @@ from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.files.cufile import CuFiles, NoCuFile, find_cufile
 from kv_cuda.files.direct import Carried, DirectCopier, make_direct_copier
 from kv_cuda.files.host_files import Files, HostFiles, OpenFile, Transfer
-from kv_cuda.testing import BLOCKS, TOKENS, small_caches
+from kv_testing.layouts import BLOCKS, TOKENS, small_caches
 
 CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 2 * TOKENS

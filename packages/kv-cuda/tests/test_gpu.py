@@ -41,10 +41,10 @@ from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
 from kv_cuda.layout import split_parts
-from kv_cuda.testing import BLOCKS, LAYERS, TOKENS, small_caches
 from kv_cuda.tune import bench_cli
 from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
+from kv_testing.layouts import BLOCKS, LAYERS, TOKENS, small_caches
 
 CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 3 * TOKENS

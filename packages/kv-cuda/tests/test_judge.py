@@ -14,7 +14,7 @@ from kv_cuda.judge.calibrate import through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
 from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
-from kv_cuda.testing import reach
+from kv_testing.layouts import reach
 
 BOUND = {"int8": 1 / 254, "fp8": 1 / 16}
 LAST_ROUNDING = 2.0**-8

@@ -9,7 +9,7 @@ from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import PartLayout, pages_of, read_rows, split_parts, transposed_keys, write_rows
 from kv_cuda.copy.plan import WholeBlocks, validate_and_split
-from kv_cuda.testing import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches
+from kv_testing.layouts import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches
 
 CACHES = small_caches()
 RUNS = {name: cache for name, cache in CACHES.items() if cache.layout.blocks_are_runs}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kv_core.errors import InputError
 from kv_cuda import PagedLayout, PartLayout, pages_of, probe_rows, read_rows, write_rows
-from kv_cuda.testing import BLOCKS, DIM, LAYERS, TOKENS, SmallCache, small_caches
+from kv_testing.layouts import BLOCKS, DIM, LAYERS, TOKENS, SmallCache, small_caches
 
 CACHES = small_caches()
 RUNS = {name: cache for name, cache in CACHES.items() if cache.layout.blocks_are_runs}

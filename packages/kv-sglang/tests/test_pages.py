@@ -12,17 +12,17 @@ import torch
 from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
-from kv_cuda.testing import reach
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.requests import RequestPages
+from kv_testing.layouts import reach
+from kv_testing.throttled import ThrottledTier
+from kv_testing.wait import until
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
-from kv_tiers.testing.throttled import ThrottledTier
-from kv_tiers.testing.wait import until
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4

@@ -16,11 +16,12 @@ from kv_core.keys import ChunkKey
 from kv_core.log import LIMIT
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
+from kv_testing.service_contract import assert_adds_up
+from kv_testing.wait import line
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.pool import host_pool
 from kv_tiers.pool.directory import HEADER_BYTES, RECORD_BYTES, nbytes_for
-from kv_tiers.testing.contract import assert_adds_up, content
-from kv_tiers.testing.wait import line
+from kv_tiers.testing.tier_contract import content
 
 CHUNK_BYTES = 6000
 SLOTS = 8
@@ -267,7 +268,7 @@ import sys
 from kv_core.log import LIMIT
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.testing.contract import content
+from kv_tiers.testing.tier_contract import content
 
 name, chunk_bytes, slots, seed = sys.argv[1], *map(int, sys.argv[2:])
 cache = LocalCache(HostPool.named(name, chunk_bytes, slots, fingerprint="f"))

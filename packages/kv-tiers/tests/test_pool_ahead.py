@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from kv_core.testing import key_chain
+from kv_testing.wait import until
 from kv_tiers import HostPool
 from kv_tiers.pool import ahead, host_pool
 from kv_tiers.pool.ahead import LEAST_AHEAD, MOST_AHEAD, WORTH_BYTES, distance
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.mapped import MappedPool
-from kv_tiers.testing.wait import until
 
 MIB = 1 << 20
 SLOTS = 160  # of a MiB

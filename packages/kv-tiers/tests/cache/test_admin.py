@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.testing import key_chain
+from kv_testing.tower import Tower
 from kv_tiers.cache.admin import quota_slots
 from kv_tiers.index.life import BEING_WRITTEN
-from kv_tiers.testing.tower import Tower
 
 KEYS = key_chain(4)
 

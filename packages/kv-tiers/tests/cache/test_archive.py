@@ -9,12 +9,12 @@ from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.shapes import keys_for
+from kv_testing.tower import FINGERPRINT, Tower
 from kv_tiers.cache.archive import Imported, export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.shapes import keys_for
-from kv_tiers.testing.tower import FINGERPRINT, Tower
 
 KEYS = key_chain(6)
 

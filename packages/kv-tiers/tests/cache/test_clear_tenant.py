@@ -4,8 +4,8 @@ from typing import Any
 
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
-from kv_tiers.testing.tenants import ANN, BEN, cache_of, held, store, used
-from kv_tiers.testing.tower import Tower, leading
+from kv_testing.tenants import ANN, BEN, cache_of, held, store, used
+from kv_testing.tower import Tower, leading
 
 
 def test_a_tenant_is_cleared_and_nobody_else() -> None:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
+from kv_testing.tower import FINGERPRINT, Tower
 from kv_tiers import chunk_header
 from kv_tiers.config import ColdConfig
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.shapes import CHUNK_TOKENS, keys_for, shapes
-from kv_tiers.testing.tower import FINGERPRINT, Tower
 from kv_tiers.tier import Write
 
 GROUP_BYTES = (CHUNK_BYTES, 10, CHUNK_BYTES, 33)

@@ -8,12 +8,12 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_testing.service_contract import assert_adds_up
+from kv_testing.tenants import ANN, cache_of, held, store
+from kv_testing.tower import FINGERPRINT
+from kv_testing.wait import joined
 from kv_tiers.cache.handed_over import HandedOver
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.testing.contract import assert_adds_up
-from kv_tiers.testing.tenants import ANN, cache_of, held, store
-from kv_tiers.testing.tower import FINGERPRINT
-from kv_tiers.testing.wait import joined
 
 KEYS = key_chain(3)
 

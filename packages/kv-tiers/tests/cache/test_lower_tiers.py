@@ -4,13 +4,13 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import Tower
+from kv_testing.wait import until
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
 from kv_tiers.lanes.lane import Health
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import until
 
 KEYS = key_chain(6)
 

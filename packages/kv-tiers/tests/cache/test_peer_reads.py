@@ -8,12 +8,13 @@ import pytest
 from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.faults import FAULTS, Fault
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import FINGERPRINT, Tower
+from kv_testing.wait import joined
 from kv_tiers import chunk_header
 from kv_tiers.cache.peer_reads import PeerReads
-from kv_tiers.testing.contract import CHUNK_BYTES, content
-from kv_tiers.testing.faults import FAULTS, Fault
-from kv_tiers.testing.tower import FINGERPRINT, Tower
-from kv_tiers.testing.wait import joined
+from kv_tiers.testing.tier_contract import content
 
 KEYS = key_chain(3)
 FORM = chunk_header.format_id(FINGERPRINT)

@@ -8,8 +8,8 @@ from kv_core.cost import Costs
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.tower import Tower, leading
+from kv_testing.tower import Tower, leading
+from kv_tiers.testing.tier_contract import content
 
 KEYS = key_chain(6)
 QUICK = Costs(0, (10.0, 1.0), (0.0, 0.0))

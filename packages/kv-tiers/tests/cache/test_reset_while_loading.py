@@ -21,13 +21,13 @@ from kv_core.lookup import Ended
 from kv_core.service import CacheService, ReadLease
 from kv_core.testing import key_chain
 from kv_core.transfer import TransferPlan
+from kv_testing.tower import Tower
+from kv_testing.wait import joined
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import joined
+from kv_tiers.testing.tier_contract import content
 
 CHUNK = 4
 BLOCK = 2

@@ -4,9 +4,9 @@ import uuid
 from collections import Counter
 
 from kv_core.testing import key_chain
+from kv_testing.tenants import ANN, BEN, CYD, SLOT, cache_of, held, store, used
+from kv_testing.tower import Tower
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.testing.tenants import ANN, BEN, CYD, SLOT, cache_of, held, store, used
-from kv_tiers.testing.tower import Tower
 
 
 def test_a_named_pool_is_trimmed_to_the_quotas_of_the_next_process() -> None:

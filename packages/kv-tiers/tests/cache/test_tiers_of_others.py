@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import Tower, leading
+from kv_testing.wait import until
 from kv_tiers import HostConfig, build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.lanes import jobs
 from kv_tiers.lanes.jobs import Outgoing
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.tower import Tower, leading
-from kv_tiers.testing.wait import until
 
 KEYS = key_chain(4)
 ANN, BEN = key_chain(2, salt="ann"), key_chain(2, salt="ben")

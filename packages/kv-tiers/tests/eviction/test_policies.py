@@ -18,7 +18,7 @@ from kv_tiers.eviction import POLICY_NAMES, make_policy
 from kv_tiers.eviction.arc import ArcPolicy
 from kv_tiers.eviction.prefix.returns import Returns, Trait
 from kv_tiers.options import read_options
-from kv_tiers.testing.contract import PolicyContract
+from kv_tiers.testing.policy_contract import PolicyContract
 from kv_tiers.tools.sim import TierPlan, simulate
 from kv_tiers.watch.trace_file import Trace, read_trace
 

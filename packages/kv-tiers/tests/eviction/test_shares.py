@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from kv_core.keys import NO_TENANT, ChunkKey
+from kv_testing.tenants import ANN
 from kv_tiers.eviction import EvictionPolicy, make_policy
 from kv_tiers.eviction.shares import Shares
-from kv_tiers.testing.contract import PolicyContract
-from kv_tiers.testing.tenants import ANN
+from kv_tiers.testing.policy_contract import PolicyContract
 
 
 class Divided:

@@ -13,6 +13,9 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
+from kv_testing.faults import FaultyTier
+from kv_testing.redis_servers import VALKEY, end_all, running
+from kv_testing.wait import until
 from kv_tiers import HostConfig, build, build_local_cache, chunk_header
 from kv_tiers.approximate import exact_fingerprint, fingerprint_above
 from kv_tiers.attach.connect import Format, open_remote, workers_of
@@ -26,10 +29,7 @@ from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 from kv_tiers.settings import load as load_settings
-from kv_tiers.testing.faults import FaultyTier
-from kv_tiers.testing.redis_servers import VALKEY, end_all, running
 from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.testing.wait import until
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.dram import DramTier

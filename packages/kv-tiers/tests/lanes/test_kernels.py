@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import MisuseError
+from kv_testing.codec_fuzz import drawn_words, misfits, outcomes
+from kv_testing.copy_fuzz import wrong_copies
+from kv_testing.kvtc_fuzz import kvtc_outcomes
 from kv_tiers.codec import Codec
 from kv_tiers.codecs import compiled_kernels
 from kv_tiers.codecs.compiled_kernels import LIBRARY, SOURCES, CompiledKernels, installed_kernels
@@ -28,9 +31,6 @@ from kv_tiers.codecs.kernels import (
 )
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
-from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
-from kv_tiers.testing.copy_fuzz import wrong_copies
-from kv_tiers.testing.kvtc_fuzz import kvtc_outcomes
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -255,7 +255,7 @@ def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path
     }
     for fuzz, expected in expected_of.items():
         ran = subprocess.run(
-            [sys.executable, "-m", f"kv_tiers.testing.{fuzz}", str(library), "11", "40"],
+            [sys.executable, "-m", f"kv_testing.{fuzz}", str(library), "11", "40"],
             capture_output=True,
             text=True,
             env=environ,

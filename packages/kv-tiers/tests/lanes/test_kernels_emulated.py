@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_core.errors import MisuseError
+from kv_testing.codec_fuzz import drawn_words, misfits, outcomes
+from kv_testing.copy_fuzz import wrong_copies
+from kv_testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
 from kv_tiers.codecs.compiled_kernels import MISFIT, SOURCES, CompiledKernels, installed_kernels
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import ProgressiveCodec
-from kv_tiers.testing.codec_fuzz import drawn_words, misfits, outcomes
-from kv_tiers.testing.copy_fuzz import wrong_copies
-from kv_tiers.testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent

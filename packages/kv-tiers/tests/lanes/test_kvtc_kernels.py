@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import MisuseError
+from kv_testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.compiled_kernels import CompiledKernels, installed_kernels
 from kv_tiers.codecs.kernels import kernels_here
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.rotation import turns
 from kv_tiers.codecs.row_codes import COSTED_CLASSES, ESCAPED, LONGEST_BITS, class_of, code_lengths, row_codes
-from kv_tiers.testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
 
 NUMPY = NumpyKernels()
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")

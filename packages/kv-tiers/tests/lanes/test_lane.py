@@ -9,17 +9,16 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
+from kv_testing.faults import FaultyTier
+from kv_testing.tower import leading
+from kv_testing.wait import until
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes import jobs
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Health, Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.faults import FaultyTier
-from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.testing.tower import leading
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read
 from kv_tiers.tiers.dram import DramTier
 

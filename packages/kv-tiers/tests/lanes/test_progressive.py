@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
+from kv_testing.codec_fuzz import SPECIAL, drawn_words
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.codecs.kernels import kernels_here
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import PARTS, ProgressiveCodec, make_progressive_codec
 from kv_tiers.testing.codec_contract import CodecContract
-from kv_tiers.testing.codec_fuzz import SPECIAL, drawn_words
 from kv_tiers.tier import ANY_CHUNKS
 
 RECORDED = {

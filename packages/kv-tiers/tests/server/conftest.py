@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kv_tiers.testing.cache_servers import ThreadedServer
-from kv_tiers.testing.peers import own_nobody
-from kv_tiers.testing.redis_servers import end_all
+from kv_testing.cache_servers import ThreadedServer
+from kv_testing.peers import own_nobody
+from kv_testing.redis_servers import end_all
 
 
 @pytest.fixture

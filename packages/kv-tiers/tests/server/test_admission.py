@@ -12,20 +12,20 @@ from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
-from kv_tiers.config import HostConfig
-from kv_tiers.server import RemoteCache, ServerConfig, wire
-from kv_tiers.server import caches as caches_module
-from kv_tiers.server import session as session_module
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     ThreadedServer,
     held,
     read,
     register,
     store,
 )
-from kv_tiers.testing.wait import joined, until
+from kv_testing.wait import joined, until
+from kv_tiers.config import HostConfig
+from kv_tiers.server import RemoteCache, ServerConfig, wire
+from kv_tiers.server import caches as caches_module
+from kv_tiers.server import session as session_module
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.server import CacheServer
 
 
 def test_another_user_is_refused(served: ThreadedServer) -> None:

@@ -9,15 +9,15 @@ from kv_core.clock import HandClock
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import ThreadedServer, join_server, kill_server, start_server, store
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import Tower
+from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.events.changes import Change, ChangeLog, Changes
 from kv_tiers.events.events import Committed, Evicted, Forgotten
 from kv_tiers.server import RemoteCache
-from kv_tiers.testing.cache_servers import ThreadedServer, join_server, kill_server, start_server, store
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import until
 
 SLOTS = 8
 

@@ -94,7 +94,7 @@ def test_ctrl_c_while_kv_server_waits_for_its_settings_is_no_traceback(home: Pat
 
 def wchan_is_pipe(pid: int) -> None:
     """Wait until the process reads its standard input, which is empty: its system call is read(0, …)."""
-    from kv_tiers.testing.wait import until
+    from kv_testing.wait import until
 
     until(lambda: Path(f"/proc/{pid}/syscall").read_text().startswith("0 0x0 "), 30)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from kv_testing.wait import line, until
 from kv_tiers.server import RemoteCache, wire
 from kv_tiers.server.accepting import allow_descriptors
-from kv_tiers.testing.wait import line, until
 
 LIMIT = 64
 CLIENTS = 100

@@ -11,15 +11,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
-from kv_tiers.build import check_settings
-from kv_tiers.config import HostConfig
-from kv_tiers.directory_state import DirectoryState
-from kv_tiers.server import wire
-from kv_tiers.server.config import read_config
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.remote_cache import RemoteCache
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,
     held,
@@ -30,12 +22,20 @@ from kv_tiers.testing.cache_servers import (
     settings_for,
     store,
 )
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.http import Served
-from kv_tiers.testing.peers import FakePeer, is_whole, listening, reads_of, served_by
-from kv_tiers.testing.redis_servers import AskedServer, running
-from kv_tiers.testing.servers import Proxy, free_port
-from kv_tiers.testing.wait import until
+from kv_testing.http import Served
+from kv_testing.peers import FakePeer, is_whole, listening, reads_of, served_by
+from kv_testing.redis_servers import AskedServer, running
+from kv_testing.servers import Proxy, free_port
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
+from kv_tiers.build import check_settings
+from kv_tiers.config import HostConfig
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.server import wire
+from kv_tiers.server.config import read_config
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.directory.entries import Entry, decode, encode
 from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names_of, pack

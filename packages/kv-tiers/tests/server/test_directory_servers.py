@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, store
+from kv_testing.certificates import Authority
+from kv_testing.peers import listening
+from kv_testing.redis_servers import RUNNING, TlsFront, certificate, cluster, running, sentinel
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
 from kv_tiers.server.remote_cache import RemoteCache
-from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, store
-from kv_tiers.testing.certificates import Authority
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import listening
-from kv_tiers.testing.redis_servers import RUNNING, TlsFront, certificate, cluster, running, sentinel
-from kv_tiers.testing.wait import until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 

@@ -11,13 +11,7 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
-from kv_tiers.cache.local import LocalCache
-from kv_tiers.drain_state import DrainState
-from kv_tiers.server import RemoteCache, launch, wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.http.metrics import drain_families
-from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     held,
     join_at,
     join_server,
@@ -27,12 +21,18 @@ from kv_tiers.testing.cache_servers import (
     settings_for,
     store,
 )
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.http import Served
-from kv_tiers.testing.peers import FakePeer, listening
-from kv_tiers.testing.redis_servers import end_all, running
-from kv_tiers.testing.servers import Proxy, free_port
-from kv_tiers.testing.wait import until
+from kv_testing.http import Served
+from kv_testing.peers import FakePeer, listening
+from kv_testing.redis_servers import end_all, running
+from kv_testing.servers import Proxy, free_port
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.drain_state import DrainState
+from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.http.metrics import drain_families
+from kv_tiers.server.process import ServerProcess
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")

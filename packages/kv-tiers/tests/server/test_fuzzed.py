@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
-from kv_tiers.server import RemoteCache, launch, wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,
     answers_on,
@@ -29,8 +26,11 @@ from kv_tiers.testing.cache_servers import (
     register,
     report_of,
 )
-from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up
-from kv_tiers.testing.wait import joined, until
+from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
+from kv_testing.wait import joined, until
+from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server.connection import ask_server
+from kv_tiers.server.process import ServerProcess
 
 
 @pytest.fixture(scope="module")

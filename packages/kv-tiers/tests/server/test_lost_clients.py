@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import join_at, report_of
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import line, until
 from kv_tiers.config import HostConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_tiers.server import connections as connections_module
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.cache_servers import join_at, report_of
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.wait import line, until
 
 SLOTS = 8
 

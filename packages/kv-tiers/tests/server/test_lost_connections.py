@@ -20,14 +20,14 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
+from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
+from kv_testing.wait import until
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server import connection as connection_module
 from kv_tiers.server import connections as clients_module
 from kv_tiers.server import orphans as orphans_module
 from kv_tiers.server.connection import Connection
-from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
-from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up
-from kv_tiers.testing.wait import until
 
 
 def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedServer) -> None:

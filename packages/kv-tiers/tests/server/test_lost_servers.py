@@ -13,10 +13,7 @@ from kv_core.errors import ConfigError, MisuseError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
-from kv_tiers.server import remote_cache as client_module
-from kv_tiers.server import wire
-from kv_tiers.server.mapped import MappedPool
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     ThreadedServer,
     fill,
     held,
@@ -27,7 +24,10 @@ from kv_tiers.testing.cache_servers import (
     start_server,
     store,
 )
-from kv_tiers.testing.wait import joined, until
+from kv_testing.wait import joined, until
+from kv_tiers.server import remote_cache as client_module
+from kv_tiers.server import wire
+from kv_tiers.server.mapped import MappedPool
 
 
 def test_a_killed_server_is_a_miss_and_nothing_else(home: Path) -> None:

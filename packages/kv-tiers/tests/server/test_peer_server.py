@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError, TierDown
 from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
+from kv_testing.certificates import Authority
+from kv_testing.peers import address_of, is_whole, listening, reads_of, served_by
+from kv_testing.servers import Proxy
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
 from kv_tiers.config import PeersConfig
 from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.server import launch, peers
 from kv_tiers.server.config import read_config
-from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
-from kv_tiers.testing.certificates import Authority
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.peers import address_of, is_whole, listening, reads_of, served_by
-from kv_tiers.testing.servers import Proxy
-from kv_tiers.testing.wait import until
 from kv_tiers.tier import MAX_OFFERED, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import (

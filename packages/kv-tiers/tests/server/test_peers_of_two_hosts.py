@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, held, join_server, read, report_of, settings_for, store
+from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
+from kv_testing.wait import until
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.cache_servers import SLOT_BYTES, held, join_server, read, report_of, settings_for, store
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.two_hosts import ADDRESSES, TwoHosts, available
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import content
 
 pytestmark = pytest.mark.skipif(not available(), reason="this machine has no network namespaces for us")
 

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import line, until
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.contract import CHUNK_BYTES, content
-from kv_tiers.testing.wait import line, until
+from kv_tiers.testing.tier_contract import content
 
 SLOTS = 40
 CHUNKS = 12
@@ -34,7 +35,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tes
 from kv_core.testing import key_chain
 from kv_tiers.attach.connect import Format, open_remote
 from kv_tiers.settings import load
-from kv_tiers.testing.contract import CHUNK_BYTES, content
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_tiers.testing.tier_contract import content
 
 settings, _ = load(json.loads(sys.argv[1]), {})
 cache, server = open_remote(settings, Format((CHUNK_BYTES,), "f"), engine_id=sys.argv[2], is_first=True, facts={})

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.testing import key_chain
-from kv_tiers import HostPool
-from kv_tiers.server import launch
-from kv_tiers.server.config import default_socket, read_config
-from kv_tiers.server.mapped import MappedPool
-from kv_tiers.testing.cache_servers import (
+from kv_testing.cache_servers import (
     SLOT_BYTES,
     held,
     join_server,
@@ -26,8 +22,12 @@ from kv_tiers.testing.cache_servers import (
     start_server,
     store,
 )
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.wait import line
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import line
+from kv_tiers import HostPool
+from kv_tiers.server import launch
+from kv_tiers.server.config import default_socket, read_config
+from kv_tiers.server.mapped import MappedPool
 
 
 def test_it_is_small(home: Path) -> None:

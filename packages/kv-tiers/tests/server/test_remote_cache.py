@@ -7,22 +7,22 @@ from unittest import mock
 from hypothesis import settings
 from kv_core.clock import HandClock
 from kv_core.connect.step import StateBlock, StepPlan, StoreStep
-from kv_core.connect.testing import DictCopier
-from kv_core.connect.toy_engine import BLOCK, CHUNK, SPACE, shape_of
 from kv_core.connect.worker import WorkerHalf
 from kv_core.keys import NO_TENANT, ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 from kv_core.testing import key_chain, keys_of
+from kv_testing.cache_servers import ThreadedServer, fill, raw_session, read, store
+from kv_testing.connect import DictCopier
+from kv_testing.model import ServiceMachine
+from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES, ServiceContract
+from kv_testing.toy_engine import BLOCK, CHUNK, SPACE, shape_of
+from kv_testing.wait import until
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import BlocksAllocated
 from kv_tiers.server import wire
 from kv_tiers.server.connection import Connection, ask_server
-from kv_tiers.testing.cache_servers import ThreadedServer, fill, raw_session, read, store
-from kv_tiers.testing.contract import CHUNK_BYTES, GROUP_BYTES, ServiceContract
-from kv_tiers.testing.model import ServiceMachine
-from kv_tiers.testing.wait import until
 
 
 class TestThroughASocket(ServiceContract):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, fill, join_server, kill_server, read, report_of
+from kv_testing.wait import until
 from kv_tiers.server import RemoteCache, ServerProcess, launch
-from kv_tiers.testing.cache_servers import SLOT_BYTES, fill, join_server, kill_server, read, report_of
-from kv_tiers.testing.wait import until
 
 KEYS = key_chain(4)
 

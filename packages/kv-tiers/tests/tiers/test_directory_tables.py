@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.redis_servers import end_all, running
 from kv_tiers.index.journal import Journal
-from kv_tiers.testing.redis_servers import end_all, running
 from kv_tiers.tiers.directory.contents import Contents, Source
 from kv_tiers.tiers.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, Entry, decode, encode
 from kv_tiers.tiers.directory.holders import NOBODY, HolderTable

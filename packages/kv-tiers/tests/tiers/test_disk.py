@@ -19,10 +19,10 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded
 from kv_core.testing import key_chain
+from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store
+from kv_testing.media import slabs_of, unreadable_device
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store
-from kv_tiers.testing.media import slabs_of, unreadable_device
 from kv_tiers.testing.tier_contract import BoundedTierContract, PersistentTierContract
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for, slots_for

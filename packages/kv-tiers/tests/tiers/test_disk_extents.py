@@ -16,8 +16,7 @@ from kv_core.outcome import Loaded, LoadOutcome, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, SupportsFileExtents, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File

@@ -16,11 +16,11 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
+from kv_testing.servers import free_port
+from kv_testing.wait import line, until
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
-from kv_tiers.testing.servers import free_port
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.testing.wait import line, until
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers.mooncake import MooncakeTier, make_mooncake_tier
 

@@ -18,11 +18,11 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Refused, Stored
 from kv_core.testing import key_chain
+from kv_testing.s3_server import s3_server
+from kv_testing.wait import joined, until
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
-from kv_tiers.testing.s3_server import s3_server
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
 

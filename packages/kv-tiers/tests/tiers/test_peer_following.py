@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
+from kv_testing.peers import FakePeer, address_of, listening, own_nobody
+from kv_testing.servers import Proxy
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
 from kv_tiers.messages import pack_keys
 from kv_tiers.server import RemoteCache, launch
-from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
-from kv_tiers.testing.contract import CHUNK_BYTES, content
-from kv_tiers.testing.peers import FakePeer, address_of, listening, own_nobody
-from kv_tiers.testing.servers import Proxy
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import content
 from kv_tiers.tiers import peer_following
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Follow, Followed, Given, PeerStream, Request, unpack_keys
 

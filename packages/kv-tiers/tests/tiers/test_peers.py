@@ -14,18 +14,18 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Damaged, Loaded, Refused
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
+from kv_testing.peers import FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
+from kv_testing.servers import Proxy
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
 from kv_tiers import chunk_header
 from kv_tiers.build import build_lane, build_local_cache, check_settings
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.server import launch
-from kv_tiers.testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
-from kv_tiers.testing.contract import CHUNK_BYTES, content
-from kv_tiers.testing.peers import FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
-from kv_tiers.testing.servers import Proxy
-from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages, content
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, PeerStream, Request, unpack_keys

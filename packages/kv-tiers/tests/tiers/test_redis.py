@@ -11,8 +11,7 @@ import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_tiers import chunk_header
-from kv_tiers.testing.redis_servers import (
+from kv_testing.redis_servers import (
     RUNNING,
     TlsFront,
     certificate,
@@ -22,8 +21,9 @@ from kv_tiers.testing.redis_servers import (
     sentinel,
     tls_server,
 )
+from kv_testing.wait import until
+from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import TierContract
-from kv_tiers.testing.wait import until
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from kv_tiers.tiers.resp import Connection, command

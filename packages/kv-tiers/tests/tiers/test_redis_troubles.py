@@ -20,12 +20,12 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
+from kv_testing.redis_servers import VALKEY, AskedServer, end_all, running
+from kv_testing.servers import Proxy, free_port
+from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
 from kv_tiers.registry import tier_factory
-from kv_tiers.testing.redis_servers import VALKEY, AskedServer, end_all, running
-from kv_tiers.testing.servers import Proxy, free_port
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
-from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Read, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 

@@ -19,9 +19,9 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
+from kv_testing.wait import joined, until
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.testing.wait import joined, until
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers import shared_fs
 from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier

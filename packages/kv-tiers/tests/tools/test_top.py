@@ -21,11 +21,11 @@ import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
+from kv_testing.http import store
+from kv_testing.shapes import keys_for
+from kv_testing.wait import line, until
 from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_tiers.server.report import CacheReport, Report, TierReport
-from kv_tiers.testing.http import store
-from kv_tiers.testing.shapes import keys_for
-from kv_tiers.testing.wait import line, until
 from kv_tiers.tools.top import Watch
 from kv_tiers.tools.top_view import draw, plain_console
 

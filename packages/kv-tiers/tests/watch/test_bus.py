@@ -14,6 +14,9 @@ from kv_core.cost import Costs, Measured
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain, keys_of
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import Tower
+from kv_testing.wait import joined, until
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
@@ -27,9 +30,6 @@ from kv_tiers.server.caches import cache_name
 from kv_tiers.server.http.metrics import directory_families, drain_families, peer_families
 from kv_tiers.server.report import PeersServed
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import joined, until
 from kv_tiers.watch.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 

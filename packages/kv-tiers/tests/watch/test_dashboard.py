@@ -18,8 +18,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from kv_core.coverage import PLAIN
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-from kv_tiers.testing.http import Served, store
-from kv_tiers.testing.wait import until
+from kv_testing.http import Served, store
+from kv_testing.wait import until
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -16,16 +16,16 @@ from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.shapes import keys_for, shapes
+from kv_testing.tower import Tower
+from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.shapes import keys_for, shapes
-from kv_tiers.testing.tower import Tower
-from kv_tiers.testing.wait import until
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
 from kv_tiers.watch.history import Fate, History, Memory

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from kv_core.clock import HandClock
 from kv_core.testing import key_chain
+from kv_testing.tower import Tower
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
-from kv_tiers.testing.tower import Tower
 from kv_tiers.watch.history import History
 from kv_tiers.watch.log import LogLines, say_json, say_text
 

@@ -10,11 +10,11 @@ from kv_core.cost import Costs, Measured
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.shapes import keys_for
+from kv_testing.tower import Tower
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.shapes import keys_for
-from kv_tiers.testing.tower import Tower
 from kv_tiers.watch import metrics as metrics_module
 from kv_tiers.watch.metrics import BUCKETS_S, Metrics
 from prometheus_client.metrics_core import Metric

@@ -11,13 +11,13 @@ from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_testing.otlp import otlp_collector
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.tower import Tower
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.otlp import otlp_collector
-from kv_tiers.testing.tower import Tower
 from kv_tiers.watch import spans
 from kv_tiers.watch.build import build_bus
 from kv_tiers.watch.spans import Spans

@@ -52,7 +52,7 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
         "synchronize_device",
         "take_draft_token_ids",
         "update_max_model_len",
-        # `kv_vllm.testing.inspect`.
+        # `kv_testing.vllm_inspect`.
         "kv_corrupt",
         "kv_forget_half",
         "kv_scramble",

@@ -1,1 +1,1 @@
-"""Contracts of caches, policies, tiers and codecs as test classes to inherit, and a reference model of a cache."""
+"""Contracts of policies, tiers and codecs, as test classes to inherit."""

@@ -15,7 +15,6 @@ from kv_core.testing import key_chain
 
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.testing.contract import content
 from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.tier import ClearsTenants, NamesChunks, Read, ReadsPrefixes, Tier, TierContext, Write
 
@@ -450,6 +449,11 @@ class PersistentTierContract(TierContract):
         self.context = mine
         self.tier = self.reopen(mine, 16)
         assert self.loaded(keys) == [True] * 3
+
+
+def content(key: ChunkKey, nbytes: int) -> bytes:
+    """Bytes that only this key's chunk has."""
+    return (bytes(key) * (nbytes // len(key) + 1))[:nbytes]
 
 
 def aligned_pages(nbytes: int) -> memoryview:

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from kv_core.errors import TierDown
 from kv_core.testing import key_chain
+from kv_testing.http import SLOT_BYTES, Served, problem, store
+from kv_testing.wait import joined, until
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http import relay as relay_module
 from kv_tiers.server.report import Report
-from kv_tiers.testing.http import SLOT_BYTES, Served, problem, store
-from kv_tiers.testing.wait import joined, until
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ from kv_core.errors import ConfigError
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, store_keys
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import until
 from kv_tiers.config import HttpConfig
 from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.http.token import read_token
-from kv_tiers.testing.contract import CHUNK_BYTES, content
-from kv_tiers.testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, store_keys
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import content
 
 
 @pytest.fixture

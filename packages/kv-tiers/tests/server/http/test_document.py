@@ -13,13 +13,13 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from kv_core.keys import tenant_tag
+from kv_testing.http import SLOT_BYTES, TOKEN, Served, store
+from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.config import HttpConfig
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.http import SLOT_BYTES, TOKEN, Served, store
 from schemathesis import GenerationMode
 from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import ignored_auth

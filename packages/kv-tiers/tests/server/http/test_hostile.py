@@ -11,13 +11,13 @@ import httpx
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
+from kv_testing.http import TOKEN, Served, problem, store
+from kv_testing.wait import joined, until
 from kv_tiers.config import HttpConfig
 from kv_tiers.server.http import connections as connections_module
 from kv_tiers.server.http import operation as operation_module
 from kv_tiers.server.http.config import read_listen
 from kv_tiers.server.http.start import open_http
-from kv_tiers.testing.http import TOKEN, Served, problem, store
-from kv_tiers.testing.wait import joined, until
 
 
 @pytest.fixture

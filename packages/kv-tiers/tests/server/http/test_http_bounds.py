@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 from kv_core.clock import HandClock
+from kv_testing.wait import until
 from kv_tiers.config import HostConfig, HttpConfig
 from kv_tiers.server import ServerConfig, ServerProcess, launch
 from kv_tiers.server.http import connections as connections_module
 from kv_tiers.server.http.connections import BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.server import CacheServer
-from kv_tiers.testing.wait import until
 
 TOKEN = "a-token-for-these-tests"
 HELD = 64

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 from kv_core.testing import key_chain
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import line, until
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerProcess, launch
-from kv_tiers.testing.contract import CHUNK_BYTES
-from kv_tiers.testing.wait import line, until
 
 ROOT = Path(__file__).parents[5]
 DOCS = (ROOT / "docs" / "http.md").read_text()

@@ -19,10 +19,10 @@ import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
+from kv_testing.http import store
+from kv_testing.shapes import keys_for
+from kv_testing.wait import line, until
 from kv_tiers.server import RemoteCache, ServerProcess, launch
-from kv_tiers.testing.http import store
-from kv_tiers.testing.shapes import keys_for
-from kv_tiers.testing.wait import line, until
 
 pytestmark = pytest.mark.slow  # a browser for all
 CHUNK_BYTES = 64 << 10

@@ -8,8 +8,8 @@ from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.keys import ChunkKey, KeySpace
 from kv_core.testing import key_chain
+from kv_testing.http import Served, keys_of, problem, store, store_keys
 from kv_tiers.server import RemoteCache
-from kv_tiers.testing.http import Served, keys_of, problem, store, store_keys
 
 TOKEN_S = 1e-3
 CHUNK_TOKENS = 256

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TypeVar
 
-from kv_tiers.testing.wait import joined
+from kv_testing.wait import joined
 
 Request = TypeVar("Request")
 

@@ -75,7 +75,7 @@ class TwoHosts:
     def _hold(self, *enter: str) -> None:
         """Keep a process in its own namespaces, so that they continue to exist."""
         command = [*enter, "sh", "-c", "echo; exec sleep infinity"]
-        holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._holders.append(holder)
         assert holder.stdout is not None
         if not holder.stdout.readline():
@@ -89,4 +89,4 @@ class TwoHosts:
         self._run(*self._at(host), "ip", *arguments.split())
 
     def _run(self, *command: str) -> None:
-        subprocess.run(command, check=True, timeout=_TOOLS_S, capture_output=True)  # noqa: S603  # ours
+        subprocess.run(command, check=True, timeout=_TOOLS_S, capture_output=True)  # ours

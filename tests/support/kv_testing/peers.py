@@ -9,17 +9,16 @@ from contextlib import suppress
 import pytest
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
-
 from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
 from kv_tiers.config import PeersConfig
 from kv_tiers.server.report import PeersServed
-from kv_tiers.testing.cache_servers import ThreadedServer
-from kv_tiers.testing.contract import content
-from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.testing.wait import joined
+from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext
 from kv_tiers.tiers import peer_hosts
 from kv_tiers.tiers.peers_wire import Held, Holds, PeerStream, Request, unpack_keys
+
+from kv_testing.cache_servers import ThreadedServer
+from kv_testing.wait import joined
 
 
 def own_nobody(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Payloads of `progressive` have checksums, so whatever is changed in them gets the right ones again. Everything that
 comes out goes into one digest: the same from all kernels, or they do not mean the same. `python -m
-kv_tiers.testing.codec_fuzz LIBRARY SEED ROUNDS` does it with kernels of a library of one's own, such as one that was
+kv_testing.codec_fuzz LIBRARY SEED ROUNDS` does it with kernels of a library of one's own, such as one that was
 compiled with sanitizers, which end the process where it touches what it must not.
 """
 
@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import xxhash
 from kv_core.errors import MisuseError
-
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from kv_tiers.codecs.floats import FloatsCodec

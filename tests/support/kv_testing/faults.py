@@ -8,7 +8,6 @@ from typing import Final, Literal, get_args
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
-
 from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage, Write
 
 Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "down", "bug"]

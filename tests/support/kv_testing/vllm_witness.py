@@ -10,7 +10,8 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier, CpuCopier, PagedLayout, make_copier
-from kv_cuda.testing import reach
+
+from kv_testing.layouts import reach
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Errors:
 
     numbers: how many.
     absolute, squared: sums of the errors.
-    worst: the largest error, as a part of what its bound is a part of (`kv_cuda.testing.reach`).
+    worst: the largest error, as a part of what its bound is a part of (`kv_testing.layouts.reach`).
     given_absolute, given_squared: sums of the numbers themselves.
     """
 

@@ -17,8 +17,8 @@ from kv_core.lookup import leading_run
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
 
-from kv_tiers.testing.contract import GROUP_BYTES, assert_adds_up, refuses
-from kv_tiers.testing.shapes import keys_for
+from kv_testing.service_contract import GROUP_BYTES, assert_adds_up, refuses
+from kv_testing.shapes import keys_for
 
 LEASE_S = 300.0
 SLOTS = 6

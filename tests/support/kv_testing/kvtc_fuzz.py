@@ -1,7 +1,7 @@
 """Payloads of `kvtc` as an attacker who may write to a tier makes them, and what becomes of them.
 
 A calibration is drawn, not learnt: what is compared is kernels, so its matrices need not be each other's inverse.
-`python -m kv_tiers.testing.kvtc_fuzz LIBRARY SEED ROUNDS` does it with kernels of a library of one's own, such as one
+`python -m kv_testing.kvtc_fuzz LIBRARY SEED ROUNDS` does it with kernels of a library of one's own, such as one
 that was compiled with sanitizers.
 """
 
@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import xxhash
 from kv_core.errors import MisuseError
-from numpy.typing import NDArray
-
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.calibration import Calibration, Shape
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
@@ -22,7 +20,9 @@ from kv_tiers.codecs.kvtc import HEAD_BYTES, KvtcCodec
 from kv_tiers.codecs.numpy_rows import group_numbers
 from kv_tiers.codecs.row_codes import row_codes
 from kv_tiers.codecs.transform import TILE, transform_of
-from kv_tiers.testing.codec_fuzz import SPECIAL, spoilt
+from numpy.typing import NDArray
+
+from kv_testing.codec_fuzz import SPECIAL, spoilt
 
 _SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256))
 """Layers, heads and their size: blocks of 2 to 192 channels, not all of them of whole heads."""

@@ -5,9 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from kv_cuda.layout import PagedLayout, PartLayout, Tile, latent, split_parts, tiled_keys_and_values, transposed_keys
+from numpy.typing import NDArray
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 7, 4, 2, 8
 

@@ -25,8 +25,8 @@ from cryptography.x509.oid import NameOID
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kv_tiers.testing.servers import ValkeyServer, free_port, valkey_binary
-from kv_tiers.testing.wait import joined, until
+from kv_testing.servers import ValkeyServer, free_port, valkey_binary
+from kv_testing.wait import joined, until
 
 VALKEY = valkey_binary()
 REDIS_WITH_TLS = shutil.which("redis-server")

@@ -5,11 +5,11 @@ from functools import partial
 
 from kv_core.clock import Clock, HandClock
 from kv_core.keys import ChunkKey, tenant_tag
-
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import make_policy
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
-from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up
+
+from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
 
 SLOT = slot_bytes_for(CHUNK_BYTES)
 ANN, BEN, CYD = (tenant_tag(name) for name in ("ann", "ben", "cyd"))

@@ -1,7 +1,7 @@
 """Copies of blocks in C, held to numpy's strided views: drawn layouts that fit their buffers exactly, and ones that do
 not fit.
 
-    python -m kv_tiers.testing.copy_fuzz LIBRARY SEED ROUNDS      under a compiler's sanitizers
+    python -m kv_testing.copy_fuzz LIBRARY SEED ROUNDS      under a compiler's sanitizers
 """
 
 import sys
@@ -11,10 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 from kv_core.errors import MisuseError
+from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
-
-from kv_tiers.codecs.compiled_kernels import CompiledKernels
 
 _AXES: Final = 7
 """Of the engine's memory: layers, blocks, tiles of tokens, tokens, heads, tiles of dims, dims."""

@@ -1,7 +1,4 @@
-"""The contracts of `CacheService` and `EvictionPolicy`, as test classes: inherit one, define `make`, and run pytest.
-
-Plain assertions on purpose: they are read by authors of new caches and policies.
-"""
+"""The contract of `CacheService` as a test class: inherit it, define `make`, and run pytest."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,9 +9,8 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheCounts, CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
-
-from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.testing.side_by_side import side_by_side
+from kv_tiers.testing.tier_contract import content
 
 CHUNK_BYTES = 96
 GROUP_BYTES = (CHUNK_BYTES, 40)  # of services whose groups differ in size
@@ -413,71 +409,6 @@ class ServiceContract:
         side_by_side(work)
         assert sum(loaded) > 240  # most turns found something
         self.assert_at_rest()
-
-
-class PolicyContract:
-    """Define `make`: a policy that has seen nothing."""
-
-    def make(self) -> EvictionPolicy:
-        raise NotImplementedError
-
-    def filled(self, chunks: int = 6) -> EvictionPolicy:
-        policy = self.make()
-        policy.added(key_chain(chunks), range(chunks))
-        return policy
-
-    def drained(self, policy: EvictionPolicy) -> list[int]:
-        order = []
-        while (slot := policy.victim()) is not None:
-            order.append(slot)
-            policy.removed(slot)
-        return order
-
-    def test_nothing_is_offered_while_there_is_nothing(self) -> None:
-        assert self.make().victim() is None
-
-    def test_every_chunk_is_offered_once(self) -> None:
-        assert sorted(self.drained(self.filled())) == [0, 1, 2, 3, 4, 5]
-
-    def test_an_offer_stands_until_it_is_taken(self) -> None:
-        policy = self.filled()
-        assert policy.victim() == policy.victim()
-
-    def test_the_tail_of_a_prompt_is_offered_before_its_head(self) -> None:
-        policy = self.filled()
-        policy.used(key_chain(6), range(6))
-        assert self.drained(policy) == [5, 4, 3, 2, 1, 0]
-
-    def test_what_was_removed_is_not_offered(self) -> None:
-        policy = self.filled()
-        policy.removed(5)
-        policy.removed(2)
-        assert sorted(self.drained(policy)) == [0, 1, 3, 4]
-
-    def test_what_is_excluded_is_not_offered_until_it_is_reinserted(self) -> None:
-        policy = self.filled()
-        excluded = []
-        for _ in range(3):
-            slot = policy.victim()
-            assert slot is not None
-            policy.exclude(slot)
-            excluded.append(slot)
-        assert policy.victim() not in excluded
-        policy.used(key_chain(6), range(6))
-        policy.removed(excluded.pop())
-        policy.reinsert(excluded)
-        assert sorted(self.drained(policy)) == sorted({0, 1, 2, 3, 4, 5} - {3})
-
-    def test_a_slot_may_come_again_with_another_chunk(self) -> None:
-        policy = self.filled()
-        policy.removed(3)
-        policy.added(key_chain(1, branch="new"), [3])
-        assert sorted(self.drained(policy)) == [0, 1, 2, 3, 4, 5]
-
-
-def content(key: ChunkKey, nbytes: int) -> bytes:
-    """Bytes that only this key's chunk has."""
-    return (bytes(key) * (nbytes // len(key) + 1))[:nbytes]
 
 
 def assert_adds_up(counts: CacheCounts) -> None:

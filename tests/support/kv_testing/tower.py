@@ -8,7 +8,6 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-
 from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
@@ -19,10 +18,12 @@ from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.testing.contract import CHUNK_BYTES, assert_adds_up, content
-from kv_tiers.testing.faults import FaultyTier
-from kv_tiers.testing.wait import until
+from kv_tiers.testing.tier_contract import content
 from kv_tiers.tiers.dram import DramTier
+
+from kv_testing.faults import FaultyTier
+from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
+from kv_testing.wait import until
 
 FINGERPRINT = "tower"
 

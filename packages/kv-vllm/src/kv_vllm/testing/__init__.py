@@ -1,1 +1,0 @@
-"""For tests, the demo and the benchmarks: tiny models, and access to the inside of a running engine."""

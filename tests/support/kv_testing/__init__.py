@@ -1,0 +1,1 @@
+"""Servers, faults, models and fuzzers that tests and benchmarks share."""
