@@ -12,6 +12,7 @@ from kv_core.cost import Costs
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
+from kv_testing import throttled
 from kv_testing.faults import FaultyTier
 from kv_testing.redis_servers import AskedServer
 from kv_testing.s3_server import s3_server
@@ -19,7 +20,6 @@ from kv_testing.wait import joined
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.registry import tier_factory
-from kv_tiers.testing import throttled
 from kv_tiers.tier import Tier, TierContext
 
 CHUNK_BYTES = 256 << 10
