@@ -200,7 +200,8 @@ def served_as(tiny_llama: str) -> Callable[..., ServedModel]:
     """What we take a model to be that SGLang serves with these arguments."""
 
     def read(**arguments: Any) -> ServedModel:
-        from kv_sglang.attach import Rank, served_model
+        from kv_sglang.attach import Rank
+        from kv_sglang.served import served_model
 
         set_global_server_args_for_scheduler(ServerArgs(model_path=tiny_llama, device="cpu", **arguments))
         return served_model(Rank(0, 1, False, 0, 1, 0, 1, 1))

@@ -37,6 +37,7 @@ def fingerprint(model: ServedModel, kv_dtype: str = "float32", form: str = "f") 
 
 
 LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
+SU = {"rope_scaling": {"type": "su", "long_factor": [1.0, 2.0], "short_factor": [1.0, 1.0]}}
 
 
 def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> None:
@@ -54,6 +55,8 @@ def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> Non
         fingerprint(served(tmp_path, own={"rope_theta": 1e6})),
         fingerprint(served(tmp_path, own=LONGROPE)),
         fingerprint(served(tmp_path, own=LONGROPE, max_tokens=8192)),
+        fingerprint(served(tmp_path, own=SU)),
+        fingerprint(served(tmp_path, own=SU, max_tokens=8192)),
         fingerprint(served(tmp_path, dummy_seed=0)),
         fingerprint(served(tmp_path, dummy_seed=1)),
         fingerprint(served(tmp_path, source="org/name")),
@@ -89,3 +92,20 @@ def test_a_snapshot_in_the_hubs_cache_is_the_hubs_name_and_commit(tmp_path: Path
         served(snapshot), weights, kv_dtype="float32", format_fingerprint="f", world=1, chain="sha256:256"
     )
     assert (space.model, space.revision) == ("org/name", "commit-" + "a" * 40)
+
+
+@pytest.mark.parametrize("parts", [("small", "large"), ("model-Q4_K_M.gguf", "model-Q8_0.gguf")])
+def test_two_models_in_one_commit_are_two(tmp_path: Path, parts: tuple[str, str]) -> None:
+    """A hub's repository may have one in each directory, or one quantisation in each file."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
+    found = []
+    for byte, part in enumerate(parts):
+        if part.endswith(".gguf"):
+            source = write(snapshot, part, byte) / part
+            model = ServedModel("sglang", str(source), None, "float32", read_config={"hidden_size": 8})
+        else:
+            model = served(write(snapshot / part, byte=byte))
+        found.append(identify(model, DigestMemory(None)))
+    assert [weights and (weights.model, weights.revision) for weights in found] == [
+        (f"org/name/{part}", "commit-" + "a" * 40) for part in parts
+    ]

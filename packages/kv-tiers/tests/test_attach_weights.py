@@ -85,17 +85,25 @@ def test_bytes_in_every_segment_count_and_their_order_too(tmp_path: Path, monkey
     assert len(digests) == 20
 
 
-def test_names_sizes_quantisation_and_code_count_and_readmes_do_not(tmp_path: Path) -> None:
+def test_names_sizes_quantisation_code_and_preparation_count_and_readmes_do_not(tmp_path: Path) -> None:
     same = digest(write(tmp_path / "a"))
     others = {
         digest(write(tmp_path / "size", size=3_000_001)),
         digest(write(tmp_path / "name", name="model-1.safetensors")),
     }
-    for name in ("quantize_config.json", "hf_quant_config.json", "model.safetensors.index.json", "modeling.py"):
+    beside = [
+        "quantize_config.json",
+        "hf_quant_config.json",
+        "model.safetensors.index.json",
+        "modeling.py",
+        "params.json",
+    ]
+    beside += ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+    for name in beside:
         write(tmp_path / name)
         (tmp_path / name / name).write_text("{}")
         others.add(digest(tmp_path / name))
-    assert len(others - {same}) == 6
+    assert len(others - {same}) == 2 + len(beside)
     (write(tmp_path / "b") / "README.md").write_text("hello")
     assert digest(tmp_path / "b") == same
     (tmp_path / "empty").mkdir()

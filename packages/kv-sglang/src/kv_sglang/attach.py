@@ -9,14 +9,11 @@ Pools whose pages have the same format share a cache, because a lower tier belon
 pages have their own key space: their hashes are the same, so one pool's page would otherwise be taken for another's.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -45,8 +42,6 @@ from kv_sglang.weights import WeightsWatch
 _log = limited_logger(__name__)
 
 KV: Final = "kv"
-_PLAIN_CACHES: Final = ("auto", "bf16", "bfloat16")
-"""The kinds of caches in SGLang (`--kv-cache-dtype`) whose pools have the dtype of their elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,52 +131,6 @@ def other_sglang(what: str, differences: Sequence[str], otherwise: str = "") -> 
         f"SGLang {version('sglang')} has another {what} interface than {TESTED}, with which kv-sglang is tested: "
         f"{'; '.join(differences)}; install sglang=={TESTED}" + (f", or {otherwise}" if otherwise else "")
     )
-
-
-def served_model(rank: Rank) -> ServedModel:
-    """Which model SGLang was told to serve, and how."""
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_lora, get_server_args
-
-    arguments = get_server_args()
-    model = ModelConfig.from_server_args(arguments)
-    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
-    # SGLang names the pages of these by the adapter's name and path, which say nothing of its weights. Those that are
-    # loaded later have a name for this process alone.
-    beside = [(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
-    if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
-        beside.append(("draft", str(arguments.speculative_draft_model_path)))
-    own = read.get("quantization_config")
-    quantized = own.get("quant_method") if isinstance(own, dict) else None
-    quantization = getattr(model, "quantization", None)
-    return ServedModel(
-        engine="sglang",
-        source=str(arguments.model_path),
-        revision=arguments.revision,
-        computed_in=str(model.dtype).removeprefix("torch."),
-        dummy_seed=arguments.random_seed if arguments.load_format == "dummy" else None,
-        overrides={
-            "configuration": json.loads(arguments.json_model_override_args or "{}"),
-            "quantization": quantization if quantization != quantized else None,
-            # A draft's layers may lie in the same pages.
-            "draft": arguments.speculative_draft_model_path if arguments.speculative_algorithm else None,
-            "stage": [rank.stage, rank.stages] if rank.stages > 1 else None,
-            **_quantised_cache(arguments),
-        },
-        max_tokens=int(model.context_len),
-        read_config=read,
-        beside=beside,
-    )
-
-
-def _quantised_cache(arguments: Any) -> dict[str, object]:
-    """How SGLang was told to quantise its cache, whose pools say uint8 whatever the kind. What the model's own
-    configuration says of it counts with that."""
-    kind, scales = str(arguments.kv_cache_dtype), arguments.quantization_param_path
-    return {
-        "kv_cache": kind if kind not in _PLAIN_CACHES else None,
-        "kv_scales": hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else None,
-    }
 
 
 def attach(

@@ -19,7 +19,7 @@ from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
-from kv_vllm.translate import served_model
+from kv_vllm.served import served_model
 
 _log = limited_logger(__name__)
 

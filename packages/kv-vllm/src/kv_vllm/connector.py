@@ -49,10 +49,11 @@ from kv_vllm.layerwise import PromisedBlocks, StepBlocks
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
 from kv_vllm.parallel import check_parallelism
+from kv_vllm.served import served_model
 from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
-from kv_vllm.translate import request_reader, served_model
+from kv_vllm.translate import request_reader
 from kv_vllm.weights import Weights
 
 _log = limited_logger(__name__)

@@ -7,13 +7,11 @@ from typing import Any
 from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.identity import ServedModel
 from kv_tiers.attach.request_options import Chosen, chosen
 from kv_tiers.settings import Settings
 
 from kv_vllm.handover import with_handover
 from kv_vllm.needs import keeps_prompts_only
-from kv_vllm.parallel import draft_model
 from kv_vllm.weights import adapter_identity
 
 
@@ -93,32 +91,3 @@ def _items(features: Any) -> Iterator[Item]:
     for feature in features or ():
         position = feature.mm_position
         yield Item(feature.identifier, position.offset, position.length)
-
-
-def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
-    """Which model vLLM was told to serve, and how. kv_scales: a digest of those of a quantised cache, if it has any."""
-    model, draft = vllm_config.model_config, draft_model(vllm_config)
-    load_format = str(vllm_config.load_config.load_format)
-    own = getattr(model.hf_config, "quantization_config", None)
-    quantized = own.get("quant_method") if isinstance(own, dict) else None
-    given = getattr(model, "hf_overrides", None)
-    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
-    return ServedModel(
-        engine="vllm",
-        # Weights that come from elsewhere than the directory of the configuration (an object store) have no name here.
-        source=str(getattr(model, "model_weights", "") or model.model),
-        revision=model.revision,
-        computed_in=str(model.dtype).removeprefix("torch."),
-        dummy_seed=model.seed if load_format == "dummy" else None,
-        overrides={
-            # A function may change anything: then what it made of the configuration is what was given.
-            "configuration": read if callable(given) else given,
-            "quantization": model.quantization if model.quantization != quantized else None,
-            # The layers of a draft model are in the chunks too; its weights are named below.
-            "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
-            "kv_scales": kv_scales,
-        },
-        max_tokens=model.max_model_len,
-        read_config=read,
-        beside=[("draft", str(draft.model))] if draft else (),
-    )

@@ -25,13 +25,14 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.utils import get_device_module
 
-from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang, served_model
+from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
 from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
 from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
 from kv_sglang.requests import follow_requests
+from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)

@@ -19,8 +19,11 @@ from typing import Final
 from kv_tiers.attach.private_json import cache_directory, read_private, write_private
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
-_BESIDE: Final = re.compile(r".*quant.*\.json|.*\.index\.json|adapter_config\.json|.*\.py")
-"""Files that say how weights are read: scales and methods of quantisation, the index of layers, the model's code."""
+_BESIDE: Final = re.compile(
+    r".*quant.*\.json|.*\.index\.json|adapter_config\.json|params\.json|.*processor_config\.json|.*\.py"
+)
+"""Files that say how weights are read and what they are given: scales and methods of quantisation, the index of layers,
+an adapter's and Mistral's configurations, how images and sounds are prepared, the model's code."""
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _SEGMENT_BYTES: Final = 64 * 1024**2
 """Files are hashed in parts of this size, several at a time. The digest depends on it."""

@@ -45,6 +45,9 @@ _ADAPTER: Final = "adapter_config.json"
 """The adapter's configuration: its scaling, and the layers that it changes."""
 _TRANSIENT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
+_BY_LENGTH: Final = ("longrope", "long_factor", "dynamic")
+"""Words in configurations of rotations that follow the longest sequence the engine accepts. longrope had been called
+"su" before, and then its factors alone tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +284,10 @@ def _named(model: ServedModel) -> tuple[str, str] | None:
         return model.source, f"dummy-{model.dummy_seed}"
     snapshot = _SNAPSHOT.search(model.source)
     if snapshot is not None and Path(model.source).exists():
-        return snapshot[1].replace("--", "/", 1), f"commit-{snapshot[2]}"
+        # A commit may hold several models, each in a directory or a file of its own.
+        within = Path(model.source[snapshot.end() :].strip("/\\")).as_posix()
+        name = snapshot[1].replace("--", "/", 1)
+        return name if within == "." else f"{name}/{within}", f"commit-{snapshot[2]}"
     if _is_local(model):
         return None
     snapshot = _SNAPSHOT.search(str(_hub_file(model.source, model.revision)))
@@ -319,8 +325,7 @@ def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
     # The user's settings, not the engine's defaults.
     overrides = {key: value for key, value in model.overrides.items() if value not in (None, {}, "")}
     text = json.dumps([described, overrides], default=str)
-    if "longrope" in text or "dynamic" in text:
-        # These choose their frequencies by the longest sequence the engine accepts.
+    if any(word in text for word in _BY_LENGTH):
         overrides["most_tokens"] = model.max_tokens  # so it is called in key spaces that exist
     whole: dict[str, object] = {"config": described, "overrides": overrides, "own": raw is not None}
     known = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)

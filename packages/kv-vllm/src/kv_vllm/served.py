@@ -1,0 +1,117 @@
+"""Which model vLLM serves, with all its settings from which other KV follows.
+
+A checkpoint and its configuration do not settle that: an option of the command line may quantise weights, read another
+configuration, restrict adapters to some layers or prepare images in another way. Two engines that differ in one of them
+must not share chunks, through a disk above all, and neither a chunk's size nor its bytes would tell.
+`tests/engine/test_served.py` sorts every field of vLLM's sections, so a new one cannot be missed.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kv_tiers.attach.identity import ServedModel
+
+from kv_vllm.parallel import draft_model
+
+COUNTED: Final[Mapping[str, Mapping[str, object]]] = {
+    "model_config": {
+        "code_revision": None,
+        "model_class_overrides": None,
+        "model_impl": "auto",
+        "quantization_config": None,
+    },
+    "load_config": {
+        # A directory may hold several sets of weights.
+        "ignore_patterns": ["original/**/*"],
+        "load_format": "auto",
+        "model_loader_extra_config": None,
+    },
+    "cache_config": {"kv_cache_dtype_skip_layers": None},
+    "attention_config": {
+        "indexer_kv_dtype": "auto",
+        "indexer_sparse_logits": False,
+        "use_non_causal": False,
+        "use_prefill_query_quantization": False,
+    },
+    "lora_config": {
+        "enable_moe_shared_loras": False,
+        "enable_tower_connector_lora": False,
+        "lora_dtype": "auto",
+        "target_modules": None,
+    },
+    "multimodal_config": {
+        "media_io_kwargs": None,
+        "mm_encoder_attn_dtype": None,
+        "mm_encoder_fp8_scale_path": None,
+        "mm_processor_kwargs": None,
+        "video_pruning_method": "evs",
+        "video_pruning_rate": None,
+    },
+    "": {"additional_config": None},
+}
+"""By section of vLLM's configuration the fields that count, beside those that `served_model` treats one by one, and the
+value of each that is not worth a word. Whatever is false is not worth one either."""
+
+_FROM_THE_MODEL: Final = frozenset(
+    {
+        *("auto", "bitsandbytes", "dummy", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache"),
+        *("pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    }
+)
+"""The formats whose weights are the model's own files. Another one's (tensorizer's, a cache's, a plugin's) come from
+anywhere, so nothing here identifies them."""
+
+
+def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
+    """Which model vLLM was told to serve, and how. kv_scales: a digest of those of a quantised cache, if it has any."""
+    model, draft = vllm_config.model_config, draft_model(vllm_config)
+    load_format = str(vllm_config.load_config.load_format)
+    # Weights that come from elsewhere than the directory of the configuration (an object store) have no name here.
+    source = str(getattr(model, "model_weights", "") or model.model)
+    own = getattr(model.hf_config, "quantization_config", None)
+    quantized = own.get("quant_method") if isinstance(own, dict) else None
+    given = getattr(model, "hf_overrides", None)
+    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
+    # A function may change anything, and the model's own file says nothing where another was read: then what vLLM made
+    # of it is what was given.
+    is_elsewhere = callable(given) or bool(model.hf_config_path) or model.config_format != "auto"
+    return ServedModel(
+        engine="vllm",
+        source=source if load_format in _FROM_THE_MODEL else f"{load_format}:{source}",
+        revision=model.revision,
+        computed_in=str(model.dtype).removeprefix("torch."),
+        dummy_seed=model.seed if load_format == "dummy" else None,
+        overrides={
+            "configuration": read if is_elsewhere else given,
+            "quantization": model.quantization if model.quantization != quantized else None,
+            # The layers of a draft model are in the chunks too; its weights are named below.
+            "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
+            "kv_scales": kv_scales,
+            "settings": _settings_that_count(vllm_config),
+        },
+        max_tokens=model.max_model_len,
+        read_config=read,
+        beside=[("draft", str(draft.model))] if draft else (),
+    )
+
+
+def _settings_that_count(vllm_config: Any) -> dict[str, object]:
+    """Those that the user has changed, by their names."""
+    found: dict[str, object] = {}
+    for section, fields in COUNTED.items():
+        holder = vllm_config.model_config if section == "multimodal_config" else vllm_config
+        config = getattr(holder, section, None) if section else vllm_config
+        for name, usual in fields.items():
+            value = getattr(config, name, None)
+            if value and value != usual:
+                found[f"{section}.{name}".lstrip(".")] = value
+    if found.get("load_config.load_format") in ("dummy", "hf"):  # the first is named by its seed; the other is auto
+        del found["load_config.load_format"]
+    if found.get("lora_config.lora_dtype") == vllm_config.model_config.dtype:  # what auto becomes
+        del found["lora_config.lora_dtype"]
+    scales = "multimodal_config.mm_encoder_fp8_scale_path"
+    if scales in found:
+        found[scales] = hashlib.sha256(Path(str(found[scales])).read_bytes()).hexdigest()
+    return found
