@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import re
-import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from kv_core.errors import ConfigError, CopyFailed, InputError, MisuseError
+from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.tools.cli import main
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
@@ -36,7 +32,6 @@ from kv_cuda.copy.copy_paths import (
 )
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.nvtx import nvtx_ranges
-from kv_cuda.copy.pinned import PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
@@ -326,93 +321,45 @@ def test_the_kernel_compiles_for_every_gpu_and_moves_128_bits_at_a_time(
     assert len(re.findall(r"ld\.global\S*\.v[24]\.b(?:64|32)", ptx)) == len(stores)
 
 
-class Driver:
-    """Answers as told and remembers what it was asked."""
+SPECIALISED = """
+import json
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from kv_cuda.copy.ops import rows
 
-    def __init__(self, status: int = 0) -> None:
-        self.status = status
-        self.held: dict[int, int] = {}
+kinds = []
 
-    def register(self, address: int, nbytes: int) -> int:
-        if self.status == 0:
-            assert address not in self.held
-            self.held[address] = nbytes
-        return self.status
+class Launched:
+    def __init__(self, kernel):
+        hopper = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, hopper)
 
-    def unregister(self, address: int) -> int:
-        del self.held[address]
-        return 0
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: kinds.append(repr(self.bind(*arguments, **constants)[1]))
+
+rows.move_rows = Launched(rows.move_rows)
+kernel = rows.RowKernel(torch.empty(8, 4, dtype=torch.int64), None, 8, 1 << 20, 2048, 16, 32, 256, 8, 16)
+kernel.compile()
+at_start = set(kinds)
+tokens = torch.zeros(512, dtype=torch.int64)
+for to_engine in (True, False):
+    for first, end in ((0, 256), (1, 2), (16, 512), (17, 33)):
+        for base in (1, 16, 1 << 20, 0x7F00_0000_1000):
+            for span in ((0, 8), (1, 1), (7, 1)):
+                lists = tokens[first:end]
+                kernel.move(lists, lists, base=base, span=span, to_engine=to_engine, programs=16)
+later = set(kinds) - at_start
+print(json.dumps({"at the start": str(len(at_start)), "later": str(len(later)), "calls": str(len(kinds))}))
+"""
 
 
-@given(
-    pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
-    slice_bytes=st.integers(1, 300),
-)
-def test_exactly_the_slices_that_are_used_are_pinned_and_each_once(
-    pins: list[tuple[int, int]], slice_bytes: int
+def test_no_call_compiles_a_kernel_that_was_not_compiled_at_the_start(
+    compile_kernels: Callable[..., dict[str, str]],
 ) -> None:
-    driver = Driver()
-    pinned = PinnedMapping(5000, 1000, driver, slice_bytes=slice_bytes)
-    wanted = set()
-    for offset, nbytes in pins:
-        nbytes = min(nbytes, 1000 - offset)
-        pinned.pin(offset, nbytes)
-        wanted |= {at // slice_bytes for at in range(offset, offset + nbytes)}
-    assert driver.held == {5000 + at * slice_bytes: min(slice_bytes, 1000 - at * slice_bytes) for at in wanted}
-    assert pinned.pinned_bytes == sum(driver.held.values())
-    pinned.unpin()
-    assert not driver.held
-
-
-def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = PinnedMapping(0, 1 << 20, Driver(status=2))
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
-    with pytest.raises(ConfigError, match=r"cudaError 2.*may lock 64 KiB.*ulimit -l unlimited.*memlock=-1"):
-        pinned.pin(0, 1)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    with pytest.raises(ConfigError, match="make the host tier smaller"):
-        pinned.pin(0, 1)
-    assert pinned.pinned_bytes == 0
-
-
-def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
-    PinnedMapping(0, 4096, Driver(status=712)).pin(0, 1)
-
-
-def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
-    driver = Driver()
-    first, second = (share_mapping(1 << 20, 4096, driver, slice_bytes=1024) for _ in range(2))
-    other = share_mapping(1 << 21, 4096, driver, slice_bytes=1024)
-    assert first is second is not other
-    first.pin(0, 4096)
-    second.pin(0, 4096)
-    other.pin(0, 1)
-    give_back_mapping(first)
-    assert len(driver.held) == 5
-    give_back_mapping(second)
-    assert list(driver.held) == [1 << 21]
-    give_back_mapping(other)
-    assert not driver.held
-    again = share_mapping(1 << 20, 4096, driver, slice_bytes=2048)
-    assert again is not first
-    give_back_mapping(again)
-
-
-def test_a_forked_child_has_no_pins_and_is_told_so() -> None:
-    driver = Driver()
-    pinned = PinnedMapping(0, 4096, driver)
-    pinned.pin(0, 1)
-    child = os.fork()
-    if child == 0:
-        try:
-            pinned.pin(0, 1)
-        except MisuseError:
-            pinned.unpin()
-            os._exit(0 if driver.held else 2)  # the parent's is not the child's to undo
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    pinned.unpin()
-    assert not driver.held
+    """Whatever the addresses, places in the lists of tokens and numbers of planes: Triton's own rule is asked."""
+    assert compile_kernels(SPECIALISED) == {"at the start": "2", "later": "0", "calls": "98"}
 
 
 def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
     slot_bytes = -(-chunk_bytes // _PAGE_BYTES) * _PAGE_BYTES
     slice_bytes = max(1, SLICE_BYTES // slot_bytes) * slot_bytes
     node = node_of(device)
-    mapping = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(), slice_bytes=slice_bytes, node=node)
+    mapping = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(device), slice_bytes=slice_bytes, node=node)
     return Pool(data, mapping)
 
 

@@ -1,9 +1,12 @@
 """Host memory registered with the CUDA driver, so that it can be copied asynchronously and read over the bus.
 
 The pool is ordinary mapped memory that knows nothing of devices; a process that drives a GPU registers its own mapping
-of it. This happens in slices when they are first used, because registering costs time for every page (and makes it
-resident), and a pool may be large and mostly empty. Pages that do not exist until then are placed near the GPU. A
-registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has none.
+of it. This happens in slices, because registering costs time for every page (and makes it resident), and a pool may be
+large and mostly empty. A pool is handed out from its start, so when a slice is used a thread registers the next, and
+the engine's step waits for the very first slice alone. Pages that do not exist until then are placed near the GPU.
+
+A registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has
+none.
 
 cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 """
@@ -11,6 +14,7 @@ cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 import os
 import resource
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,7 +27,7 @@ from kv_cuda.copy import numa
 _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
-"""The first use of a slice waits until its pages exist and are locked, some tens of milliseconds."""
+"""Until its pages exist and are locked take some tens of milliseconds."""
 _ALREADY_REGISTERED: Final = 712
 
 
@@ -36,13 +40,28 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """Through torch's runtime."""
+    """Through torch's runtime, for one device: a thread that has chosen none would make a context on the first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def register(self, address: int, nbytes: int) -> int:
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+        return self._call("cudaHostRegister", address, nbytes, 0)
 
     def unregister(self, address: int) -> int:
-        return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+        return self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *arguments: int) -> int:
+        with torch.cuda.device(self._device):
+            status = int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
+            if status:
+                self._clear_error()
+        return status
+
+    def _clear_error(self) -> None:
+        """The runtime keeps an error until somebody asks, who would be the engine, after a launch of its own."""
+        with suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(1.0)
 
 
 class PinnedMapping:
@@ -66,10 +85,13 @@ class PinnedMapping:
         self._registrar = registrar
         self._lock = threading.Lock()
         self._registered: set[int] = set()
+        self._ahead: threading.Thread | None = None
+        self._is_refused = False  # what was not needed yet, so that it is not tried again and again
         self._process = os.getpid()
 
     @property
     def pinned_bytes(self) -> int:
+        """What is registered, with the slice that is registered ahead."""
         return sum(min(self._slice, self._bytes - at * self._slice) for at in self._registered)
 
     def is_inherited(self) -> bool:
@@ -86,22 +108,38 @@ class PinnedMapping:
         if self.is_inherited():
             raise MisuseError("this pool was pinned by the parent process; attach it anew after a fork")
         wanted = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
-        if self._registered.issuperset(wanted):
-            return
-        with self._lock:
-            for at in wanted:
-                if at not in self._registered:
+        if not self._registered.issuperset(wanted):
+            with self._lock:
+                for at in wanted:
                     self._register(at)
+        following = wanted.stop
+        if following in self._registered or following * self._slice >= self._bytes or self._is_refused:
+            return
+        if self._ahead is None or not self._ahead.is_alive():
+            self._ahead = threading.Thread(target=self._pin_ahead, args=(following,), name="kv-pin", daemon=True)
+            self._ahead.start()
 
     def unpin(self) -> None:
         """Undo all of it: nothing may be copied to or from there any more. In a forked child it does nothing."""
+        if self.is_inherited():
+            return
+        if self._ahead is not None:
+            self._ahead.join()
         with self._lock:
             while self._registered:
-                at = self._registered.pop()
-                if not self.is_inherited():
-                    self._registrar.unregister(self._address + at * self._slice)
+                self._registrar.unregister(self._address + self._registered.pop() * self._slice)
+
+    def _pin_ahead(self, at: int) -> None:
+        try:
+            with self._lock:
+                self._register(at)
+        except ConfigError:
+            self._is_refused = True  # whoever needs the slice is told
 
     def _register(self, at: int) -> None:
+        """Under the lock. Nothing happens where the slice is registered."""
+        if at in self._registered:
+            return
         start = at * self._slice
         nbytes = min(self._slice, self._bytes - start)
         if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):

@@ -34,17 +34,21 @@ _TILE_BYTES = 16 << 10
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-# What a call says must not make another kernel of it, which would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_bytes"])  # type: ignore[untyped-decorator]
+# No value of a call may make another kernel, which would be compiled in the middle of serving: neither a small address,
+# which Triton takes for 32 bits unless told otherwise, nor lists of tokens that begin at an odd place.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_bytes"],
+    do_not_specialize_on_alignment=["slots", "rows"],
+)
 def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no types that mypy knows
     planes,  # *i64 [planes, 4]
     slots,  # *i64 [tokens]
     rows,  # *i64 [tokens]: the address of each token's row in the chunk's first plane, less `base`
-    base,
-    tokens,
-    first_plane,
-    plane_count,
-    plane_bytes,  # between a chunk's planes
+    base: tl.int64,
+    tokens: tl.int32,
+    first_plane: tl.int32,
+    plane_count: tl.int32,
+    plane_bytes: tl.int64,  # between a chunk's planes
     BLOCK_TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # words in a run
     ROW: tl.constexpr,  # words in a row

@@ -1,0 +1,154 @@
+"""Host memory that is registered with the driver: slice by slice, ahead of its use, and nothing left behind."""
+
+import os
+import resource
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_core.errors import ConfigError, MisuseError
+from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
+from kv_testing.wait import until
+
+
+class Driver:
+    """Answers as told and remembers what it was asked."""
+
+    def __init__(self, status: int = 0, room: int = 1 << 30) -> None:
+        self.status = status
+        self.room = room
+        self.held: dict[int, int] = {}
+        self.asked = 0
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.asked += 1
+        if sum(self.held.values()) + nbytes > self.room:
+            return 2
+        if self.status == 0:
+            assert address not in self.held
+            self.held[address] = nbytes
+        return self.status
+
+    def unregister(self, address: int) -> int:
+        del self.held[address]
+        return 0
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_registered_leaves_no_error_for_the_engine() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert CudaRegistrar(device).register(4096, 4096) != 0  # no mapping of ours is there
+    assert CudaRegistrar(device).unregister(4096) != 0
+    assert torch.zeros(4, device=device).add_(1.0).sum().item() == 4.0
+
+
+def nobody_pins() -> None:
+    until(lambda: not any(thread.name == "kv-pin" for thread in threading.enumerate()))
+
+
+@given(
+    pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
+    slice_bytes=st.integers(1, 300),
+)
+def test_the_slices_that_are_used_are_pinned_and_those_behind_them_each_once(
+    pins: list[tuple[int, int]], slice_bytes: int
+) -> None:
+    driver = Driver()
+    pinned = PinnedMapping(5000, 1000, driver, slice_bytes=slice_bytes)
+    wanted: set[int] = set()
+    behind: set[int] = set()
+    for offset, nbytes in pins:
+        nbytes = min(nbytes, 1000 - offset)
+        pinned.pin(offset, nbytes)
+        wanted |= {at // slice_bytes for at in range(offset, offset + nbytes)}
+        behind.add((offset + nbytes - 1) // slice_bytes + 1)
+        assert driver.held.keys() >= {5000 + at * slice_bytes for at in wanted}
+    nobody_pins()
+    held = {(address - 5000) // slice_bytes: nbytes for address, nbytes in driver.held.items()}
+    assert wanted <= held.keys() <= wanted | behind
+    assert held == {at: min(slice_bytes, 1000 - at * slice_bytes) for at in held}
+    assert pinned.pinned_bytes == sum(driver.held.values())
+    pinned.unpin()
+    assert not driver.held
+
+
+def test_a_pool_that_is_used_from_its_start_is_pinned_before_it_is_used() -> None:
+    class Slow(Driver):
+        def register(self, address: int, nbytes: int) -> int:
+            by.append(threading.current_thread().name)
+            return super().register(address, nbytes)
+
+    by: list[str] = []
+    pinned = PinnedMapping(0, 8 * 1024, Slow(), slice_bytes=1024)
+    for offset in range(0, 8 * 1024, 512):
+        pinned.pin(offset, 512)
+        nobody_pins()
+    assert by == [threading.current_thread().name, *["kv-pin"] * 7]
+    pinned.unpin()
+
+
+def test_what_cannot_be_pinned_ahead_costs_nothing_until_it_is_needed() -> None:
+    driver = Driver(room=2048)
+    pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024)
+    for _ in range(5):
+        for slice_number in (0, 1):
+            pinned.pin(slice_number * 1024, 10)
+            nobody_pins()
+    assert driver.asked == 3
+    with pytest.raises(ConfigError, match="cudaError 2"):
+        pinned.pin(2048, 10)
+    pinned.unpin()
+    assert not driver.held
+
+
+def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = PinnedMapping(0, 1 << 20, Driver(status=2))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    with pytest.raises(ConfigError, match=r"cudaError 2.*may lock 64 KiB.*ulimit -l unlimited.*memlock=-1"):
+        pinned.pin(0, 1)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError, match="make the host tier smaller"):
+        pinned.pin(0, 1)
+    assert pinned.pinned_bytes == 0
+
+
+def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
+    PinnedMapping(0, 4096, Driver(status=712)).pin(0, 1)
+
+
+def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
+    driver = Driver()
+    first, second = (share_mapping(1 << 20, 4096, driver, slice_bytes=1024) for _ in range(2))
+    other = share_mapping(1 << 21, 4096, driver, slice_bytes=1024)
+    assert first is second is not other
+    first.pin(0, 4096)
+    second.pin(0, 4096)
+    other.pin(3072, 1)
+    give_back_mapping(first)
+    assert len(driver.held) == 5
+    give_back_mapping(second)
+    assert list(driver.held) == [(1 << 21) + 3072]
+    give_back_mapping(other)
+    assert not driver.held
+    again = share_mapping(1 << 20, 4096, driver, slice_bytes=2048)
+    assert again is not first
+    give_back_mapping(again)
+
+
+def test_a_forked_child_has_no_pins_and_is_told_so() -> None:
+    driver = Driver()
+    pinned = PinnedMapping(0, 4096, driver)
+    pinned.pin(0, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            pinned.pin(0, 1)
+        except MisuseError:
+            pinned.unpin()
+            os._exit(0 if driver.held else 2)  # the parent's is not the child's to undo
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    pinned.unpin()
+    assert not driver.held
