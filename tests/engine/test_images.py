@@ -11,8 +11,11 @@ from models import BY_NAME
 TEXT = [3 + (7919 * i) % 1900 for i in range(700)]
 
 
-def asked(engine: Engine, image: int | None, text: list[int]) -> tuple[Answer, int]:
-    """The answer about one of the images, which are drawn from their numbers, and how many tokens were found."""
+def asked(engine: Engine, image: int | None, text: list[int], *, uuid: str | None = None) -> tuple[Answer, int]:
+    """The answer about one of the images, which are drawn from their numbers, and how many tokens were found.
+
+    uuid: what the client calls the image.
+    """
     from PIL import Image
     from vllm import SamplingParams
 
@@ -20,6 +23,8 @@ def asked(engine: Engine, image: int | None, text: list[int]) -> tuple[Answer, i
     if image is not None:
         pixels = np.random.default_rng(image).integers(0, 255, (56, 56, 3), dtype=np.uint8)
         prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
+        if uuid is not None:
+            prompt["multi_modal_uuids"] = {"image": [uuid]}
     sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
     (output,) = engine.llm.generate([prompt], sampling, use_tqdm=False)
     assert len(output.prompt_token_ids) == len(text) + (32 if image is not None else 0)
@@ -47,4 +52,24 @@ def test_an_image_is_part_of_the_prefix(tmp_path: Path) -> None:
         assert [asked(engine, *question)[0] for question in questions] != expected
     with started(model, cache=cache, **row.arguments) as restarted:
         assert [asked(restarted, *question) for question in questions] == list(zip(expected, [512] * 6, strict=True))
+        restarted.assert_at_rest()
+
+
+@pytest.mark.slow
+def test_what_a_client_calls_an_image_is_no_name_after_a_restart(tmp_path: Path) -> None:
+    """vLLM takes a client's word for which image it is, while the engine lives. The next one is sent another of that
+    name, and a disk must not answer with the first. A client's hash of the content is as good as vLLM's own."""
+    row = BY_NAME["BLIP-2"]
+    model = str(row.write(tmp_path / "model"))
+    (tmp_path / "cache").mkdir()
+    tier = {"type": "disk", "directory": str(tmp_path / "cache"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier], "cold": {"wait_s": 20}}
+    with started(model, cache=cache, **row.arguments) as engine:
+        first, _ = asked(engine, 1, TEXT, uuid="image-0")
+        assert asked(engine, 1, TEXT, uuid="image-0") == (first, 512)
+        assert asked(engine, 1, TEXT, uuid="a" * 64) == (first, 0)
+    with started(model, cache=cache, **row.arguments) as restarted:
+        other, found = asked(restarted, 2, TEXT, uuid="image-0")
+        assert (other != first, found) == (True, 0)
+        assert asked(restarted, 1, TEXT, uuid="a" * 64) == (first, 512)
         restarted.assert_at_rest()

@@ -58,6 +58,10 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"chunk_tokens": 0}, ">= 1"),
         ({"format": "nhd"}, "write one of auto, canonical, blocks, int8, fp8"),
         ({"host": {"lease_s": -1}}, "> 0"),
+        ({"host": {"lease_s": float("inf")}}, "<= 1000000"),
+        ({"cold": {"drain_s": float("inf")}}, "<= 1000000"),
+        ({"server": {"answer_s": 1e10}}, "<= 1000000"),
+        ({"host": "4GiB"}, "host is '4GiB' in extra config; it must hold settings"),
         ({"tiers": [{"directory": "/kv"}]}, "tiers[0] has no type"),
         ({"tiers": {"type": "disk"}}, "expected `array`"),
         ({"cold": {"wait": 1}}, "did you mean 'cold.wait_s'"),
@@ -94,6 +98,15 @@ SAME = {
     "kv.json": '{"host.capacity_bytes": "2GiB", "cold": {"batch_bytes": 67108864}, "server.socket": "/run/kv.sock", '
     '"tiers": [{"type": "disk", "directory": "/kv"}]}',
 }
+
+
+def test_what_has_no_value_is_as_if_left_out(tmp_path: Path) -> None:
+    """YAML makes null of a section or a list whose lines are all comments."""
+    file = tmp_path / "kv.yaml"
+    file.write_text("host:\n#  capacity_bytes: 1GiB\ntiers:\n#  - {type: disk}\nuse:\n")
+    settings, in_force = load({"config_file": str(file)}, {"KV_USE": "always"})
+    assert settings == Settings(use="always")
+    assert {setting.path for setting in in_force if setting.origin != "default"} == {"use"}
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -16,7 +16,10 @@ DEFAULT_CAPACITY_BYTES: Final = 4 << 30
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+MAX_SECONDS: Final = 1_000_000
+"""Beyond some 24 days the system's calls that wait refuse a time, and infinity is no number in JSON."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+SomeSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -27,7 +30,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Host memory for chunks, allocated as it is used. Rounded down to whole chunks."""
     name: str = ""
     """Empty: the pool ends with its process. A name: it stays in shared memory (0600) for the next process."""
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    lease_s: SomeSeconds = 300.0
     """How long chunks stay leased for a request, or another holder, that makes no further call."""
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy: its name, or a mapping of `name` and its parameters. `kv sim` compares policies on a
@@ -153,7 +156,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Formats of chunks (models) that kv-server serves at once. The machine must have memory for that many pools."""
     max_sessions: Count = 128
     """Clients that kv-server serves at once."""
-    answer_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    answer_s: SomeSeconds = 1.0
     """For an engine: how long an answer of the server may take before it counts as lost, which is a miss. A step waits
     no longer than that. Choose more where processes share few cores."""
 
@@ -179,7 +182,7 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
     """A host and a port, such as 10.0.0.1:9500 or 127.0.0.1:9500."""
     max_connections: Count = 64
     """Peers served at once. Each has a thread, and reads one chunk at a time."""
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    timeout_s: SomeSeconds = 10.0
     """How long a peer may take to read a chunk, plus a second for each megabyte of it. A slower one is disconnected."""
     take_offers: bool = True
     """Whether to fetch what a peer offers before it leaves (`kv drain`), in half of the pool at most."""

@@ -254,10 +254,13 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
     sections = {path.rpartition(".")[0] for path in known} - {""}
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        if path in sections and isinstance(value, Mapping):
-            yield from _flatten(value, origin, known, f"{path}.")
+        if path in sections:
+            if not isinstance(value, Mapping | None):
+                raise ConfigError(f"{path} is {value!r} in {origin}; it must hold settings, each with its name")
+            yield from _flatten(value or {}, origin, known, f"{path}.")
         elif path in known:
-            yield path, value
+            if value is not None:  # as YAML has it where all that stood below is a comment now
+                yield path, value
         else:
             raise ConfigError(f"there is no setting {path!r}, as {origin} has it; {nearest(path, known | sections)}")
 

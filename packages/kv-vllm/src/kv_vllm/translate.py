@@ -1,8 +1,10 @@
 """Translates vLLM's requests and scheduler outputs for `kv_core.connect`. Reads vLLM's objects, changes none."""
 
+import re
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
@@ -14,6 +16,9 @@ from kv_vllm.handover import with_handover
 from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.weights import adapter_identity
 
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""A hash of an item's content, as vLLM makes it: of 32 bytes, or 64 of SHA-512."""
+
 
 def request_reader(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: Engine
@@ -22,6 +27,7 @@ def request_reader(
     prompts_only = keeps_prompts_only(kv_cache_config)
     unasked = chosen(settings, None, "")
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
+    here = secrets.token_hex(8)
 
     def read(request: Any) -> RequestTokens | None:
         return request_tokens(
@@ -32,6 +38,7 @@ def request_reader(
             prompts_only=prompts_only,
             pools_parts=pools_parts,
             unasked=unasked,
+            here=here,
         )
 
     return read
@@ -46,6 +53,7 @@ def request_tokens(
     prompts_only: bool = False,
     pools_parts: bool = False,
     unasked: Chosen | None = None,
+    here: str = "",
 ) -> RequestTokens | None:
     """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
@@ -60,6 +68,7 @@ def request_tokens(
     pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
         requests are excluded.
     unasked: what `chosen` says of a request without options; None: not known.
+    here: this engine's name and no other's: what clients call an image is known by that name here alone.
     """
     lora = request.lora_request
     if request.pooling_params is not None and not pools_parts:
@@ -82,12 +91,15 @@ def request_tokens(
         keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
         salt=request.cache_salt or None,
         lora=adapter,
-        items=tuple(_items(request.mm_features)),
+        items=tuple(_items(request.mm_features, here)),
         controls=with_handover(own.controls, params, request.num_prompt_tokens),
     )
 
 
-def _items(features: Any) -> Iterator[Item]:
+def _items(features: Any, here: str) -> Iterator[Item]:
     for feature in features or ():
-        position = feature.mm_position
-        yield Item(feature.identifier, position.offset, position.length)
+        # A client may give a name of its own (`uuid`) to what it sends, and another client or the next day give it to
+        # something else, which no other engine and no restart can know.
+        is_digest = _DIGEST.fullmatch(feature.mm_hash or feature.identifier) is not None
+        name = feature.identifier if is_digest else f"{feature.identifier}@{here}"
+        yield Item(name, feature.mm_position.offset, feature.mm_position.length)

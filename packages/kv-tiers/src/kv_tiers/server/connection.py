@@ -48,7 +48,7 @@ class Connection:
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise NobodyListens(f"no server answers at {path}: {error.strerror}") from None
             except OSError as error:
-                raise TierDown(f"no server answers at {path}: {error.strerror}") from None
+                raise TierDown(f"no server answers at {path}: {error.strerror or error}") from None
             _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.geteuid():
                 raise ConfigError(f"the server at {path} is of user {uid}, not ours; join one of your own")
