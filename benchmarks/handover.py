@@ -8,9 +8,11 @@ time, so nothing is found but what was handed over.
 `exposed` is the time between the prefill server's answer and the first token, less what the same decode server takes
 for a prompt of one token, less what a step of decoding takes longer behind the long prompt than behind that one, and
 less what its HTTP side takes longer to read it: what a hand-over adds to decoding. Its limit is the last chunk at the
-speed of a copy of memory (over loopback: of a bare socket) and 10 ms. Prefill engines compute `--step-tokens` in a
-step, as chunks become visible at a step's end; with two servers the decode engine's follows the other, so that only the
-last step's chunks are still to come.
+speed of a copy of memory (over loopback: of a bare socket) and 10 ms. All engines compute 2,048 tokens in a step, as
+vLLM does by itself. With two servers the prefill engine computes `--step-tokens`: the decode engine's server follows
+the other, and chunks become visible at a step's end, so that only the last step's are still to come. Every engine has
+its worker in the scheduler's process, as vLLM has it by itself on one GPU, and ours loads chunks in the step that uses
+them.
 
     python benchmarks/handover.py [--json] [--model DIRECTORY] [--tokens 2048 6000] [--prompts 5] [--quick]
         [--step-tokens 256] [--ways alone ours …]
@@ -45,7 +47,7 @@ from kv_tiers.server.process import ServerProcess
 
 from benchmarks._engines import threads_environ
 from benchmarks._report import Row, parser, report
-from benchmarks.serve import process, wait_until_ready
+from benchmarks.serve import ONE_PROCESS, process, wait_until_ready
 
 PREFILL = {
     "do_remote_decode": True,
@@ -55,7 +57,7 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-CHUNK_TOKENS = 256
+CHUNK_TOKENS, STEP_TOKENS = 256, 2048
 WARM_UP = 2
 STREAMED = 24
 SLACK_S = 0.010
@@ -86,7 +88,11 @@ def transfer_of(way: str, role: str, server: ServerProcess | None) -> dict[str, 
         "kv_connector": "KVTiersConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"use": "always", "server": {"socket": str(server.socket)}},
+        "kv_connector_extra_config": {
+            "use": "always",
+            "load": "layerwise",
+            "server": {"socket": str(server.socket)},
+        },
     }
 
 
@@ -108,8 +114,9 @@ def engines(way: str, model: str, home: Path, max_tokens: int, step_tokens: int)
             port, log = free_port(), home / f"{number}.log"
             words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
             words += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
-            tokens = step_tokens if role == "kv_producer" else 2048
+            tokens = step_tokens if way == "ours, two servers" and role == "kv_producer" else STEP_TOKENS
             words += ["--max-model-len", str(max_tokens), "--max-num-batched-tokens", str(tokens)]
+            words += ["--distributed-executor-backend", ONE_PROCESS]
             if way != "alone":
                 words += ["--kv-transfer-config", json.dumps(transfer_of(way, role, servers[number]))]
             environ = os.environ | threads_environ(1) | {"XDG_RUNTIME_DIR": str(home), "HF_HUB_OFFLINE": "1"}
@@ -224,7 +231,9 @@ def main() -> int:
     given.add_argument("--model", default="", help="a directory; a small Llama with random weights if not said")
     given.add_argument("--tokens", type=int, nargs="+", default=[2048, 6000], help="lengths of prompts")
     given.add_argument("--prompts", type=int, default=5, help="of each length")
-    given.add_argument("--step-tokens", type=int, default=CHUNK_TOKENS, help="of a prefill engine's steps")
+    given.add_argument(
+        "--step-tokens", type=int, default=CHUNK_TOKENS, help="of the prefill engine's steps with two servers"
+    )
     given.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="of handing over")
     given.add_argument("--quick", action="store_true", help="one prompt of 600 tokens, to see that it runs")
     args = given.parse_args()

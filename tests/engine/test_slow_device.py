@@ -2,10 +2,13 @@
 
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from kv_cuda.copy import behind
+from kv_cuda.copy.behind import LayerCopy, copying_thread
 from kv_testing.connect import QueuedCopy
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.process import launch
@@ -62,6 +65,32 @@ def test_layers_that_are_copied_while_others_are_computed_give_the_same_tokens(
         device.queue.copy_s = 0.5
         assert engine.ask([PROMPTS[2]]) != [reference[2]]
         assert device.faults == []
+
+
+@pytest.mark.slow
+def test_layers_that_a_thread_copies_give_the_same_tokens(
+    tiny_llama: str, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU as it is; and a pass that does not wait for the thread makes other tokens."""
+    begun: list[int] = []
+    submit = copying_thread().submit
+    with started(tiny_llama, cache=CACHE | {"load": "layerwise"}) as engine:
+        monkeypatch.setattr(behind, "_MIN_BYTES", 0)
+        monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: {0, 1}, raising=False)
+        monkeypatch.setattr(
+            copying_thread(), "submit", lambda run, copies: (begun.append(len(copies)), submit(run, copies))
+        )
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.hits == WARM_HITS
+        seen = engine.assert_at_rest()
+        assert seen["scheduler"]["loads_layerwise"] == seen["scheduler"]["loads"] == len(begun) > 4
+        free = Event()
+        working = submit(free.wait)
+        monkeypatch.setattr(LayerCopy, "hold_engine", lambda self: None)
+        assert engine.ask([PROMPTS[2]]) != [reference[2]]
+        free.set()
+        working.result()
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ class DeviceCopier(Protocol):
 
     @property
     def is_queued(self) -> bool:
-        """Whether copies continue after the call that starts them. False: they are complete when it returns."""
+        """Whether copies continue after the call that starts them. False: those of `load` and `store` are complete when
+        it returns."""
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""

@@ -36,14 +36,14 @@ class CompiledBlocks:
             self._runs.append((first, place_of(shape), place_of(engine)))
             first += layers * chunk_layer
 
-    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, *, to_engine: bool) -> None:
+    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, *, to_engine: bool, layers: slice) -> None:
         """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
-        how many there are.
+        how many there are. layers: which of the runs of layers.
 
         Raises:
             MisuseError: some of it is beyond the pool or the engine's memory. Nothing was copied.
         """
-        for first, shape, engine in self._runs:
+        for first, shape, engine in self._runs[layers]:
             given = array("q", [number for at, block, count in blocks for number in (at + first, block, count)])
             address, numbers = given.buffer_info()
             place = address, numbers * given.itemsize

@@ -1,13 +1,13 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why). Whole blocks
-are moved in C where that is installed (`compiled`). What is left is moved by few large torch calls that release the GIL
-and use torch's own threads: one call per part and run of adjacent blocks, over all layers. Where the engine stores a
-part transposed (its dim axis is not the innermost), one strided copy would jump a row of memory per element. The block
-then goes through a scratch buffer in the engine's own axis order, which stays in the processor's cache, so that each of
-the two passes is regular on one side. Measured on two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 →
-1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in bfloat16, where memmove takes 0.65 ms. The size of the scratch
-buffer hardly matters between 0.5 and 16 MiB.
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), except for a
+layerwise load of many bytes (`behind`). Whole blocks are moved in C where that is installed (`compiled`). What is left
+is moved by few large torch calls that release the GIL and use torch's own threads: one call per part and run of
+adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost), one
+strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the engine's own
+axis order, which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on two
+cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in
+bfloat16, where memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16 MiB.
 
 Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
 wants together are one word of twice the size, about three times as fast as element by element on one thread. Where it
@@ -17,8 +17,9 @@ innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s 
 Everything uses device-neutral torch calls, so tensors on a GPU work too, synchronously and slowly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -27,10 +28,11 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
+from kv_cuda.copy.behind import copy_behind, pays_behind
 from kv_cuda.copy.compiled import CompiledBlocks
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
-from kv_cuda.copy.streams import DoneEvent
+from kv_cuda.copy.streams import DoneEvent, Event
 from kv_cuda.kernels import Place, installed_kernels
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
@@ -84,10 +86,12 @@ class CpuCopier:
         chunk_format: ChunkFormat,
         *,
         compiled: bool = True,
+        pays_behind: Callable[[int], bool] = pays_behind,
     ) -> None:
         """
         tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
         compiled: whether functions in C may be used, which copy the same bytes.
+        pays_behind: whether a layerwise load of so many bytes is made by a thread.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -101,12 +105,10 @@ class CpuCopier:
             _over_layers(layout, part, layout.of_part(tensors, number), self._shape)
             for number, part in enumerate(self._shape.parts)
         ]
-        kernels = installed_kernels() if compiled and self._device.type == "cpu" else None
-        self._compiled = [
-            CompiledBlocks(kernels, part.runs, chunk_format.layer_bytes // part.word.itemsize)
-            for part in self._parts
-            if kernels is not None
-        ]
+        self._kernels = installed_kernels() if compiled and self._device.type == "cpu" else None
+        self._compiled = self._in_c([part.runs for part in self._parts])
+        self._compiled_layers: list[CompiledBlocks] = []  # the same a layer at a time, from the first use on
+        self._pays_behind = pays_behind
         self._aligned = max(part.word.itemsize for part in self._parts)
         self._pools: dict[str, Place] = {}  # for functions in C; `_words` keep the memory alive
         self._pool_bytes: dict[str, int] = {}
@@ -160,9 +162,26 @@ class CpuCopier:
         self._copy_all(self._checked(plan, to_engine=True), to_engine=True)
         return _DONE
 
-    def load_layers(self, plan: TransferPlan) -> list[DoneEvent]:
-        """Like `load`, with an event for each layer."""
-        return [self.load(plan)] * self._layout.layers
+    def load_layers(self, plan: TransferPlan) -> Sequence[Event]:
+        """Like `load`, with an event for each layer. Many bytes are copied behind the call, by a thread or by those who
+        wait (`behind`); the pools that they are in are kept alive until then."""
+        chunks = self._checked(plan, to_engine=True)
+        in_thread = bool(self._compiled) and not any(work.parts for work in chunks)
+        if not in_thread or not self._pays_behind(len(chunks) * self._format.nbytes):
+            self._copy_all(chunks, to_engine=True)
+            return [_DONE] * self._layout.layers
+        if not self._compiled_layers:
+            self._compiled_layers = self._in_c(
+                [[run[layer : layer + 1] for run in part.runs for layer in range(len(run))] for part in self._parts]
+            )
+        pools, alive = dict(self._pools), list(self._words.values())
+
+        def copy(layer: int) -> None:
+            assert alive
+            layers = slice(layer, layer + 1)
+            self._copy_compiled(self._compiled_layers, chunks, pools, to_engine=True, layers=layers)
+
+        return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> DoneEvent:
         self._copy_all(self._checked(plan, to_engine=False), to_engine=False)
@@ -172,16 +191,32 @@ class CpuCopier:
         few_bytes = len(chunks) * self._format.nbytes <= _MAX_BYTES_OF_ONE_THREAD
         in_c = bool(self._compiled) and (few_bytes or torch.get_num_threads() <= _MAX_THREADS_AS_QUICK)
         if in_c:
-            self._copy_compiled(chunks, to_engine=to_engine)
+            self._copy_compiled(self._compiled, chunks, self._pools, to_engine=to_engine)
         for work in chunks:
             if not in_c:
                 self._move_whole(work, to_engine=to_engine)
             if work.parts:
                 self._move_parts(work, to_engine=to_engine)
 
-    def _copy_compiled(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> None:
-        """The whole blocks of all chunks, pool by pool."""
-        for pool, memory in self._pools.items():
+    def _in_c(self, runs: Sequence[Sequence[torch.Tensor]]) -> list[CompiledBlocks]:
+        """For the runs of layers of each part; empty: there are no functions in C."""
+        return [
+            CompiledBlocks(self._kernels, each, self._format.layer_bytes // part.word.itemsize)
+            for part, each in zip(self._parts, runs, strict=True)
+            if self._kernels is not None
+        ]
+
+    def _copy_compiled(
+        self,
+        compiled: Sequence[CompiledBlocks],
+        chunks: Sequence[ChunkWork],
+        pools: Mapping[str, Place],
+        *,
+        to_engine: bool,
+        layers: slice = slice(None),  # it never changes
+    ) -> None:
+        """The whole blocks of all chunks, pool by pool. layers: which of the runs of layers."""
+        for pool, memory in pools.items():
             runs = [(work.extent.offset, run) for work in chunks if work.extent.pool == pool for run in work.whole]
             for number, part in enumerate(self._parts) if runs else ():
                 row, nbytes = part.heads * part.dims[0] * part.dims[1], part.word.itemsize
@@ -190,7 +225,7 @@ class CpuCopier:
                     ((offset + start) // nbytes + run.first_token * row, run.first_block, run.blocks)
                     for offset, run in runs
                 ]
-                self._compiled[number].copy(blocks, memory, to_engine=to_engine)
+                compiled[number].copy(blocks, memory, to_engine=to_engine, layers=layers)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
         checked = validate_and_split(plan, self._layout, self._format, self._pool_bytes, to_engine=to_engine)

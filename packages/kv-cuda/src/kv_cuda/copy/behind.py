@@ -1,0 +1,71 @@
+"""Loads on a CPU that a thread makes layer by layer, while the engine computes on the layers before.
+
+One thread copies the layers in their order. Whoever waits for a layer that it has not begun copies that layer itself,
+so a thread that gets no processor delays nobody by more than the layer it is at.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from threading import Lock
+from typing import Final
+
+_MIN_BYTES: Final = 2 << 20
+"""Waking a thread takes longer than copying a few hundred kilobytes."""
+
+
+def pays_behind(nbytes: int) -> bool:
+    """Whether a thread may have these bytes copied before the engine needs them. It runs where its creator may: an
+    engine that is bound to one processor would wait for it."""
+    if hasattr(os, "sched_getaffinity"):
+        return nbytes >= _MIN_BYTES and len(os.sched_getaffinity(0)) > 1
+    return nbytes >= _MIN_BYTES and (os.cpu_count() or 1) > 1
+
+
+class LayerCopy:
+    """The copy of one layer. A `kv_core.connect.device.CopyEvent`, for any number of threads."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._lock = Lock()
+        self._copy: Callable[[], None] | None = copy  # until it has ended: it keeps the memory on both sides alive
+        self._failure: Exception | None = None
+
+    def done(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return self._copy is None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._copy is not None:
+                try:
+                    self._copy()
+                except Exception as error:  # noqa: BLE001  # it belongs to everyone who waits for this layer
+                    self._failure = error
+                self._copy = None
+        if self._failure is not None:
+            raise self._failure
+
+    def hold_engine(self) -> None:
+        self.wait()
+
+
+def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
+    """Start copying these layers, in their order."""
+    copies = [LayerCopy(copy) for copy in layers]
+    copying_thread().submit(_copy_all, copies)
+    return copies
+
+
+@cache
+def copying_thread() -> ThreadPoolExecutor:
+    """The one of this process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+
+
+def _copy_all(copies: Sequence[LayerCopy]) -> None:
+    for copy in copies:
+        with suppress(Exception):  # raised again for those who wait
+            copy.wait()
