@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from kv_testing.codec_fuzz import SPECIAL, spoilt
 
-_SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256))
-"""Layers, heads and their size: blocks of 2 to 192 channels, not all of them of whole heads."""
+_SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256), (1, 2, 192), (1, 1, 320))
+"""Layers, heads and their size: blocks of 2 to 256 channels, not all of them of whole heads."""
 
 
 def drawn_calibration(chance: np.random.Generator, shape: Shape) -> Calibration:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_a_library_that_cannot_be_used_means_numpy(
         if not COMPILER:
             pytest.skip("there is no C compiler")
         for source in SOURCES:
-            text = source.read_text().replace("#define KV_VERSION 4", "#define KV_VERSION 999")
+            text = source.read_text().replace("#define KV_VERSION 5", "#define KV_VERSION 999")
             (tmp_path / source.name).write_text(text)
         subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
@@ -117,22 +118,22 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
     steps, symbols, nibbles, missing, packed, escapes, wholes, _ = cuts[0]
     for kernels in (NUMPY, compiled):
         restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
-        counts = kernels.restore(symbols, nibbles, steps, restored, lacking, to_middle=False)
+        counts = kernels.restore(symbols, nibbles, steps, packed, words=restored, missing=lacking, to_middle=False)
         assert counts == (escapes.size, wholes.size, int((missing & 7).sum(dtype=np.int64)))
         assert np.array_equal(lacking, missing)
-        kernels.unpack(packed, missing, restored)
         kernels.place(wholes, missing, ALL_MISSING, restored)
         kernels.place(escapes, symbols, ESCAPED, restored)
         assert np.array_equal(restored, words)
     any_bytes = [chance.integers(0, 256, size, dtype=np.uint8) for size in (n, n // 2, n // SCALED_NUMBERS)]
-    for known in (any_bytes[1], None):
-        for to_middle in (False, True):
-            both = []
-            for kernels in (NUMPY, compiled):
-                restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
-                counts = kernels.restore(any_bytes[0], known, any_bytes[2], restored, lacking, to_middle=to_middle)
-                both.append((counts, restored.tobytes(), lacking.tobytes()))
-            assert both[0] == both[1]
+    for known, to_middle, end in product((any_bytes[1], None), (False, True), (0, n // 4, n)):
+        both = []
+        for kernels in (NUMPY, compiled):
+            restored, lacking, bits = np.empty(n, "<u2"), np.empty(n, np.uint8), any_bytes[0][:end]  # or some of them
+            counts = kernels.restore(
+                any_bytes[0], known, any_bytes[2], bits, words=restored, missing=lacking, to_middle=to_middle
+            )
+            both.append((counts, restored.tobytes(), lacking.tobytes()))
+        assert both[0] == both[1]
 
 
 @needs_compiled

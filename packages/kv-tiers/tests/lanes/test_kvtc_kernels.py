@@ -1,19 +1,23 @@
 """The codec `kvtc` in C and in numpy: the same bytes from both; and the codes and positions that payloads rest on."""
 
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import MisuseError
-from kv_testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
+from kv_testing.kvtc_fuzz import drawn_calibration, kvtc_misfits, kvtc_outcomes
 from kv_tiers.codec import CodecError
+from kv_tiers.codecs.calibration import MATRIX_BITS, Shape, read_calibration
 from kv_tiers.codecs.compiled_kernels import CompiledKernels, installed_kernels
 from kv_tiers.codecs.kernels import kernels_here
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.rotation import turns
 from kv_tiers.codecs.row_codes import COSTED_CLASSES, ESCAPED, LONGEST_BITS, class_of, code_lengths, row_codes
+from kv_tiers.codecs.transform import FINEST, LARGEST, transform_of
 
 NUMPY = NumpyKernels()
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
@@ -30,7 +34,7 @@ def compiled() -> CompiledKernels:
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_chunks_and_damaged_payloads_become_the_same(seed: int) -> None:
-    """Of all dtypes, with blocks of 2 to 192 channels, numbers far from their means, and numbers that are none."""
+    """Of all dtypes, with blocks of 2 to 256 channels, numbers far from their means, and numbers that are none."""
     found = installed_kernels()
     assert found is not None
     assert kvtc_outcomes(found, seed, 3) == kvtc_outcomes(NUMPY, seed, 3)
@@ -39,6 +43,33 @@ def test_chunks_and_damaged_payloads_become_the_same(seed: int) -> None:
 @needs_compiled
 def test_arrays_and_shapes_that_do_not_fit_are_refused(compiled: CompiledKernels) -> None:
     assert kvtc_misfits(compiled) == []
+
+
+@pytest.mark.parametrize("kernels", kernels_here(), ids=lambda kernels: kernels.name)
+def test_a_head_of_256_channels_stays_whole_and_its_largest_sums_within_32_bits(
+    kernels: CompiledKernels | NumpyKernels, tmp_path: Path
+) -> None:
+    """Rows of the largest norm that a calibration may have, and numbers as large as they can be, in their direction."""
+    shape = Shape("drawn", "float32", 1, 1, 256, 4096, 0.4, (0,))
+    assert shape.block_channels == 256
+    signs = np.random.default_rng(1).choice(np.array([-1, 1], np.int16), (256, 256))
+    drawn = drawn_calibration(np.random.default_rng(1), shape)
+    path = tmp_path / "widest.kvtc"
+    replace(
+        drawn,
+        means=np.zeros_like(drawn.means),
+        widths=np.ones_like(drawn.widths),
+        forward=np.stack([1152 * signs] * 2).astype(np.int16),
+    ).write(path)
+    transform = transform_of(read_calibration(path))
+    words = np.zeros((2, 256, 256), np.float32)
+    words[1] = (LARGEST >> FINEST) * signs
+    rows = np.zeros((512, 256), np.int16)
+    assert kernels.project(transform, words.view("<u4").reshape(-1), np.ones((1, 2, 128, 256), np.float32), rows, 0)
+    sums = 1152 * signs.astype(np.int64) @ (LARGEST * signs.T.astype(np.int64))
+    assert 2**31 > sums.max() > 0.98 * 2**31
+    shift = MATRIX_BITS + FINEST
+    assert np.array_equal(rows[transform.places[1]], (sums + (1 << shift - 1)) >> shift)
 
 
 @pytest.mark.parametrize("kernels", kernels_here(), ids=lambda kernels: kernels.name)

@@ -13,6 +13,11 @@ class Cursor:
     def left(self) -> int:
         return len(self._part) - self._at
 
+    @property
+    def rest(self) -> memoryview:
+        """What is left, which is not taken thereby."""
+        return self._part[self._at :]
+
     def take(self, nbytes: int) -> memoryview:
         """
         Raises:

@@ -67,13 +67,22 @@ class Kernels(Protocol):
         """
 
     def restore(
-        self, symbols: Bytes, nibbles: Bytes | None, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+        self,
+        symbols: Bytes,
+        nibbles: Bytes | None,
+        exponents: Bytes,
+        packed: Bytes,
+        *,
+        words: Words,
+        missing: Bytes,
+        to_middle: bool,
     ) -> tuple[int, int, int]:
-        """The numbers with zeros for what is in neither, and how many bits those are: as many as were cut. How many
-        are `ESCAPED`, how many `ALL_MISSING`, and how many bits the others miss together.
+        """The numbers, and how many bits each misses in symbols and nibbles. How many are `ESCAPED`, how many
+        `ALL_MISSING`, and how many bits the others miss together.
 
         nibbles: None where they are not known: each number is then taken to be in the middle of its step.
-        to_middle: halfway to the next nibble instead of zeros.
+        packed: the missing bits, and perhaps more behind them; what it lacks of them is 0.
+        to_middle: halfway to the next nibble, where there are no missing bits.
         """
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
@@ -81,9 +90,6 @@ class Kernels(Protocol):
 
         room: of `packed_room(n)` bytes, where they are put.
         """
-
-    def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
-        """Set them in words that have zeros there. packed: as many bytes as the bits take."""
 
     def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
         """The words whose mark is this one. count: how many there are."""

@@ -64,7 +64,15 @@ class NumpyKernels:
         return int(np.count_nonzero(symbols == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
 
     def restore(
-        self, symbols: Bytes, nibbles: Bytes | None, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
+        self,
+        symbols: Bytes,
+        nibbles: Bytes | None,
+        exponents: Bytes,
+        packed: Bytes,
+        *,
+        words: Words,
+        missing: Bytes,
+        to_middle: bool,
     ) -> tuple[int, int, int]:
         _check(words, symbols, exponents, missing)
         wide = np.full(words.size, 8, np.uint8)  # the middle of a step
@@ -75,7 +83,7 @@ class NumpyKernels:
             steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]
             _restore(symbols[some], wide[some], steps, words[some], missing[some], to_middle=to_middle)
         escaped, whole = np.count_nonzero(symbols == ESCAPED), np.count_nonzero(missing == ALL_MISSING)
-        return int(escaped), int(whole), int((missing & 7).sum(dtype=np.int64))
+        return int(escaped), int(whole), _unpack(packed, missing, words)
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         bits, starts, sizes = _runs(missing)
@@ -93,19 +101,6 @@ class NumpyKernels:
         used = room[: packed.size - _RUN]
         used[...] = packed[:-_RUN]
         return used
-
-    def unpack(self, packed: Bytes, missing: Bytes, words: Words) -> None:
-        bits, starts, sizes = _runs(missing)
-        if packed.size != (sizes + 7) // 8:
-            raise MisuseError(f"{packed.size} bytes for {sizes} missing bits")
-        padded = np.append(packed, np.zeros(8, np.uint8))
-        from_each_byte = np.ndarray(packed.size + 1, "<u8", padded.data, strides=(1,))
-        runs = from_each_byte[(starts >> np.uint64(3)).astype(np.intp)] >> (starts & np.uint64(7))
-        low = np.empty(bits.shape, np.uint64)
-        for place in range(_RUN):
-            low[:, place] = runs & ((_ONE << bits[:, place]) - _ONE)
-            runs >>= bits[:, place]
-        np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
 
     def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
         selected: Words = words[marks == mark]
@@ -152,6 +147,23 @@ def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
     bits = (missing & 7).astype(np.uint64).reshape(-1, _RUN)
     ends = bits.sum(1, dtype=np.uint64).cumsum(dtype=np.uint64)
     return bits, np.append(np.uint64(0), ends[:-1]), int(ends[-1])
+
+
+def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
+    """Set missing bits in words that have zeros there. How many they are."""
+    if not packed.size:
+        return int((missing & 7).sum(dtype=np.int64))
+    bits, starts, sizes = _runs(missing)
+    padded = np.zeros(max(packed.size, sizes // 8) + 9, np.uint8)
+    padded[: packed.size] = packed
+    from_each_byte = np.ndarray(padded.size - 7, "<u8", padded.data, strides=(1,))
+    runs = from_each_byte[(starts >> np.uint64(3)).astype(np.intp)] >> (starts & np.uint64(7))
+    low = np.empty(bits.shape, np.uint64)
+    for place in range(_RUN):
+        low[:, place] = runs & ((_ONE << bits[:, place]) - _ONE)
+        runs >>= bits[:, place]
+    np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
+    return sizes
 
 
 def _split_bfloat16(words: Words, coded: Bytes, rest: list[Words]) -> None:
@@ -231,6 +243,7 @@ def _restore(
     sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
     if to_middle:
         sixteenths += np.float32(0.5)
+    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # of nothing, whose bits are stored as they are
     high = (sixteenths.view(np.uint32) >> 16).astype(np.uint16)
     np.clip(np.int16(ALL_MISSING + 126) - (high >> 7).view(np.int16), 0, ALL_MISSING, out=missing, casting="unsafe")
     high += moved_up << 7

@@ -6,7 +6,7 @@
 
 enum {
     TILE = 64,           /* columns: tokens that are worked on at a time */
-    MOST_CHANNELS = 192  /* rows at the most */
+    MOST_CHANNELS = 256  /* rows at the most */
 };
 
 /* matrix: [block][block], numbers: [block / 2][TILE][2], sums: [block][TILE]. block: even. */

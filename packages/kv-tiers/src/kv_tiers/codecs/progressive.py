@@ -45,6 +45,7 @@ VERSION: Final = 2
 HEAD_BYTES: Final = HEAD.size + SEAL_BYTES
 _FRAME_BYTES: Final = struct.Struct("<I")
 _NO_FRAME: Final = bytes(_FRAME_BYTES.size)
+_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 _SECTION: Final = FRAME_SYMBOLS
 """Numbers that are coded together; the last section has what remains."""
 _SAMPLED: Final = 128
@@ -173,12 +174,12 @@ class ProgressiveCodec:
         symbols = self._frame(first, words.size)
         nibbles = np.frombuffer(more[0].take(words.size // 2), np.uint8) if more else None
         missing = scratch[: words.size]
+        packed = np.frombuffer(more[1].rest, np.uint8) if len(more) == 2 else _NOTHING
         escaped, whole, bits = self.kernels.restore(
-            symbols, nibbles, exponents, words, missing, to_middle=len(more) == 1
+            symbols, nibbles, exponents, packed, words=words, missing=missing, to_middle=len(more) == 1
         )
         if len(more) == 2:
-            packed = np.frombuffer(more[1].take((bits + 7) // 8), np.uint8)
-            self.kernels.unpack(packed, missing, words)
+            more[1].take((bits + 7) // 8)
             self._place(more[1], whole, missing, ALL_MISSING, words)
         self._place(first, escaped, symbols, ESCAPED, words)
 
@@ -189,10 +190,11 @@ class ProgressiveCodec:
 
     def _place(self, cursor: Cursor, count: int, marks: Bytes, mark: int, words: Words) -> None:
         """The numbers with this mark, of the given count, as the part stores them."""
-        values = self._frame(cursor, count).astype("<u2") << 8
-        values |= np.frombuffer(cursor.take(count), np.uint8)
+        upper, lower = self._frame(cursor, count), cursor.take(count)
         if count:
-            self.kernels.place(values, marks, mark, words)
+            values = np.empty(2 * count, np.uint8)
+            values[1::2], values[::2] = upper, np.frombuffer(lower, np.uint8)
+            self.kernels.place(values.view("<u2"), marks, mark, words)
 
     def _offsets_that_may_fit(self, words: Words, room: int) -> range:
         """How far the steps may be above the mean exponents for the first part to fit into this many bytes, by a

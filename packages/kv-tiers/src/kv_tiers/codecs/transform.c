@@ -12,7 +12,7 @@ enum {
     MATRIX_BITS = 14,     /* of the forward matrix, below one */
     FINEST = 4,           /* numbers are rounded to 1 / 2**4 of a step, */
     COARSEST = -2,        /* or to 2**2 steps, if they are so far from their means */
-    LARGEST = 1 << 13,    /* so rounded; products' sums are thereby below 2**31 */
+    LARGEST = 7 << 10,    /* so rounded; products' sums are thereby below 2**31, of MOST_CHANNELS too */
     LARGEST_STEPS = 32767
 };
 enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };

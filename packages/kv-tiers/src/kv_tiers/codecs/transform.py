@@ -15,8 +15,8 @@ TILE: Final = 64
 """Tokens that are worked on at a time, and share the precision that their numbers are rounded to."""
 FINEST, COARSEST = 4, -2
 """Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
-LARGEST: Final = 1 << 13
-"""Of a number so rounded. Sums of products are thereby below 2 ** 31."""
+LARGEST: Final = 7 << 10
+"""Of a number so rounded. Sums of products are thereby below 2 ** 31, of 256 channels too."""
 LARGEST_STEPS: Final = 32767
 assert MATRIX_BITS + COARSEST > 0
 

@@ -11,9 +11,8 @@
 int64_t kv_split(int64_t, IN, OUT, OUT);
 int64_t kv_join(int64_t, IN, IN, OUT);
 int64_t kv_cut(int64_t, IN, OUT, OUT, OUT, OUT, INTEGERS);
-int64_t kv_restore(int64_t, IN, IN, IN, OUT, OUT, INTEGERS);
+int64_t kv_restore(int64_t, IN, IN, IN, IN, OUT, OUT, INTEGERS);
 int64_t kv_pack(IN, IN, OUT);
-int64_t kv_unpack(IN, IN, OUT);
 int64_t kv_select(int64_t, IN, IN, OUT);
 int64_t kv_place(int64_t, IN, IN, OUT);
 int64_t kv_histogram(IN, INTEGERS);
@@ -43,9 +42,8 @@ static int64_t call(const char *name, int64_t number) {
     if (IS("split")) return kv_split(number, A(0), A(1), A(2));
     if (IS("join")) return kv_join(number, A(0), A(1), A(2));
     if (IS("cut")) return kv_cut(number, A(0), A(1), A(2), A(3), A(4), (int64_t *)at[5], size[5]);
-    if (IS("restore")) return kv_restore(number, A(0), A(1), A(2), A(3), A(4), (int64_t *)at[5], size[5]);
+    if (IS("restore")) return kv_restore(number, A(0), A(1), A(2), A(3), A(4), A(5), (int64_t *)at[6], size[6]);
     if (IS("pack")) return kv_pack(A(0), A(1), A(2));
-    if (IS("unpack")) return kv_unpack(A(0), A(1), A(2));
     if (IS("select")) return kv_select(number, A(0), A(1), A(2));
     if (IS("place")) return kv_place(number, A(0), A(1), A(2));
     if (IS("histogram")) return kv_histogram(A(0), (int64_t *)at[1], size[1]);
