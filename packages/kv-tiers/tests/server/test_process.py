@@ -137,6 +137,18 @@ def test_where_a_server_is_and_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch
     assert default_socket("x") == home / f"kv-tiers-{os.geteuid()}" / "x.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "nowhere"))
     assert default_socket("x").parent.parent == Path(tempfile.gettempdir())
+
+
+def test_a_server_has_a_socket_wherever_temporary_files_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system's directory and an engine's name together are longer than a socket's path may be."""
+    engine = "engine-6f1c7b0e-55bd-4b3c-8a53-0d1f0e5d9c11_dp0-node1"
+    scratch = Path("/tmp/job.4711.of.a.cluster.whose.name.is.long.example.org")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "gone"))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert default_socket("x").is_relative_to(scratch)
+    assert default_socket(engine) == Path(f"/tmp/kv-tiers-{os.geteuid()}/{engine}.sock")
+    server = launch({"host": {"capacity_bytes": "1MiB"}}, socket=default_socket(engine))
+    server.stop()
     for wrong in (
         {"host": {"name": "n"}},
         {"server": {"max_formats": 0}},

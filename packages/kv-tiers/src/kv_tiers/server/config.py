@@ -56,10 +56,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def default_socket(name: str = "default") -> Path:
-    """The default path of a server's socket, by the server's name."""
+    """The default path of a server's socket, by the server's name: in the user's runtime directory, or that for
+    temporary files, or /tmp where that one's path is too long for a socket, as those of batch systems may be."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    parent = Path(runtime) if Path(runtime).is_dir() else Path(tempfile.gettempdir())
-    return user_directory(parent) / f"{name}.sock"
+    parents = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108  # the directory made in it is the user's alone
+    if Path(runtime).is_dir():
+        parents.insert(0, Path(runtime))
+    paths = [user_directory(parent) / f"{name}.sock" for parent in parents]
+    return next((path for path in paths if len(os.fsencode(path)) <= _MAX_PATH_BYTES), paths[0])
 
 
 def read_config(tree: Mapping[str, object]) -> ServerConfig:
