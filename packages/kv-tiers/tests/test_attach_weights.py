@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from kv_tiers.attach import adapters as adapters_module
 from kv_tiers.attach import file_digests, identity, private_json
 from kv_tiers.attach.adapters import Adapters
 from kv_tiers.attach.file_digests import (
@@ -379,6 +380,19 @@ class TestAdapters:
         assert adapters.identity(1, "one", str(tmp_path / "a")) is None
         assert "changed while it was served" in caplog.text
         assert self.known(adapters, 2, "one", tmp_path / "a") not in (None, first)  # loaded anew
+
+    def test_an_engine_may_see_any_number_of_adapters_in_its_life(
+        self, adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A trainer serves each of its steps as another adapter. What was used longest ago is read anew."""
+        monkeypatch.setattr(adapters_module, "_MAX_ADAPTERS", 4)
+        paths = [write(tmp_path / str(number), byte=number) for number in range(10)]
+        names = [self.known(adapters, number, "step", path) for number, path in enumerate(paths)]
+        assert None not in names and len(set(names)) == len(names)
+        assert [adapters.identity(number, "step", str(paths[number])) for number in (6, 7, 8, 9)] == names[6:]
+        assert self.known(adapters, 10, "step", paths[0]) == names[0]
+        assert adapters.identity(6, "step", str(paths[6])) is None  # it had to go, and is being read
+        assert adapters.identity(8, "step", str(paths[8])) == names[8]
 
     def test_loaded_again_in_its_place_it_is_read_again(self, adapters: Adapters, tmp_path: Path) -> None:
         first = self.known(adapters, 1, "one", write(tmp_path / "a"))

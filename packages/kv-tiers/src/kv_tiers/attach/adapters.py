@@ -9,6 +9,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from kv_tiers.attach.identity import content_of
 _log = limited_logger(__name__)
 
 _MAX_ADAPTERS: Final = 4096
-"""Further adapters are not cached."""
+"""How many are known, those used last; more than an engine has in its memory. One that was used before all of these is
+not in the engine's memory either, so its files are read anew there as here."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Adapters:
         """memory: of digests of files; None for the user's own."""
         self._memory = default_memory() if memory is None else memory
         self._process = secrets.token_hex(8)
-        self._known: dict[Hashable, _Adapter] = {}
+        self._known: OrderedDict[Hashable, _Adapter] = OrderedDict()  # those used last at the end
         self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._idle = threading.Condition()
@@ -75,8 +77,9 @@ class Adapters:
         adapter = self._known.get((number, name, path))
         if adapter is None:
             if len(self._known) >= _MAX_ADAPTERS:
-                return None
+                self._known.popitem(last=False)
             adapter = self._known[number, name, path] = _Adapter(name, path, time.time_ns())
+        self._known.move_to_end((number, name, path))
         if not adapter.is_void and not adapter.is_queued:
             self._submit(adapter)
         return f"{name}@{adapter.content}" if adapter.content and not adapter.is_void else None
