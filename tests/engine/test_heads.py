@@ -1,4 +1,4 @@
-"""Heads that guess from the model's hidden states, EAGLE's and MTP's, on the real engine.
+"""Heads that guess from the model's hidden states, EAGLE's, EAGLE-3's and MTP's, on the real engine.
 
 Their layer's KV is stored beside the model's. A wrong byte of it makes guesses wrong and no token, so what is compared
 is how many guesses are right, to the last one.
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import PROMPTS, SHARED, Answer, Engine, empty_the_pool, started
-from heads import write_eagle_head, write_guessed_model, write_model_with_a_head
+from heads import write_eagle3_head, write_eagle_head, write_guessed_model, write_model_with_a_head
 from kv_core.service import ReadLease
 from kv_tiers.attach.engine import engines
 
@@ -45,6 +45,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(model: Path) -> list[Answer]:
+    return answers_of(model)
+
+
+def answers_of(model: Path) -> list[Answer]:
     """Of the model without heads and without us: to `ASKED`, then a long one, and to what follows it."""
     with started(str(model), cache=None) as plain:
         given = plain.ask_in_turn(ASKED, 60)
@@ -72,17 +76,21 @@ def negate(*, of_the_head: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_as_many_guesses_of_a_head_are_right_from_the_cache_as_without(
     method: str, model: Path, answers: list[Answer], tmp_path: Path
 ) -> None:
-    served, head = model, write_eagle_head(tmp_path / "head", model)
-    guessing: dict[str, Any] = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    served = model
+    guessing: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "mtp":
-        served, guessing = (
-            write_model_with_a_head(tmp_path / "own", model),
-            {"method": "mtp", "num_speculative_tokens": 1},
-        )
+        served = write_model_with_a_head(tmp_path / "own", model)
+        guessing["num_speculative_tokens"] = 1
+    elif method == "eagle":
+        guessing["model"] = str(write_eagle_head(tmp_path / "head", model))
+    else:
+        served = write_guessed_model(tmp_path / "loud", loud_attention=True)
+        answers = answers_of(served)
+        guessing["model"] = str(write_eagle3_head(tmp_path / "head", served))
     arguments = {"speculative_config": guessing, "disable_log_stats": False}
     follow_up = [*ASKED[0], *answers[3], 7]
     with started(str(served), cache=None, **arguments) as plain:
