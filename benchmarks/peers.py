@@ -3,7 +3,8 @@
 The server is a process of its own, reached over loopback. The reader is a lane as a cache has it: two threads, loads of
 eight chunks, and the check of header and bytes, so a checksum is taken on either side. Bare sockets move the same bytes
 between two processes in the same run, in turn, from memory into the same pages; with a checksum on either side, and
-without. On two cores both sides share them with all checksums; over a line (`--line`) there is time for these.
+without; and NIXL over TCP where it is installed (scripts/setup.sh nixl, beside vLLM), which takes none. On two cores
+both sides share them with all checksums; over a line (`--line`) there is time for these.
 
     python benchmarks/peers.py [--json] [--line 1gbit]
 
@@ -44,6 +45,7 @@ from kv_tiers.server import RemoteCache, launch
 from kv_tiers.tier import Read, TierContext
 from kv_tiers.tiers.peers_wire import PeerStream
 
+from benchmarks._nixl import NixlReader, is_installed
 from benchmarks._report import Row, median_s, paired_medians_s, parser, report
 
 CHUNK_BYTES = 4 << 20
@@ -131,8 +133,18 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None, repeats: i
         _rate("  the same, against a bare socket with checksums", again_s, checked_s),
     ]
     if authority is None:
+        if is_installed():
+            rows.append(_beside_nixl(lane, reads, repeats))
         rows += [_round_trips(lane), *_engines_wait(cache, host), _from_disk(cache, lane, reads, ours_s)]
     return rows
+
+
+def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:
+    with ExitStack() as ending:
+        nixl = NixlReader(ending, CHUNKS, CHUNK_BYTES)
+        ours_s, nixl_s = paired_medians_s(lambda: _load(lane, reads), nixl.read, repeats)
+        nixl.close()
+    return _rate("  the same, against NIXL over TCP", ours_s, nixl_s)
 
 
 def _lane(host: str, files: dict[str, str]) -> Lane:
