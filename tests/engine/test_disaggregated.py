@@ -106,11 +106,12 @@ def pair(request: pytest.FixtureRequest, tiny_llama: str, tmp_path_factory: pyte
             tiers = [{"type": "peers", "hosts": [first.peers], **BUSY}]
             second = launch({**config, "tiers": tiers}, socket=home / "2" / "s")
             ending.callback(second.stop)
-        handover = {"wait_s": 20.0}
+        # At a peer's the decode engine loads in the step that computes the last token.
+        loading = {"handover": {"wait_s": 20.0}, "load": "layerwise" if request.param == "two hosts" else "async"}
         caches = [{"server": {"socket": str(server.socket), "answer_s": 20}} for server in (first, second)]
         prefill_cache = caches[0] | {"peers": {"listen": first.peers}}
         prefill = ending.enter_context(started(tiny_llama, cache=prefill_cache, role="kv_producer", own_process=True))
-        decode = ending.enter_context(started(tiny_llama, cache=caches[1] | {"handover": handover}, role="kv_consumer"))
+        decode = ending.enter_context(started(tiny_llama, cache=caches[1] | loading, role="kv_consumer"))
         yield Pair(prefill, decode, first, second, first if request.param == "two hosts" else second)
 
 
