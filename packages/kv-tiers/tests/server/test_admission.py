@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
@@ -20,7 +21,7 @@ from kv_testing.cache_servers import (
     store,
 )
 from kv_testing.wait import joined, until
-from kv_tiers.config import HostConfig
+from kv_tiers.config import HostConfig, PeersConfig
 from kv_tiers.server import RemoteCache, ServerConfig, wire
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server import session as session_module
@@ -83,6 +84,52 @@ def test_so_many_sessions_and_formats_and_no_more() -> None:
         served.join("one")
     for cache in caches:
         cache.close()
+    served.close()
+
+
+def test_a_format_that_nobody_has_used_for_a_leases_time_makes_room_for_another() -> None:
+    """Else a server would refuse its fifth model for ever, and keep the memory of the first four."""
+    clock = HandClock()
+    served = ThreadedServer(clock=clock, max_formats=2)
+    history = served.server._history
+    assert history is not None
+    one, two = served.join("one"), served.join("two")
+    for cache in (one, two):
+        store(cache, key_chain(2))
+    one.close()
+    until(lambda: len(served.report().sessions) == 1)
+    with pytest.raises(ConfigError, match=r"max_formats.* used in the last 300 s"):
+        served.join("three")  # the engine of the first may be starting again
+    clock.advance(301)
+    three = served.join("three")
+    store(three, key_chain(2))
+    assert [cache.fingerprint for cache in served.report().caches] == ["two", "three"]
+    served.server.bus.flush()
+    assert len(history._memories) == 2  # what `kv explain` remembers goes with its cache
+    clock.advance(301)
+    with pytest.raises(ConfigError, match="max_formats"):
+        served.join("one")  # both have clients, however long these have been quiet
+    assert read(two, key_chain(2)) and read(three, key_chain(2))
+    three.close()
+    until(lambda: len(served.report().sessions) == 1)
+    clock.advance(301)
+    again = served.join("one")
+    assert held(again, key_chain(2)) == 0
+    store(again, key_chain(2))
+    assert read(again, key_chain(2))
+    for cache in (two, again):
+        cache.close()
+    served.close()
+
+
+def test_no_format_makes_room_where_other_hosts_read() -> None:
+    clock = HandClock()
+    served = ThreadedServer(clock=clock, max_formats=1, peers=PeersConfig(listen="127.0.0.1:0"))
+    served.join("one").close()
+    until(lambda: not served.report().sessions)
+    clock.advance(301)
+    with pytest.raises(ConfigError, match="open to peers"):
+        served.join("two")
     served.close()
 
 

@@ -1,11 +1,15 @@
 """The caches of one server: one for each format of chunks, opened when a client first registers that format.
 
 Opening takes as long as the lower tiers take, so it runs on a separate thread while other clients are served.
+
+A server outlives many engines. When it has as many formats as it may have, and another one comes, the cache that has
+been without a client for longest is closed, unless that is less than a lease's time: an engine may be starting again.
+Where other hosts read from this server none is, for they do so whether there is a client here or not.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from kv_core.clock import Clock
@@ -47,15 +51,28 @@ def cache_name(wanted: Format) -> str:
 class Caches:
     """Owns the caches and closes them. Used on the server's thread only, unless stated otherwise."""
 
-    def __init__(self, config: ServerConfig, clock: Clock, bus: EventBus, wake: Callable[[], None]) -> None:
-        """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Clock,
+        bus: EventBus,
+        wake: Callable[[], None],
+        on_idle_closed: Callable[[str], None],
+    ) -> None:
+        """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new.
+
+        on_idle_closed: called on another thread with the name of a cache that was closed to make room.
+        """
         self._config = config
         self._bus = bus
         self._clock = clock
         self._wake = wake
+        self._on_idle_closed = on_idle_closed
         self._caches: dict[Format, LocalCache] = {}
         self._opening: dict[Format, threading.Thread] = {}
         self._opened: deque[Opened] = deque()
+        self._left_s: dict[Format, float] = {}
+        self._closing: list[threading.Thread] = []
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
         self._drained: tuple[float, int | None] | None = None
@@ -75,11 +92,21 @@ class Caches:
         """How many are being opened."""
         return len(self._opening)
 
-    def open(self, wanted: Format) -> bool:
-        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached."""
+    def left(self, cache: LocalCache) -> None:
+        """A client of this cache has gone."""
+        for name, one in self._caches.items():
+            if one is cache:
+                self._left_s[name] = self._clock.now_s()
+
+    def open(self, wanted: Format, in_use: Container[LocalCache]) -> bool:
+        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached.
+
+        in_use: the caches that somebody uses, or may come back to.
+        """
         if wanted in self._opening:
             return True
-        if len(self._caches) + len(self._opening) >= self._config.max_formats:
+        is_full = len(self._caches) + len(self._opening) >= self._config.max_formats
+        if is_full and not self._close_idle(in_use):
             return False
         self._opening[wanted] = thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
         thread.start()
@@ -93,6 +120,7 @@ class Caches:
             self._opening.pop(opened.format).join()
             if opened.cache is not None:
                 self._caches[opened.format] = opened.cache
+                self._left_s[opened.format] = self._clock.now_s()
                 fingerprint = opened.format[1]
                 context = TierContext(opened.cache.pool.chunk_bytes, opened.cache.pool.slot_bytes, fingerprint)
                 reads = opened.cache.reads_for_peers(fingerprint)
@@ -117,21 +145,37 @@ class Caches:
 
     def close(self) -> None:
         """Spill what waits, then close. Takes at most some seconds per cache."""
-        for thread in self._opening.values():
+        for thread in (*self._opening.values(), *self._closing):
             thread.join()
         self.opened()
         for cache in self._caches.values():
-            counts = cache.counts()
-            _log.info(
-                "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",
-                counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,
-            )  # fmt: skip
-            try:
-                cache.close()
-            except BufferError as error:
-                _log.warning("%s", error)  # the process ends, and the pool with it
+            _close(cache)
+
+    def _close_idle(self, in_use: Container[LocalCache]) -> bool:
+        """Close a cache to make room for another; False: there is none to close."""
+        if self.peers_address is not None:
+            return False
+        idle = [name for name, cache in self._caches.items() if cache not in in_use]
+        longest = min(idle, key=self._left_s.__getitem__, default=None)
+        if longest is None or self._clock.now_s() - self._left_s[longest] < self._config.host.lease_s:
+            return False
+        cache = self._caches.pop(longest)
+        del self._left_s[longest]
+        self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        # Not here: it stores below what is to be stored there.
+        thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
+        self._closing.append(thread)
+        thread.start()
+        return True
+
+    def _close_one(self, name: Format, cache: LocalCache) -> None:
+        _close(cache)
+        self._on_idle_closed(cache_name(name))
 
     def _open(self, wanted: Format) -> None:
+        for thread in tuple(self._closing):
+            thread.join()  # its memory, and its files if it is the same format's
         cache, failure = None, wire.Failed("refused", "")
         try:
             cache = build_local_cache(
@@ -152,3 +196,16 @@ class Caches:
             failure = wire.Failed("fault", f"no cache could be made: {error}")
         self._opened.append(Opened(wanted, cache, failure))
         self._wake()
+
+
+def _close(cache: LocalCache) -> None:
+    """Store below what waits, and say what it was good for."""
+    counts = cache.counts()
+    _log.info(
+        "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",
+        counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,
+    )  # fmt: skip
+    try:
+        cache.close()
+    except BufferError as error:
+        _log.warning("%s", error)  # it goes with the process

@@ -125,6 +125,10 @@ class Orphans:
     def holds(self, cache: LocalCache, lease: int) -> bool:
         return any(orphan.cache is cache and lease in orphan.leases for orphan in self._orphans.values())
 
+    def are_of(self, cache: LocalCache) -> bool:
+        """Whether anybody was copying there."""
+        return any(orphan.cache is cache for orphan in self._orphans.values())
+
     def patience_s(self) -> float | None:
         """How soon `expire` should be called. None: the selector will tell."""
         soonest = [

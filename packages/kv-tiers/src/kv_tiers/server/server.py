@@ -75,7 +75,7 @@ class CacheServer:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
-        self._caches = Caches(config, self._clock, self.bus, self._wake)
+        self._caches = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
         made.append(self._caches)
         self.engine_loads = EngineLoads(self._clock)
         """For the serving thread."""
@@ -106,7 +106,7 @@ class CacheServer:
 
     @property
     def caches(self) -> dict[Format, LocalCache]:
-        """One for each format that was ever registered. For tools and tests in this process."""
+        """One for each format that is served. For tools and tests in this process."""
         return self._caches.by_format()
 
     @property
@@ -226,13 +226,13 @@ class CacheServer:
         cache = self._caches.find(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
-        elif self._caches.open(wanted):
+        elif self._caches.open(wanted, self._in_use()):
             client.waiting = request
         else:
             self._connections.refuse(
                 client,
-                f"this server has caches of {self._max_formats} formats (max_formats) already; "
-                "start another one for this model",
+                f"this server has caches of {self._max_formats} formats (max_formats) already, all of them used in the "
+                f"last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
             )
 
     def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
@@ -292,6 +292,7 @@ class CacheServer:
         if client.session is not None:
             client.session.end_reads()
             give_up(client.session.cache, client.session.lasting)
+            self._caches.left(client.session.cache)
         client.session = client.register = None
         client.token = b""
 
@@ -301,7 +302,13 @@ class CacheServer:
             close_pidfd(pidfd)
             return
         client.session.end_reads()
+        self._caches.left(client.session.cache)
         self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
+
+    def _in_use(self) -> list[LocalCache]:
+        """The caches that have clients, or what clients were copying when their connections closed."""
+        used = [one.session.cache for one in self._connections.all() if one.session is not None]
+        return used + [cache for cache in self._caches.by_format().values() if self._orphans.are_of(cache)]
 
     def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
         for one in self._connections.all():
@@ -311,6 +318,12 @@ class CacheServer:
             if lease in session.lasting or session.reads(lease):
                 return True
         return self._orphans.holds(cache, lease)
+
+    def _forget_history(self, cache: str) -> None:
+        """On the thread that has closed it."""
+        if self._history is not None:
+            self.bus.flush()  # what it told last would have it remembered anew
+            self._history.forget(cache)
 
     # Reports.
 

@@ -164,6 +164,10 @@ class History(Subscriber):
         """The memory of the cache of this name on the bus."""
         return self._memories.get(cache) or self._memories.setdefault(cache, Memory(self.max_keys))
 
+    def forget(self, cache: str) -> None:
+        """This cache is closed, and nobody can be asking about it."""
+        self._memories.pop(cache, None)
+
     def take(self, occurred: Occurred) -> None:
         memory, at_s = self.of(occurred.source.name), occurred.at_s
         match occurred.event:

@@ -46,6 +46,8 @@ def operations(relay: Relay) -> list[Operation]:
         digests, tenant = [bytes.fromhex(text) for text in body.digests], bytes.fromhex(body.tenant)
         estimates = []
         for served, queue_s in queues.items():
+            if served.format not in caches:
+                continue  # an engine of that name had it before
             whole_tokens = len(digests) * served.shape.chunk_tokens
             tokens = whole_tokens if body.tokens is UNSET else max(body.tokens, whole_tokens)
             of_engine = partial(estimate, caches[served.format], served, digests, tokens=tokens, queue_s=queue_s)
