@@ -127,6 +127,7 @@ def served(directory: Path) -> Served:
 
 
 def test_what_leaves_kv_alone_leaves_the_name_alone(served: Served) -> None:
+    assert served().overrides["settings"] == {}, "else SGLang finds none of what vLLM computed"
     plain = described(served())
     for options in (
         {"enable_lora": True},

@@ -68,6 +68,16 @@ def served(tiny_llama: str) -> Served:
     return read
 
 
+def test_a_plain_start_has_nothing_that_vllm_would_not_name(served: Served) -> None:
+    """Else neither engine finds what the other computed."""
+    from kv_sglang.served import COUNTED
+    from sglang.srt.server_args import ServerArgs
+
+    assert served().overrides["settings"] == {}
+    plain = ServerArgs(model_path="model")
+    assert all(not getattr(plain, name) or getattr(plain, name) == usual for name, usual in COUNTED.items())
+
+
 def test_arguments_from_which_other_kv_follows_are_other_names(served: Served) -> None:
     arguments: list[dict[str, Any]] = [
         {},

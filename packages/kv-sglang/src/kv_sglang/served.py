@@ -21,7 +21,7 @@ COUNTED: Final[Mapping[str, object]] = {
     "enable_precise_embedding_interpolation": False,
     "experts_shared_outer_loras": None,
     "image_processor_backend": "auto",
-    "kt_method": None,
+    "kt_method": "AMXINT4",
     "kt_num_gpu_experts": None,
     "kt_weight_path": None,
     # A directory may hold several sets of weights.
