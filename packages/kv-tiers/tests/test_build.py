@@ -76,6 +76,7 @@ def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
         ([{"type": "dram", "capacity_bytes": "1MiB", "write": "sometimes"}], "sometimes"),
         ([{"type": "dram", "capacity_bytes": "1MiB", "policy": "lur"}], "did you mean 'lru'"),
         ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 0}], ">= 1"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 257}], "<= 256"),
         ([{"type": "dram", "capacity_bytes": 1}], "holds no chunk"),
         ([{"type": "dram", "capacity_bytes": "1MiB"}] * 2, "two tiers are called 'dram'"),
     ],

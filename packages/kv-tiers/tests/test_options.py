@@ -63,6 +63,8 @@ def test_options_become_settings() -> None:
         ({"path": "/x", "capacity_bytes": "many"}, "here: capacity_bytes is 'many'"),
         ({"path": "/x", "capacity_bytes": True}, "capacity_bytes"),
         ({"path": "/x", "wait_s": -1}, "here: wait_s is not negative"),
+        ({"path": "/x", "wait_s": float("inf")}, "here: wait_s is inf; write a finite number"),
+        ({"path": "/x", "wait_s": float("nan")}, "here: wait_s is nan; write a finite number"),
     ],
 )
 def test_what_cannot_be_honoured_names_the_option(options: dict[str, object], says: str) -> None:

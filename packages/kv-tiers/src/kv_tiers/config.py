@@ -14,6 +14,7 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec
 DEFAULT_CAPACITY_BYTES: Final = 4 << 30
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 MAX_SECONDS: Final = 1_000_000
@@ -72,8 +73,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     write: Literal["through", "back", "never"] = "through"
     """When chunks are stored there: as soon as possible, when the pool is about to evict them, or never. What this
     cache does not store it does not remove either: with `never`, clearing hides the tier until the next start."""
-    threads: Count = 2
-    """Concurrent calls to it."""
+    threads: Threads = 2
+    """Concurrent calls to it, 256 at most."""
     codec: str | dict[str, object] = ""
     """Compression of chunks on their way there: the name of a codec, or its `type` and options. Empty: none. Chunks
     that are already there are read whatever their codec."""

@@ -4,6 +4,7 @@ An option in bytes is named `…_bytes`; it may be an integer or text such as "4
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
@@ -45,6 +46,9 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
         if name not in known:
             raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, known)}")
     values = {name: counted(name, value, f"{where}: {name}") for name, value in options.items()}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: {name} is {value}; write a finite number")
     try:
         return msgspec.convert(values, settings)
     except msgspec.ValidationError as error:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
-from kv_testing.codec_fuzz import SPECIAL, drawn_words
+from kv_testing.codec_fuzz import SPECIAL, drawn_words, parts_of, sealed_again
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.codecs.kernels import kernels_here
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
-from kv_tiers.codecs.progressive import PARTS, ProgressiveCodec, make_progressive_codec
+from kv_tiers.codecs.progressive import HEAD_BYTES, PARTS, ProgressiveCodec, make_progressive_codec
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import ANY_CHUNKS
 
@@ -177,6 +177,18 @@ def test_random_bits_come_back_whatever_the_room(codec: ProgressiveCodec, seed: 
     size = codec.encode(memoryview(chunk), out)
     if size is not None:
         assert from_prefix(bytes(out[:size]), len(chunk), codec) == (PARTS, chunk)
+
+
+@CODECS
+@pytest.mark.parametrize("exponent", [0, 7, 241, 255])
+def test_a_step_that_no_encoder_chooses_is_refused(codec: ProgressiveCodec, exponent: int) -> None:
+    """All checksums are right, as whoever may write a payload can make them."""
+    chunk = RECORDED["smollm2"]
+    first, *others = parts_of(encoded(chunk, codec))
+    forged = sealed_again([bytes([exponent]) + first[1:], *others], len(chunk))
+    for payload in (forged, forged[: HEAD_BYTES + len(first)]):
+        with pytest.raises(CodecError, match=rf"steps of exponents .*\b{exponent}\b"):
+            from_prefix(payload, len(chunk), codec)
 
 
 def test_what_cannot_be_cut_into_so_small_a_first_part_is_left() -> None:

@@ -337,8 +337,9 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             DiskBox(path).start()
     with pytest.raises(ConfigError, match="several different ones"):
         DiskBox(tmp_path).start(directory=[str(tmp_path), str(tmp_path) + "/"])
-    with pytest.raises(ConfigError, match="several different ones"):
-        DiskBox(tmp_path).start(directory=[])
+    for nowhere in ([], "", [str(tmp_path), ""]):
+        with pytest.raises(ConfigError, match="several different ones"):
+            DiskBox(tmp_path).start(directory=nowhere)
 
 
 def test_a_missing_device_among_several_is_refused_and_the_others_are_free_again(box: DiskBox) -> None:

@@ -26,6 +26,10 @@ FLOAT32: Final = 3
 SECTION_NUMBERS: Final = 1 << 17
 SCALED_NUMBERS: Final = 256
 """Numbers of a chunk of the codec `progressive` that share a step; a section is a whole number of these."""
+LEAST_EXPONENT: Final = 8
+"""Of a step. Numbers of exponent 0, which have no leading one, thereby lie far below every step."""
+MOST_EXPONENT: Final = 240
+"""Of a step. No approximation is thereby infinite."""
 ESCAPED: Final = 255
 """The symbol of a number of 1984 steps or more, which the first part holds as it is."""
 ALL_MISSING: Final = 8

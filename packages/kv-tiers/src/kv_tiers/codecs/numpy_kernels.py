@@ -15,6 +15,8 @@ from kv_tiers.codecs.kernels import (
     ESCAPED,
     FLOAT16,
     FLOAT32,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
     SCALED_NUMBERS,
     Bytes,
     Words,
@@ -27,10 +29,6 @@ _CACHED: Final = 1 << 15
 _RUN: Final = 8
 """Numbers whose missing bits, 56 at most, are moved together in 64."""
 _ONE: Final = np.uint64(1)
-_LEAST_EXPONENT: Final = 8
-"""Of a step. Numbers of exponent 0, which have no leading one, thereby lie far below every step."""
-_MOST_EXPONENT: Final = 240
-"""Of a step. No approximation is thereby infinite."""
 
 
 class NumpyKernels:
@@ -54,7 +52,7 @@ class NumpyKernels:
         _check(words, symbols, exponents, missing)
         own = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
         sums = own.sum(1, dtype=np.uint32) + np.uint32(offset)
-        exponents[...] = np.clip(sums // SCALED_NUMBERS, _LEAST_EXPONENT, _MOST_EXPONENT)
+        exponents[...] = np.clip(sums // SCALED_NUMBERS, LEAST_EXPONENT, MOST_EXPONENT)
         wide = np.empty(words.size, np.uint8)
         for some in _pieces(words.size):
             steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]

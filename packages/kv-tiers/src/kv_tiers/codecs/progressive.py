@@ -27,6 +27,8 @@ from kv_tiers.codecs.cursor import Cursor
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
     SCALED_NUMBERS,
     Bytes,
     Kernels,
@@ -171,6 +173,8 @@ class ProgressiveCodec:
     def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
         """Some numbers, from the parts that are there: the first, and those behind it."""
         exponents = np.frombuffer(first.take(words.size // SCALED_NUMBERS), np.uint8)
+        if exponents.size and not LEAST_EXPONENT <= exponents.min() <= exponents.max() <= MOST_EXPONENT:
+            raise CodecError(f"steps of exponents {exponents.min()} to {exponents.max()}")
         symbols = self._frame(first, words.size)
         nibbles = np.frombuffer(more[0].take(words.size // 2), np.uint8) if more else None
         missing = scratch[: words.size]

@@ -88,7 +88,7 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
         ConfigError: not one for every directory, or a setting that makes no sense.
     """
     paths = config.directories
-    if not paths or len(set(map(Path, paths))) < len(paths):
+    if not paths or not all(paths) or len(set(map(Path, paths))) < len(paths):
         raise ConfigError(f"the disk tier's `directory` must be one directory or several different ones, not {paths}")
     if not 0 <= config.wait_s <= 3600:
         raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 3600")
