@@ -64,8 +64,11 @@ def test_the_pages_are_asked_for_before_they_are_registered_and_only_those() -> 
         def unregister(self, address: int) -> int:
             return 0
 
-    PinnedMapping(start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=0).pin(mmap.PAGESIZE, 1)
-    assert seen == [(mmap.PAGESIZE, (_PREFERRED, 1), (0, 0))]
+    pinned = PinnedMapping(start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=0)
+    pinned.pin(mmap.PAGESIZE, 1)
+    pinned.unpin()
+    used, ahead = mmap.PAGESIZE, 2 * mmap.PAGESIZE
+    assert seen == [(used, (_PREFERRED, 1), (0, 0)), (ahead, (_PREFERRED, 1), (0, 0))]
     del held
     mapping.close()
 
