@@ -314,8 +314,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_scheduler(self, failure_policy: str) -> None:
         warn_of_failure_policy(failure_policy)
         try:
-            if not self.off and self._engine.cache is None:
-                # The workers are in other processes, and have registered at the engine's server.
+            if not self.off and self._engine.cache is None:  # then workers in other processes have registered theirs
                 bind_scheduler(self._engine, self._vllm_config, self._settings)
             if not self.off:  # else the reason has been logged
                 self._scheduler = self._engine.start_scheduler(

@@ -139,8 +139,7 @@ static int has_bmi2(void) {
 }
 #endif
 
-/* How many bytes of `out` the missing bits take. `out` has 7 bits for
- * each number and 8 bytes besides. */
+/* How many bytes of `out` the missing bits take. `out` has 7 bits for each number and 8 bytes besides. */
 EXPORT int64_t kv_pack(const u8 *words, size_t words_bytes, const u8 *missing, size_t missing_bytes, u8 *restrict out,
                        size_t out_bytes) {
     size_t n = missing_bytes;
