@@ -96,7 +96,7 @@ class Engine:
 
         request = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=flush_cache)
         manager = self.inner.tokenizer_manager
-        success, message, _ = self.inner.loop.run_until_complete(manager.update_weights_from_disk(request, None))
+        success, message, _ = self._run(manager.update_weights_from_disk(request, None))
         assert success, message
 
     def update_tensor(self, name: str, tensor: torch.Tensor) -> None:
@@ -109,6 +109,25 @@ class Engine:
         for step in steps:
             success, message = step()[:2]
             assert success, message
+
+    def detach(self) -> None:
+        """SGLang lets go of its storage, and goes on without, once it has nothing under way."""
+        until(lambda: self._run(self.inner.tokenizer_manager.detach_hicache_storage()).success, within_s=30)
+
+    def attach(self, cache: dict[str, Any], page: int = PAGE) -> None:
+        """We become its storage while it runs, with this extra config."""
+        settings = engine_arguments({"prefetch_threshold": page, **cache}, page_size=page)
+        attached = self._run(
+            self.inner.tokenizer_manager.attach_hicache_storage(
+                hicache_storage_backend="dynamic",
+                hicache_storage_backend_extra_config_json=settings["hicache_storage_backend_extra_config"],
+                hicache_storage_prefetch_policy="wait_complete",
+            )
+        )
+        assert attached.success, attached.message
+
+    def _run(self, call: Any) -> Any:
+        return self.inner.loop.run_until_complete(call)
 
     def flush(self) -> None:
         """Empty the engine's caches on device and host, once it has nothing under way. Storage keeps what it has."""

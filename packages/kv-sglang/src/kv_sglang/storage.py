@@ -109,7 +109,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         Raises:
             ConfigError: the settings cannot be honoured, or a pool cannot be described.
         """
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_memory, get_server_args
 
         config, arguments = self._config, get_server_args()
         settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size), os.environ)
@@ -124,7 +124,8 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
             replicas=int(arguments.dp_size),
             nodes=int(arguments.nnodes),
         )
-        watch_updates()
+        # While it runs, SGLang notes the name of a storage only once that is attached.
+        watch_updates(has_served=get_memory().hicache_storage_backend is None)
         name = engine_name(rank.ranks)
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         model = served_model(rank)

@@ -5,11 +5,15 @@ SGLang does not tell storage or linker. All its operations for new weights (`upd
 scheduler's process, and releasing and resuming memory in two of another; these are observed. What the engine has on the
 device and in its host memory is then in doubt until its caches are emptied, which the operations do themselves unless
 told otherwise, and which `flush_cache` does.
+
+SGLang can detach its storage and attach one while it runs. Weights change meanwhile too, so what was seen is known to
+this module rather than to a storage; and of an engine that served before anything was observed, nothing is known.
 """
 
 import functools
 import secrets
 import threading
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -31,30 +35,45 @@ _WATCHES: "WeakSet[WeightsWatch]" = WeakSet()
 _LOCK: Final = threading.Lock()
 
 
+@dataclass(slots=True)
+class _Seen:
+    """Of this process's engine, by whichever watch there was.
+
+    changed: why its weights may be others than those of its arguments; empty while they are not.
+    holds_old_pages: its own caches may have pages of others than it has now.
+    """
+
+    changed: str = ""
+    holds_old_pages: bool = False
+
+
+_SEEN: Final = _Seen()
+
+
 class WeightsWatch:
     """One engine's weights, in one of its processes. Thread-safe."""
 
     def __init__(self, weights: LiveWeights) -> None:
         self.weights = weights
-        self._holds_old_pages = False
         _WATCHES.add(self)
+        if _SEEN.changed:
+            weights.changed(_SEEN.changed)
+        if _SEEN.holds_old_pages:
+            _log.warning("SGLang's own caches may hold pages of other weights: nothing is stored until /flush_cache")
 
     def holds_old_pages(self) -> bool:
         """Whether the engine's own caches may hold pages of the weights before."""
-        return self._holds_old_pages
-
-    def changed(self, what: str) -> None:
-        """The weights may be others now."""
-        self._holds_old_pages = True  # before the name changes: nothing old may be written under the new one
-        self.weights.changed(f"SGLang did {what}")
+        return _SEEN.holds_old_pages
 
     def emptied(self) -> None:
         """The engine's own caches are empty now."""
-        self._holds_old_pages = False
+        _SEEN.holds_old_pages = False
 
     def see_emptied(self, host_pool: Any) -> None:
         """SGLang empties its host memory with the device's; that is how storage sees it."""
         clear = host_pool.clear
+        if getattr(clear, "_kv_watched", False):
+            return  # by a watch before this one
 
         @functools.wraps(clear)
         def cleared(*args: Any, **kwargs: Any) -> Any:
@@ -62,6 +81,7 @@ class WeightsWatch:
             self.emptied()
             return done
 
+        cleared._kv_watched = True  # type: ignore[attr-defined]
         host_pool.clear = cleared
 
     def close(self) -> None:
@@ -69,8 +89,11 @@ class WeightsWatch:
         self.weights.close()
 
 
-def watch_updates() -> None:
-    """See what changes the weights in this process. Once for its life; raises what importing SGLang raises."""
+def watch_updates(*, has_served: bool = False) -> None:
+    """See what changes the weights in this process. Once for its life; raises what importing SGLang raises.
+
+    has_served: the engine has served already. If this is the first that is seen of it, its weights are unknown.
+    """
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
@@ -80,14 +103,19 @@ def watch_updates() -> None:
                 call = getattr(owner, name)
                 if not getattr(call, "_kv_watched", False):
                     setattr(owner, name, _watched(call, name))
+                    if has_served:
+                        _SEEN.changed = "SGLang served before this storage was attached"
+                        _SEEN.holds_old_pages = True
 
 
 def _watched(call: Any, name: str) -> Any:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before, as threads go on writing pages meanwhile; and also if it fails, as it may have done a part.
+        _SEEN.holds_old_pages = True  # before the name changes: nothing old may be written under the new one
+        _SEEN.changed = f"SGLang did {name}"
         for watch in list(_WATCHES):
-            watch.changed(name)
+            watch.weights.changed(_SEEN.changed)
         return call(self, *args, **kwargs)
 
     called._kv_watched = True  # type: ignore[attr-defined]
