@@ -21,10 +21,11 @@ from weakref import WeakSet
 
 from kv_core.connect.controls import NO_CONTROLS, Controls
 from kv_core.cost import Use
-from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
+
+from kv_sglang.names import hashes_of, tail_of
 
 _log = limited_logger(__name__)
 
@@ -164,8 +165,8 @@ def _followed(call: Any) -> Any:
         for pages in list(_FOLLOWED):
             try:
                 params = req.sampling_params.custom_params
-                hashes = functools.partial(_hashes_of, req, self.tree_cache)
-                tail = functools.partial(_tail_of, req, self.tree_cache.page_size)
+                hashes = functools.partial(hashes_of, req, self.tree_cache)
+                tail = functools.partial(tail_of, req, self.tree_cache.page_size)
                 pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
             except Exception:  # noqa: BLE001  # whatever it is, the engine would die of it
                 _log.exception("what request %s says in %s is not followed", req.rid, _FIELD)
@@ -173,7 +174,7 @@ def _followed(call: Any) -> Any:
         for pages in list(_FOLLOWED):
             try:
                 if pages.awaits_any:  # what SGLang has already, it does not ask its storage for
-                    own = _hashes_of(req, self.tree_cache)
+                    own = hashes_of(req, self.tree_cache)
                     matched = int(req.prefix_len) + int(req.host_hit_length)
                     pages.taken(own[: matched // self.tree_cache.page_size])
             except Exception:  # noqa: BLE001  # it costs what is kept until its time is over
@@ -182,21 +183,3 @@ def _followed(call: Any) -> Any:
 
     called._kv_followed = True  # type: ignore[attr-defined]
     return called
-
-
-def _hashes_of(req: Any, tree: Any) -> list[str]:
-    """Of the pages of a request's prompt, as SGLang itself has them."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    key = RadixKey(
-        req.origin_input_ids, extra_key=req.extra_key, is_bigram=tree.tree_core.is_eagle, cache_salt=req.cache_salt
-    )
-    return list(get_storage_hash_str(key.page_aligned(tree.page_size), page_size=tree.page_size))
-
-
-def _tail_of(req: Any, page_tokens: int, last_page: str) -> str:
-    """Of the tokens behind the last page, as vLLM's side stores them."""
-    tokens = list(req.origin_input_ids)
-    tail = tokens[len(tokens) // page_tokens * page_tokens :]
-    return ChainScheme("sha256", page_tokens).extend_tail(bytes.fromhex(last_page), tail).hex()

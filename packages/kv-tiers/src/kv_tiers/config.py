@@ -99,7 +99,7 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class HandoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Disaggregated prefill (docs/disaggregated.md). vLLM only."""
+    """Disaggregated prefill (docs/disaggregated.md)."""
 
     hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
     """How long chunks computed for another engine are held in the pool, unless they are read before. 0: they may be

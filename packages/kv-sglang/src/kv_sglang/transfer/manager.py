@@ -1,0 +1,443 @@
+"""SGLang's transfer backend `kv`: its bootstrap, heartbeat and states are SGLang's own, the pages go through the cache.
+
+SGLang creates one manager a rank, and a sender or receiver a request. Between the engines go only short messages, over
+the sockets that SGLang's managers have for them: the decode engine says where it is, the prefill engine how many pages
+of the prompt are in the cache, and with the last of them SGLang's metadata, which contain the first token. Each side
+names the prompt's pages itself, from its own request, so no message can have other pages loaded than the prompt's.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from kv_tiers.config import HandoverConfig
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    ABORT_TAG,
+    AbortNotification,
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
+
+from kv_sglang.attach import KV, Rank, attach, check_hashes
+from kv_sglang.linker.device import DevicePool, describe_device
+from kv_sglang.names import Names
+from kv_sglang.page_settings import read_settings
+from kv_sglang.served import served_model
+from kv_sglang.transfer.exchange import Exchange
+from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
+from kv_sglang.weights import engine_name, watch_updates
+
+_log = limited_logger(__name__)
+
+_STATUS: Final = b"KV_STATUS"
+_HERE: Final = b"KV_HERE"
+_PAGES: Final = b"KV_PAGES"
+_BATCH_BYTES: Final = 16 << 20
+"""What is stored before the other side is told, and what is copied while a room cannot be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A rank of a decode engine that waits for a request. The names are those that SGLang's classes look for.
+
+    prefix_tokens: that it has already.
+    """
+
+    endpoint: str
+    dst_port: int
+    prefix_tokens: int
+    is_dummy: bool
+
+
+class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
+    """One rank's."""
+
+    kv_status_msg_tag = _STATUS
+    kv_status_msg_carries_reason = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        """
+        Raises:
+            ConfigError: a model, or a way to spread it, whose pages cannot be handed over.
+        """
+        _refuse_what_is_not_served(args, server_args)
+        check_hashes()
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._leaving: dict[int, Leaving] = {}
+        self._coming: dict[int, Coming] = {}
+        self._rooms = threading.Lock()
+        self._lanes: Lanes | None = None
+        self._batch_pages = 1
+
+    # Before it serves.
+
+    def attach_pool(self, pool: Any, allocator: Any) -> None:
+        """Join the cache and start. pool: the engine's on the device. allocator: cleared when its caches are emptied.
+
+        Raises:
+            ConfigError: the settings cannot be honoured, or the pool cannot be described.
+        """
+        settings = read_settings({}, int(self.kv_args.page_size), os.environ)
+        if not settings.server.socket:
+            raise ConfigError(
+                "the engines of a hand-over meet at a kv-server, and none is named: set server.socket in the file that "
+                "KV_CONFIG_FILE names, or KV_SERVER_SOCKET"
+            )
+        described = describe_device(pool, int(self.kv_args.page_size), settings.format)
+        watch_updates()
+        rank = self._rank(described)
+        attached = attach(
+            settings, served_model(rank), rank, {KV: described.pages}, engine_name=engine_name(rank.ranks)
+        )
+        assert attached.watch is not None
+        attached.watch.see_emptied(allocator)
+        self._attached = attached
+        self._batch_pages = max(1, _BATCH_BYTES // described.pages.format.nbytes)
+        self._lanes = Lanes(partial(self._exchange, described, settings.handover))
+        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        threading.Thread(
+            target=self._listen, args=(self._hear_decode if is_prefill else self._hear_prefill,), daemon=True
+        ).start()
+        if not is_prefill:
+            self._start_heartbeat_checker_thread()
+        _log.info("kv-sglang hands over pages of %d tokens", settings.chunk_tokens)
+
+    def _rank(self, described: DevicePool) -> Rank:
+        return Rank(
+            number=int(self.attn_tp_rank),
+            ranks=int(self.attn_tp_size),
+            replicated=described.replicated,
+            stage=0,
+            stages=1,
+            replica=int(self.attn_dp_rank),
+            replicas=int(self.server_args.dp_size),
+            nodes=int(self.server_args.nnodes),
+        )
+
+    def _exchange(self, described: DevicePool, handover: HandoverConfig) -> Exchange:
+        watch = self._attached.watch
+        assert watch is not None
+        store = self._attached.stores[KV]
+        return Exchange(
+            store, described.copier(), watch.holds_old_pages, wait_s=handover.wait_s, hold_s=handover.hold_s
+        )
+
+    def _listen(self, hear: Any) -> None:
+        while True:
+            message = self.server_socket.recv_multipart()
+            try:
+                hear(message)
+            except Exception:  # noqa: BLE001  # whoever reaches the port may send anything
+                _log.exception("a message about a hand-over was not understood")
+
+    # The prefill engine's side.
+
+    def name_leaving(self, room: int, names: Names) -> None:
+        with self._rooms:
+            self._leaving[room] = Leaving(names)
+
+    def _hear_decode(self, message: Sequence[bytes]) -> None:
+        if message[0] == ABORT_TAG:
+            notification = AbortNotification.from_zmq(list(message))
+            if notification is not None and self.request_status.get(notification.room) not in (None, KVPoll.Success):
+                self.record_failure(notification.room, "the decode engine has given the request up")
+                self.update_status(notification.room, KVPoll.Failed)
+            return
+        if message[0] != _HERE:
+            return
+        _, room_text, endpoint, port, prefix, required, dummy = message
+        room = int(room_text)
+        if self.request_status.get(room) not in (None, KVPoll.Bootstrapping):
+            return  # late, of a request that had the same number
+        peers = self.transfer_infos.setdefault(room, {})
+        address = endpoint.decode("ascii"), int(port)
+        peers[f"{address}"] = _Peer(*address, int(prefix), dummy == b"1")
+        if len(peers) >= int(required):
+            self.req_to_decode_prefix_len[room] = max(peer.prefix_tokens for peer in peers.values())
+            self.update_status(room, KVPoll.WaitingForInput)
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        *,
+        aux_index: int | None = None,
+        wait_event: Any = None,
+        **_unused: Any,
+    ) -> None:
+        """kv_indices: the blocks of the prompt's pages `index_slice`, counted from the first that the decode engine
+        lacks."""
+        page_size = int(self.kv_args.page_size)
+        slots = [int(block) * page_size for block in kv_indices]
+        job = partial(
+            self._send,
+            room=bootstrap_room,
+            start=int(index_slice.start),
+            slots=slots,
+            aux_index=aux_index if is_last_chunk else None,
+            event=wait_event,
+        )
+        assert self._lanes is not None
+        self._lanes.add(bootstrap_room, job)
+
+    def _send(
+        self, exchange: Exchange, *, room: int, start: int, slots: list[int], aux_index: int | None, event: Any
+    ) -> None:
+        with self._rooms:
+            leaving = self._leaving.get(room)
+        peers = list(self.transfer_infos.get(room, {}).values())
+        if leaving is None or not peers or self.request_status.get(room) in (None, KVPoll.Failed):
+            return  # it was given up
+        if event is not None:
+            event.synchronize()
+        try:
+            why = self._store(exchange, room, leaving, peers, start=start, slots=slots, aux_index=aux_index)
+        except Exception as error:  # noqa: BLE001  # whatever it is, SGLang must hear of it
+            _log.exception("pages of a hand-over could not be stored")
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.conclude_failure(bootstrap_room=room, failure_reason=f"kv-sglang could not hand over: {why}")
+        elif aux_index is not None:
+            self.update_status(room, KVPoll.Success)
+
+    def _store(
+        self,
+        exchange: Exchange,
+        room: int,
+        leaving: Leaving,
+        peers: Sequence[_Peer],
+        *,
+        start: int,
+        slots: list[int],
+        aux_index: int | None,
+    ) -> str:
+        """Empty, or why the pages are not all there."""
+        names = leaving.names
+        first = start + max(peer.prefix_tokens for peer in peers) // int(self.kv_args.page_size)
+        targets = [peer for peer in peers if not peer.is_dummy]
+        for at in range(0, len(slots), self._batch_pages):
+            part = slots[at : at + self._batch_pages]
+            if why := exchange.put(names, first + at, part, lambda: leaving.is_open):
+                return why
+            self._tell(targets, room, names, first + at + len(part), [])
+        if aux_index is not None:
+            done = first + len(slots)
+            if done != len(names.hashes):
+                return f"{done} pages were computed, and the prompt has {len(names.hashes)}"
+            self._tell(targets, room, names, done, self._metadata(aux_index))
+        return ""
+
+    def _tell(self, peers: Sequence[_Peer], room: int, names: Names, pages: int, metadata: Sequence[bytes]) -> None:
+        """Pages up to this number are in the cache."""
+        last = names.hashes[pages - 1].encode("ascii")
+        parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, *metadata]
+        for peer in peers:
+            address = NetworkAddress(peer.endpoint, peer.dst_port)
+            self._send_multipart_locked(address.to_tcp(), parts, is_ipv6=address.is_ipv6)
+
+    def _metadata(self, index: int) -> list[bytes]:
+        """What SGLang hands over beside the KV: the first token, and what is known of it."""
+        args = self.kv_args
+        return [
+            ctypes.string_at(address + index * nbytes, nbytes)
+            for address, nbytes in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
+        ]
+
+    # The decode engine's side.
+
+    def name_coming(self, room: int, coming: Coming) -> None:
+        with self._rooms:
+            self._coming[room] = coming
+        if coming.first:
+            hashes = coming.names.hashes[: coming.first]
+            assert self._lanes is not None
+            self._lanes.add(room, lambda exchange: exchange.need_not(hashes))
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """A peer is known by its requests: nothing has to be registered."""
+        return [b"KV_HELLO"]
+
+    def build_receiver_metadata_message(
+        self,
+        *,
+        bootstrap_room: int,
+        required_dst_info_num: int,
+        decode_prefix_len: int | None,
+        is_dummy: bool,
+        **_unused: Any,
+    ) -> list[bytes]:
+        return [
+            _HERE,
+            b"%d" % bootstrap_room,
+            self.local_ip.encode("ascii"),
+            b"%d" % self.rank_port,
+            b"%d" % (decode_prefix_len or 0),
+            b"%d" % required_dst_info_num,
+            b"1" if is_dummy else b"0",
+        ]
+
+    def _hear_prefill(self, message: Sequence[bytes]) -> None:
+        if message[0] == _PAGES:
+            _, room, rank, pages, last, *metadata = message
+            said_last = last.decode("ascii")
+            job = partial(
+                self._load, room=int(room), rank=int(rank), pages=int(pages), last=said_last, metadata=metadata
+            )
+            assert self._lanes is not None
+            self._lanes.add(int(room), job)
+        elif not self.handle_abort_ack_message(list(message)) and (said := self.parse_kv_status_message(list(message))):
+            room_number, status, prefill_rank, reason = said
+            if status == KVPoll.Failed:  # that all is there is known here first
+                self.apply_prefill_status(
+                    bootstrap_room=room_number, status=status, prefill_rank=prefill_rank, failure_reason=reason
+                )
+
+    def _load(
+        self, exchange: Exchange, *, room: int, rank: int, pages: int, last: str, metadata: Sequence[bytes]
+    ) -> None:
+        with self._rooms:
+            coming = self._coming.get(room)
+        if coming is None or self.request_status.get(room) in (None, KVPoll.Failed):
+            return  # it was given up
+        try:
+            why = self._fetch(exchange, coming, pages, last, metadata)
+        except Exception as error:  # noqa: BLE001  # whatever it is, SGLang must hear of it
+            _log.exception("pages of a hand-over could not be loaded")
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.record_failure(room, f"kv-sglang could not take over: {why}")
+            self.update_status(room, KVPoll.Failed)
+        elif metadata:
+            self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
+
+    def _fetch(self, exchange: Exchange, coming: Coming, pages: int, last: str, metadata: Sequence[bytes]) -> str:
+        """Load the pages up to this number. Empty, or why they are not all there."""
+        hashes = coming.names.hashes
+        if not 0 < pages <= len(hashes) or hashes[pages - 1] != last:
+            return "the prefill engine names the prompt's pages otherwise: it has another prompt, page size or adapter"
+        while (first := coming.loaded) < pages:
+            count = min(pages - first, self._batch_pages)
+            slots = coming.slots[first - coming.first :][:count]
+            if why := exchange.get(coming.names, first, slots, lambda: coming.is_open, coming.lock):
+                return why
+            coming.loaded = first + count
+        if metadata:
+            return self._take_metadata(coming, metadata)
+        return ""
+
+    def _take_metadata(self, coming: Coming, metadata: Sequence[bytes]) -> str:
+        args = self.kv_args
+        if coming.loaded != len(coming.names.hashes):
+            return f"{coming.loaded} of {len(coming.names.hashes)} pages came before the end"
+        if [len(part) for part in metadata] != list(args.aux_item_lens):
+            return "the prefill engine has other metadata: start both with the same version and options of SGLang"
+        with coming.lock:
+            if not coming.is_open:
+                return "the request has ended"
+            for address, part in zip(args.aux_data_ptrs, metadata, strict=True):
+                ctypes.memmove(address + coming.aux_index * len(part), part, len(part))
+        return ""
+
+    # Both.
+
+    def close_room(self, room: int) -> None:
+        """Before SGLang frees the request's blocks."""
+        with self._rooms:
+            open_here = self._leaving.pop(room, None), self._coming.pop(room, None)
+        for each in open_here:
+            if each is not None:
+                each.close()
+
+
+class KVSender(CommonKVSender):  # type: ignore[misc]
+    """A request of the prefill engine."""
+
+    def name_pages(self, names: Names) -> None:
+        self.kv_mgr.name_leaving(self.bootstrap_room, names)
+
+    def clear(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().clear()
+
+    def abort(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().abort()
+
+
+class KVReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """A request of the decode engine."""
+
+    def name_pages(self, names: Names) -> None:
+        self._names = names
+
+    def init(self, prefill_dp_rank: int) -> None:
+        super().init(prefill_dp_rank)
+        info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        if info is not None and info.attn_tp_size != self.kv_mgr.attn_tp_size:
+            self.kv_mgr.record_failure(
+                self.bootstrap_room,
+                f"kv-sglang hands over between equal numbers of ranks: {info.attn_tp_size} compute prompts, and "
+                f"{self.kv_mgr.attn_tp_size} decode",
+            )
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **named: Any,
+    ) -> None:
+        page_size = int(self.kv_mgr.kv_args.page_size)
+        first = (decode_prefix_len or 0) // page_size
+        slots = [int(block) * page_size for block in kv_indices]
+        assert aux_index is not None
+        self.kv_mgr.name_coming(self.bootstrap_room, Coming(self._names, first, slots, aux_index, loaded=first))
+        super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
+
+    def clear(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().clear()
+
+    def abort(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().abort()
+
+
+class KVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's own."""
+
+
+def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:
+    """
+    Raises:
+        ConfigError: the model, or how it is spread, is none whose pages are handed over.
+    """
+    refused = {
+        "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
+        "a draft model's KV": bool(args.num_draft_entries),
+        "pipeline parallelism": server_args.pp_size > 1,
+        "context parallelism": server_args.attn_cp_size > 1 or server_args.dcp_size > 1,
+        "data-parallel attention": bool(server_args.enable_dp_attention),
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise ConfigError(
+            f"kv-sglang does not hand over with {' and '.join(found)}: choose another --disaggregation-transfer-backend"
+        )

@@ -1,0 +1,73 @@
+"""Makes `--disaggregation-transfer-backend kv` known to SGLang, by its plugins' entry point and hooks.
+
+SGLang runs this in each of its processes, whatever backend is chosen, so it imports nothing but SGLang's own modules
+for the choice, and what it hooks does nothing for another backend. The choice of a name is a public call of SGLang; the
+classes behind a name are an enumeration and a function, which plugins replace.
+"""
+
+import enum
+from typing import Any, Final
+
+NAME: Final = "kv"
+_UTILS: Final = "sglang.srt.disaggregation.utils"
+
+
+def register() -> None:
+    """The entry point."""
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    add_disagg_transfer_backend_choices([NAME])
+    # An enumeration that has members cannot be extended.
+    members = {each.name: each.value for each in TransferBackend} | {NAME.upper(): NAME}
+    backends = enum.Enum("TransferBackend", members, module=_UTILS)  # type: ignore[misc]
+    HookRegistry.register(f"{_UTILS}.TransferBackend", backends, HookType.REPLACE)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
+    for module, queue in (("prefill", "PrefillBootstrapQueue"), ("decode", "DecodePreallocQueue")):
+        made = f"sglang.srt.disaggregation.{module}.{queue}._init_kv_manager"
+        HookRegistry.register(made, _attach_pool, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _name_sent, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+        _name_received,
+        HookType.AFTER,
+    )
+
+
+def _class_of(original: Any, backend: Any, class_type: Any) -> Any:
+    if backend.value != NAME or class_type.value == "kvargs":
+        return original(backend, class_type)
+    from kv_sglang.transfer import manager
+
+    return {
+        "manager": manager.KVManager,
+        "sender": manager.KVSender,
+        "receiver": manager.KVReceiver,
+        "bootstrap_server": manager.KVBootstrapServer,
+    }[class_type.value]
+
+
+def _attach_pool(made: Any, queue: Any) -> None:
+    """SGLang gives a manager the addresses of its blocks; their layout is the pool's."""
+    if queue.transfer_backend.value == NAME:
+        made.attach_pool(queue.token_to_kv_pool, queue.scheduler.token_to_kv_pool_allocator)
+
+
+def _name_sent(created: bool, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+    """SGLang does not tell a sender whose pages it sends. One of warm-up requests sends nothing."""
+    if created and hasattr(req.disagg_kv_sender, "name_pages"):
+        from kv_sglang.names import names_of
+
+        req.disagg_kv_sender.name_pages(names_of(req, queue.scheduler.tree_cache))
+
+
+def _name_received(made: Any, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+    if hasattr(made.kv_receiver, "name_pages"):
+        from kv_sglang.names import names_of
+
+        made.kv_receiver.name_pages(names_of(req, _queue.tree_cache))

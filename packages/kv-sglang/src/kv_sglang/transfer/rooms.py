@@ -1,0 +1,90 @@
+"""What is under way for one request on either side of a hand-over, and the threads that carry it.
+
+SGLang frees a request's blocks as soon as it gives the request up, and they are another's at once. So a room is closed
+before that: after it nothing that is read from the blocks is kept, and nothing is written to them.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_core.log import limited_logger
+
+from kv_sglang.names import Names
+from kv_sglang.transfer.exchange import Exchange
+
+_log = limited_logger(__name__)
+
+LANES: Final = 4
+"""Threads that carry pages: a request whose pages are waited for delays a quarter of the others, not all."""
+
+
+@dataclass(slots=True, eq=False)
+class Leaving:
+    """A request of the prefill engine.
+
+    names: of its prompt's pages.
+    is_open: SGLang still has its blocks.
+    """
+
+    names: Names
+    is_open: bool = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A request of the decode engine.
+
+    names: of its prompt's pages.
+    first: the first page that it lacks.
+    slots: where that page and those after it go, the first slot of each.
+    aux_index: where its first token goes, among SGLang's metadata.
+    loaded: how many pages of the prompt are there.
+    lock: held while its blocks are written to.
+    """
+
+    names: Names
+    first: int
+    slots: list[int]
+    aux_index: int
+    loaded: int
+    is_open: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Returns once nothing is written: what is being copied then, a few megabytes, is waited for."""
+        with self.lock:
+            self.is_open = False
+
+
+Job = Callable[[Exchange], None]
+
+
+class Lanes:
+    """Threads, each with an exchange of its own. The jobs of one room run in their order."""
+
+    def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
+        self._queues: list[queue.SimpleQueue[Job]] = [queue.SimpleQueue() for _ in range(LANES)]
+        for number, jobs in enumerate(self._queues):
+            run = threading.Thread(
+                target=_run, args=(jobs, make_exchange()), name=f"kv-hand-over-{number}", daemon=True
+            )
+            run.start()
+
+    def add(self, room: int, job: Job) -> None:
+        """job: it does not raise for anything but a bug, and tells SGLang itself what became of the request."""
+        self._queues[room % LANES].put(job)
+
+
+def _run(jobs: "queue.SimpleQueue[Job]", exchange: Exchange) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            job(exchange)
+        except Exception:  # noqa: BLE001  # the thread serves other requests
+            _log.exception("a hand-over ended by a bug")

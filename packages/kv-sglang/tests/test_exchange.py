@@ -1,0 +1,223 @@
+"""Pages of a hand-over in and out of a real cache: all of them, or the reason why not, and never another request's."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kv_core.transfer import TransferPlan
+from kv_sglang.names import Names
+from kv_sglang.pages import PageStore
+from kv_sglang.pools import describe
+from kv_sglang.transfer.exchange import Exchange
+from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
+from kv_testing.wait import until
+from kv_tiers import HostConfig, LocalCache, build_local_cache
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.pool.host_pool import slot_bytes_for
+
+WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
+PAGE = 4
+TAIL = 3
+Rows = Callable[[Any, Sequence[int]], torch.Tensor]
+MakePool = Callable[..., Any]
+
+
+def names(pages: int, seed: str = "", tail_tokens: int = 0) -> Names:
+    return Names(tuple(hashlib.sha256(f"{seed}{each}".encode()).hexdigest() for each in range(pages)), tail_tokens)
+
+
+def slots(*pages: int) -> list[int]:
+    return [page * PAGE for page in pages]
+
+
+def always() -> bool:
+    return True
+
+
+class Side:
+    """One engine's pool and its exchange. before_copy: is called before each copy."""
+
+    def __init__(self, cache: LocalCache, pool: Any, *, wait_s: float = 0.0, in_doubt: bool = False) -> None:
+        self.pool = pool
+        pages = describe(pool, "kv", "auto")
+        fingerprint = pages.format.fingerprint
+        space = LiveKeySpace(
+            WEIGHTS, kv_dtype=pages.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}"
+        )
+        self.store = PageStore(cache, space, pages, shard=0, wait_s=0.0)
+        self.before_copy: Callable[[], object] = lambda: None
+        copier = pages.copier()
+        for name in ("store", "load"):
+            setattr(copier, name, self._first(getattr(copier, name)))
+        self.exchange = Exchange(self.store, copier, lambda: in_doubt, wait_s=wait_s, hold_s=30.0)
+
+    def _first(self, copy: Callable[[TransferPlan], Any]) -> Callable[[TransferPlan], Any]:
+        def copied(plan: TransferPlan) -> Any:
+            self.before_copy()
+            return copy(plan)
+
+        return copied
+
+
+@pytest.fixture
+def make_side(make_pool: MakePool) -> Iterator[Callable[..., Side]]:
+    """Sides at one cache of eight chunks, with which nothing is left over in the end."""
+    made: list[Side] = []
+    nbytes = describe(make_pool("mha", "page_first"), "kv", "auto").format
+    cache = build_local_cache(
+        HostConfig(capacity_bytes=8 * slot_bytes_for(nbytes.nbytes)),
+        group_bytes=(nbytes.nbytes,),
+        fingerprint=nbytes.fingerprint,
+    )
+
+    def make(seed: int = 1, **settings: Any) -> Side:
+        pool = make_pool("mha", "page_first")
+        pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)))
+        made.append(Side(cache, pool, **settings))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.exchange.close()
+    counts = cache.counts()
+    assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
+    cache.close()
+
+
+def of(*pages: int) -> list[int]:
+    return [slot for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
+
+
+def test_pages_arrive_with_the_partial_one(make_side: Callable[..., Side], rows_of: Rows) -> None:
+    prefill, decode = make_side(1), make_side(2)
+    named = names(3, tail_tokens=TAIL)
+    assert prefill.exchange.put(named, 0, slots(5, 1), always) == ""
+    assert prefill.exchange.put(named, 2, slots(3), always) == ""
+    assert decode.exchange.get(named, 0, slots(0, 2, 4), always, threading.Lock()) == ""
+    assert torch.equal(rows_of(decode.pool, of(0, 2)), rows_of(prefill.pool, of(5, 1)))
+    assert torch.equal(rows_of(decode.pool, of(4)[:TAIL]), rows_of(prefill.pool, of(3)[:TAIL]))
+    # What the partial page leaves of its chunk is its own, as the rest of the block may be another request's.
+    assert torch.equal(rows_of(decode.pool, of(4)[TAIL:]), rows_of(prefill.pool, of(3)[: PAGE - TAIL]))
+
+
+def test_what_the_decode_engine_has_is_not_sent(make_side: Callable[..., Side], rows_of: Rows) -> None:
+    prefill, decode = make_side(1), make_side(2)
+    named = names(3)
+    assert prefill.exchange.put(named, 2, slots(3), always) == ""
+    assert decode.exchange.get(named, 2, slots(1), always, threading.Lock()) == ""
+    assert torch.equal(rows_of(decode.pool, of(1)), rows_of(prefill.pool, of(3)))
+
+
+def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
+    """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
+    side = make_side()
+    leaving = Leaving(names(2))
+    side.before_copy = leaving.close
+    assert side.exchange.put(leaving.names, 0, slots(0, 1), lambda: leaving.is_open) == "the request has ended"
+    assert side.store.cache.counts().chunks_resident == 0
+
+
+def test_nothing_is_written_once_a_request_is_closed(make_side: Callable[..., Side], rows_of: Rows) -> None:
+    prefill, decode = make_side(1), make_side(2)
+    assert prefill.exchange.put(names(2), 0, slots(0, 1), always) == ""
+    before = rows_of(decode.pool, of(0, 1)).clone()
+    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0)
+    coming.close()
+    said = decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
+    assert said == "the request has ended"
+    assert torch.equal(rows_of(decode.pool, of(0, 1)), before)
+
+
+def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Callable[..., Side]) -> None:
+    """So SGLang can give the blocks to another request as soon as this one is closed."""
+    prefill, decode = make_side(1), make_side(2)
+    assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
+    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        copying.set()
+        assert go_on.wait(30)
+
+    decode.before_copy = hold
+    arguments = (coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
+    load = threading.Thread(target=decode.exchange.get, args=arguments)
+    load.start()
+    assert copying.wait(30)
+    close = threading.Thread(target=coming.close)
+    close.start()
+    assert coming.lock.locked() and coming.is_open
+    go_on.set()
+    load.join(30)
+    close.join(30)
+    assert not coming.is_open
+
+
+def test_a_page_that_is_not_there_is_named(make_side: Callable[..., Side]) -> None:
+    prefill, decode = make_side(1), make_side(2)
+    named = names(3)
+    assert prefill.exchange.put(named, 0, slots(0, 1), always) == ""
+    said = decode.exchange.get(named, 0, slots(0, 1, 2), always, threading.Lock())
+    assert said == "page 2 of the prompt is not in the cache"
+
+
+def test_no_room_is_said(make_side: Callable[..., Side]) -> None:
+    side = make_side()
+    reading = side.store
+    assert side.exchange.put(names(4, "a"), 0, slots(0, 1, 2, 3), always) == ""
+    assert side.exchange.put(names(4, "b"), 0, slots(0, 1, 2, 3), always) == ""
+    assert reading.held(names(4, "a").hashes) == reading.held(names(4, "b").hashes) == 4
+    said = side.exchange.put(names(1, "c"), 0, slots(0), always)
+    assert said.startswith("no room for 1 of 1 chunks")
+    reading.close()
+
+
+def test_what_another_thread_is_storing_is_waited_for(make_side: Callable[..., Side]) -> None:
+    one, other = make_side(1), make_side(1, wait_s=30.0)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        copying.set()
+        assert go_on.wait(30)
+
+    one.before_copy = hold
+    first = threading.Thread(target=one.exchange.put, args=(names(1), 0, slots(0), always))
+    first.start()
+    assert copying.wait(30)
+    said: list[str] = []
+    asks = iter([True, True])
+
+    def is_wanted() -> bool:
+        if next(asks, None) is None:
+            go_on.set()
+        return True
+
+    said.append(other.exchange.put(names(1), 0, slots(0), is_wanted))
+    first.join(30)
+    assert said == [""] and other.store.cache.counts().chunks_resident == 1
+
+
+def test_pages_of_other_weights_are_not_handed_over(make_side: Callable[..., Side]) -> None:
+    side = make_side(in_doubt=True)
+    assert side.exchange.put(names(1), 0, slots(0), always).startswith("the weights have changed")
+    assert side.store.cache.counts().chunks_resident == 0
+
+
+def test_a_bug_in_one_hand_over_does_not_end_the_others(
+    make_side: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make_side()
+    done: list[Exchange] = []
+    lanes = Lanes(lambda: side.exchange)
+    room = 7
+
+    def fail(_exchange: Exchange) -> None:
+        raise RuntimeError("a bug of ours")
+
+    lanes.add(room, fail)
+    lanes.add(room, done.append)
+    until(lambda: done == [side.exchange])
+    assert "a bug of ours" in caplog.text
