@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from kv_testing.wait import joined
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.tier import Read
+from kv_tiers.tier import Read, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.disk_files import File
 
@@ -32,6 +33,35 @@ def box(tmp_path: Path) -> Iterator[DiskBox]:
     made = DiskBox(tmp_path / "tier")
     yield made
     made.stop()
+
+
+# Media that are large, or smaller than they were said to be.
+
+
+def test_a_large_medium_costs_memory_for_what_it_holds(tmp_path: Path) -> None:
+    """Sixteen million slots, for each of which it took 200 bytes before there was a chunk in any."""
+    box = DiskBox(tmp_path / "tier")
+    tracemalloc.start()
+    try:
+        tier = box.start(16_000_000)
+        store(tier, key_chain(3))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        assert all(tier.holds(key_chain(3)))
+    finally:
+        tracemalloc.stop()
+        box.stop()
+
+
+@pytest.mark.parametrize(("spare_bytes", "warnings"), [(1 << 30, 1), (-(1 << 30), 0)])
+def test_a_tier_that_will_fill_its_file_system_says_so_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spare_bytes: int, warnings: int
+) -> None:
+    space, context = os.statvfs(tmp_path), TierContext(16 << 20, 16 << 20, "large")
+    capacity = space.f_bavail * space.f_frsize + spare_bytes
+    config = DiskConfig(directory=str(tmp_path / "tier"), capacity_bytes=capacity)
+    DiskTier(config, context, LruPolicy()).close()
+    assert [record.levelname for record in caplog.records].count("WARNING") == warnings
+    assert ("the tier will fill it up" in caplog.text) == bool(warnings)
 
 
 # Media that fail.

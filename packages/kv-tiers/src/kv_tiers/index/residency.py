@@ -33,15 +33,25 @@ class Residency:
         self._slot_of: dict[ChunkKey, int] = {}  # RESIDENT only: what is in here can be found
         self._resident_of: Counter[bytes] = Counter()  # by group and shard, as keys have them
         self._writing: dict[ChunkKey, int] = {}  # RESERVED only
-        self._life: list[Life] = [Life.ABSENT] * slots
-        self._key_at: list[ChunkKey | None] = [None] * slots  # RESIDENT only, so that equal keys mean a hit
-        self._leases: list[int] = [0] * slots
-        self._runs: list[list[int] | None] = [None] * slots
+        self._life: list[Life] = []
+        self._key_at: list[ChunkKey | None] = []  # RESIDENT only, so that equal keys mean a hit
+        self._leases: list[int] = []
+        self._runs: list[list[int] | None] = []
         self._orphans = 0
         self._leaving: set[int] = set()
         self._excluded: set[int] = set()  # leased, skipped by an eviction, and so out of the policy's order
         self.journal: Journal | None = None
         """Told of every chunk that can be found from now, or no more; if it is set."""
+        self.grow(slots)
+
+    def grow(self, slots: int) -> None:
+        """Have at least this many slots: those of a large medium cost memory once they are used."""
+        more = slots - len(self._life)
+        if more > 0:
+            self._life += [Life.ABSENT] * more
+            self._key_at += [None] * more
+            self._leases += [0] * more
+            self._runs += [None] * more
 
     @property
     def chunks_resident(self) -> int:

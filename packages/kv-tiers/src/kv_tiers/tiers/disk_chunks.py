@@ -9,7 +9,7 @@ import errno
 import gc
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Literal
 
 from kv_core.clock import Clock
@@ -19,9 +19,10 @@ from kv_core.log import limited_logger
 
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk_directory import RECORD_BYTES, DiskDirectory
-from kv_tiers.tiers.disk_files import NO_ROOM, File
+from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes, free_bytes
 from kv_tiers.tiers.disk_records import ChunkRecords
 from kv_tiers.tiers.disk_transfer import Carried, HeaderPages, Run, Segment, bytes_in_files, new_filler, runs_of
 from kv_tiers.tiers.index import Extent, ExtentIndex, Place
@@ -382,6 +383,24 @@ class DiskChunks:
             )
             for note in directory.notes:
                 _log.warning("disk tier %s: %s", self.name, note)
+        with suppress(OSError):  # it is a remark
+            self._say_where_it_will_be_full()
+
+    def _say_where_it_will_be_full(self) -> None:
+        """A file system that is full is full for everybody, so it is said before."""
+        for device in dict.fromkeys(self._devices):
+            here = [directory for directory in self.directories if directory.device == device]
+            wanted_bytes = sum(directory.slots for directory in here) * self._geometry.slot_bytes
+            room_bytes = free_bytes(here[0].path) + sum(allocated_bytes(directory.path) for directory in here)
+            if wanted_bytes > room_bytes:
+                _log.warning(
+                    "disk tier %s: its capacity_bytes has %s for %s, whose file system has room for %s: the tier will "
+                    "fill it up, for everything else there too; write less",
+                    self.name,
+                    spelled(wanted_bytes),
+                    ", ".join(str(directory.path.parent) for directory in here),
+                    spelled(room_bytes),
+                )
 
     def _close_directories(self) -> None:
         for directory in self.directories:

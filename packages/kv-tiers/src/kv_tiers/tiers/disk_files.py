@@ -102,3 +102,15 @@ def _after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryvie
             left.append(memoryview(buffer)[nbytes:])
         nbytes = max(0, nbytes - len(buffer))
     return left
+
+
+def free_bytes(path: Path) -> int:
+    """What this user may still write where this is."""
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
+
+
+def allocated_bytes(directory: Path) -> int:
+    """What the files in a directory take of their medium."""
+    with os.scandir(directory) as files:
+        return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)

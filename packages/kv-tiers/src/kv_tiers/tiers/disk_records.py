@@ -8,7 +8,7 @@ Entry e of the tier is entry e // n of directory e % n, and the same holds for s
 every call except those that make writes durable (`sync…`), which any thread may make at any time.
 """
 
-from array import array
+import mmap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kv_core.keys import ChunkKey
@@ -31,7 +31,10 @@ class ChunkRecords:
         self._recorded: dict[int, PackedUnits] = {}
         """By entry that has a record: the units that it names, of its directory."""
         self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
-        self._wiped = array("q", bytes(8 * max(directory.slots for directory in directories) * len(directories)))
+        slots = max(directory.slots for directory in directories) * len(directories)
+        # Takes memory where it is written to.
+        wiped = mmap.mmap(-1, 8 * slots, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._wiped = memoryview(wiped).cast("q")
         """By slot: the number of the last wipe of a record of it; 0: none since the start, or nothing is synced."""
         self._wipes = 0
         self._last_wipe = [0] * len(directories)

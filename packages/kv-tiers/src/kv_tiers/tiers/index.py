@@ -12,7 +12,7 @@ media (directories): entry e and its units belong to medium e % n.
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kv_core.keys import ChunkKey
 
@@ -21,6 +21,9 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
+
+_GROWS_BY: Final = 1024
+"""Entries for which room is made at a time, at least."""
 
 
 class Extent(NamedTuple):
@@ -59,13 +62,12 @@ class ExtentIndex:
         self._geometry, self._overhead_bytes = geometry, overhead_bytes
         self._lock = threading.Lock()
         self._let_go = threading.Condition(self._lock)
-        entries = CHUNKS_A_SLOT * max(slots) * len(slots)
         self._bounded = BoundedGroups() if bounded is None else bounded
         self._policy = CoveragePolicy(policy, self._bounded)
-        self._residency = Residency(entries, self._policy)
-        self._parents: list[ChunkKey | None] = [None] * entries
-        self._stored_bytes = array("q", bytes(8 * entries))
-        self._units: list[PackedUnits] = [0] * entries
+        self._residency = Residency(0, self._policy)
+        self._parents: list[ChunkKey | None] = []
+        self._stored_bytes = array("q")
+        self._units: list[PackedUnits] = []
         self._slots_of_medium = list(slots)
         self._spaces: list[Space] = []
         self._free_entries: list[list[int]] = []
@@ -108,6 +110,7 @@ class ExtentIndex:
                 number, medium = divmod(entry, self._media)
                 taken[medium].append(units)
                 used[medium].add(number)
+                self._grow(entry)
                 self._residency.adopt(key, entry)
                 self._parents[entry] = parent
                 self._units[entry], self._stored_bytes[entry] = units, stored_bytes
@@ -336,7 +339,18 @@ class ExtentIndex:
         if number == CHUNKS_A_SLOT * self._slots_of_medium[medium]:
             return None
         self._untouched_entries[medium] = number + 1
+        self._grow(number * self._media + medium)
         return number * self._media + medium
+
+    def _grow(self, entry: int) -> None:
+        """Have room for this entry here too. A medium may have room for far more chunks than it will ever hold."""
+        have = len(self._parents)
+        if entry >= have:
+            more = entry + 1 - have + max(_GROWS_BY, have // 8)
+            self._residency.grow(have + more)
+            self._parents += [None] * more
+            self._stored_bytes.frombytes(bytes(8 * more))
+            self._units += [0] * more
 
     def _free(self, entry: int, *, last: bool = False) -> None:
         number, medium = divmod(entry, self._media)
