@@ -27,12 +27,11 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_O
 
 
 class OnNode(Inspect):
-    """For `worker_extension_cls`: what the tests do on either node.
+    """For `worker_extension_cls`: what the tests do on either node."""
 
-    All of it by the name of `kv_settle`, as calls of names that are not known may have changed the weights.
-    """
+    kv_leaves_weights_alone = Inspect.kv_leaves_weights_alone | {"kv_on_node"}
 
-    def kv_settle(self, what: str = "", keys: Sequence[str] = ()) -> list[str]:
+    def kv_on_node(self, what: str, keys: Sequence[str] = ()) -> list[str]:
         """what: `follow`, which returns the keys that have entered this node's pool since the first such call, or what
         is done on the second node only: `evict` these keys, `corrupt` its pool, or `lose` a chunk of the next load
         between the answer and the load. Keys are in hex: vLLM carries no subclasses of bytes."""

@@ -6,14 +6,14 @@ from kv_testing.vllm_inspect import Inspect
 
 
 class Stages(Inspect):
-    """For `worker_extension_cls`. Settle once before the first request."""
+    """For `worker_extension_cls`."""
 
-    def kv_settle(self) -> None:
-        """Not by a method of another name: vLLM may call anything on its workers, and what we do not know of may have
-        changed their weights."""
+    kv_leaves_weights_alone = Inspect.kv_leaves_weights_alone | {"kv_make_buffers"}
+
+    def kv_make_buffers(self) -> None:
+        """Call it once before the first request."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM mixes this class into its worker
         if runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
-        super().kv_settle()

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from engines import PROMPTS, Answer, Engine, started
+from kv_testing.vllm_inspect import Inspect
 from kv_tiers import HostPool
+from kv_vllm.weights import declared_calls
 from safetensors.torch import load_file, save_file
 
 NAME = "kv-test-identity"
@@ -20,6 +22,34 @@ NAMED: dict[str, Any] = {"host": {"capacity_bytes": "64MiB", "name": NAME}}
 ASKED = PROMPTS[:3]
 COLD, WARM = [0, 512, 512], [512, 512, 1023]
 LAYER = 2
+
+
+class Extension(Inspect):
+    """A user's worker extension, which declares one of its two methods."""
+
+    kv_leaves_weights_alone = Inspect.kv_leaves_weights_alone | {"look"}
+
+    def look(self) -> None:
+        pass
+
+    def poke(self) -> None:
+        pass
+
+
+class OneName:
+    kv_leaves_weights_alone = "look"
+
+
+class Numbers:
+    kv_leaves_weights_alone = (1, 2)
+
+
+@pytest.mark.parametrize(
+    "extension", ["test_identity.OneName", "test_identity.Numbers", "test_identity.Missing", "no.such"]
+)
+def test_a_declaration_that_cannot_be_read_declares_nothing(extension: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert declared_calls(extension) == frozenset()
+    assert extension in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +178,23 @@ class TestOneEngine:
 
     @pytest.fixture(scope="class")
     def engine(self, model: Path, of_model: list[Answer], of_tuned: list[Answer]) -> Iterator[Engine]:
-        with started(str(model), cache=NAMED) as running:
+        with started(str(model), cache=NAMED, worker_extension_cls="test_identity.Extension") as running:
             yield running
 
     def test_what_only_looks_at_the_weights_costs_no_hit(self, engine: Engine, of_model: list[Answer]) -> None:
         warm(engine, of_model)
         engine.llm.collective_rpc("compute_weight_checksums")
+        engine.llm.collective_rpc("look")
         assert engine.ask_in_turn(ASKED) == of_model
         assert engine.hits == WARM
+
+    def test_a_method_of_an_extension_counts_as_a_change_unless_it_is_declared(
+        self, engine: Engine, of_model: list[Answer]
+    ) -> None:
+        warm(engine, of_model)
+        engine.llm.collective_rpc("poke")
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == COLD
 
     def test_a_function_that_changes_the_model_is_seen(
         self, engine: Engine, of_model: list[Answer], of_tuned: list[Answer]

@@ -27,7 +27,7 @@ def shaped(model: str, shape: str, cache: dict[str, Any] | None) -> Iterator[Eng
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(n % 2) for n in range(PROCESSES[shape])))
         with started(model, cache=cache, own_process=shape in PROCESSES, **SHAPES[shape]) as engine:
             if "PP" in shape:
-                engine.inside_all("kv_settle")
+                engine.inside_all("kv_make_buffers")
             yield engine
 
 

@@ -46,7 +46,7 @@ def servers(tmp_path: Path) -> Iterator[list[ServerProcess]]:
 
 
 def on_second(engine: Engine, what: str, keys: list[str] | None = None) -> list[list[str]]:
-    return list(engine.llm.collective_rpc("kv_settle", args=(what, keys or [])))
+    return list(engine.llm.collective_rpc("kv_on_node", args=(what, keys or [])))
 
 
 def workers(engine: Engine, count: str) -> list[int]:

@@ -17,6 +17,18 @@ from kv_tiers.server.remote_cache import RemoteCache
 class Inspect:
     """Methods that vLLM adds to its worker. Their names are the only ones they may not clash with."""
 
+    kv_leaves_weights_alone = frozenset(
+        {
+            "kv_corrupt",
+            "kv_forget_half",
+            "kv_key_space",
+            "kv_know_weights",
+            "kv_scramble",
+            "kv_settle",
+            "kv_snapshot",
+        }
+    )
+
     def kv_snapshot(self) -> dict[str, Any]:
         """Counts of the cache and of both halves, as plain data."""
         engine = _only_engine()

@@ -52,16 +52,10 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
         "synchronize_device",
         "take_draft_token_ids",
         "update_max_model_len",
-        # `kv_testing.vllm_inspect`.
-        "kv_corrupt",
-        "kv_forget_half",
-        "kv_scramble",
-        "kv_key_space",
-        "kv_know_weights",
-        "kv_settle",
-        "kv_snapshot",
     }
 )
+DECLARATION: Final = "kv_leaves_weights_alone"
+"""The attribute by which a worker extension names those of its methods that leave the weights alone."""
 
 _WATCHES: "dict[str, Weights]" = {}
 """The watches of this process by vLLM's engine id."""
@@ -83,13 +77,13 @@ class Weights(EngineWeights):
         return self.adapters.identity(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def called(self, method: object, args: tuple[Any, ...]) -> None:
-        """vLLM has the workers do this."""
+        """vLLM has the workers do this, which may change weights or an adapter."""
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         if method == "add_lora":
             lora = args[0] if args else None
             if lora is not None and lora.load_inplace:
                 self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, lora.lora_path)
-        elif method not in LEAVES_WEIGHTS_ALONE:
+        else:
             self.identity.changed(f"vLLM's workers did {name}")
 
     def close(self) -> None:
@@ -116,7 +110,7 @@ def _watch(vllm_config: Any) -> None:
 
         @functools.wraps(call)
         def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(method, str) and method in LEAVES_WEIGHTS_ALONE and method != "add_lora":
+            if _leaves_weights_alone(self, method) and method != "add_lora":
                 return call(self, method, *args, **kwargs)
             given = kwargs.get("args", args[1] if len(args) > 1 else ())
             if method == "add_lora":  # what changes after this may or may not be what is loaded
@@ -130,6 +124,29 @@ def _watch(vllm_config: Any) -> None:
 
         collective_rpc._kv_watched = True  # type: ignore[attr-defined]
         executor.collective_rpc = collective_rpc
+
+
+def _leaves_weights_alone(executor: Any, method: object) -> bool:
+    if not isinstance(method, str):
+        return False
+    return method in LEAVES_WEIGHTS_ALONE or method in declared_calls(executor.parallel_config.worker_extension_cls)
+
+
+@functools.cache
+def declared_calls(extension: str) -> frozenset[str]:
+    """What the worker extension of this name declares: none where it cannot be read. vLLM has loaded it by then."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if not extension:
+        return frozenset()
+    try:
+        names = getattr(resolve_obj_by_qualname(extension), DECLARATION, ())
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{names!r} is not a collection of methods' names")
+        return frozenset(names)
+    except Exception as error:  # noqa: BLE001  # somebody else's module; without it every call counts as a change
+        _log.warning("%s.%s is ignored: %s", extension, DECLARATION, error)
+        return frozenset()
 
 
 def _tell(executor: Any, method: object, args: Any) -> None:

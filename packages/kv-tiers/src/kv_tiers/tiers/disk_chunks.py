@@ -79,7 +79,7 @@ class DiskChunks:
     ) -> None:
         """
         Raises:
-        ConfigError: a directory cannot be used.
+            ConfigError: a directory cannot be used.
         """
         self.name = name
         self.context = context

@@ -146,9 +146,8 @@ class ExtentIndex:
         self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None
     ) -> tuple[list[Place | None], list[int]]:
         """Room for payloads of these sizes, for those of `keys` that are neither here nor arriving; None for the
-        others,
-        and for all after the first that finds no room (`holds_or_writes` tells them apart). In the prompt's order;
-        `parent` is the first's. Also the entries of all that was evicted for it.
+        others, and for all after the first that finds no room (`holds_or_writes` tells them apart). In the prompt's
+        order; `parent` is the first's. Also the entries of all that was evicted for it.
 
         A chunk never makes room for its own descendants.
         """

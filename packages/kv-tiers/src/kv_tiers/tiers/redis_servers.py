@@ -125,7 +125,7 @@ class Servers:
     def __init__(self, config: RedisAccess, where: str) -> None:
         """
         Raises:
-        ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
+            ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
         """
         try:
             import redis
