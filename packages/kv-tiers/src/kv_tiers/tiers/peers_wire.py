@@ -57,8 +57,9 @@ MAX_FOLLOW_S: Final = 5.0
 """How long a `Follow` may wait. Its answer may be empty."""
 SIZE: Final = struct.Struct("<Q")
 NOT_HERE: Final = (1 << 64) - 1
-_PIECE_BYTES: Final = 1 << 18
-"""Fits a core's cache: each piece is sent, or was received, and is summed while it is there."""
+_PIECE_BYTES: Final = 1 << 20
+"""Fits a core's cache: each piece is sent, or was received, and is summed while it is there. Smaller ones wake the
+reader more often, which takes the core from the sender: a tenth more processor time with a quarter (Zen 4, 2 cores)."""
 PROCESS: Final = secrets.token_bytes(16)
 """Names this process, which must not take itself for a peer."""
 _MAX_HELLO_BYTES: Final = 1 << 10
