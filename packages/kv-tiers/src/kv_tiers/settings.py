@@ -289,6 +289,8 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
     except msgspec.DecodeError as error:  # and ValidationError, which is one
         choices = get_args(wanted) if get_origin(wanted) is Literal else ()
         hint = f"; write one of {', '.join(choices)}" if choices else ""
+        if path == "tiers":
+            hint = "; write a list of them, such as [{type: disk, directory: /kv, capacity_bytes: 100GiB}]"
         shown = "not right" if path == "tenants" else repr(value)  # a salt may be in it
         raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
 

@@ -1,6 +1,7 @@
 """What `kv doctor` says of this machine, and of machines that are not at hand."""
 
 import os
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def test_every_finding_of_this_machine_that_is_not_ok_says_what_to_do(tmp_path: 
     }
     assert all(finding.advice for finding in found if finding.state != "ok")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_knows_every_extra() -> None:
+    assert set(doctor._EXTRAS) == set(metadata("kv-tiers").get_all("Provides-Extra"))
 
 
 @pytest.mark.parametrize(

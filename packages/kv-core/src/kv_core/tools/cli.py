@@ -34,7 +34,11 @@ _BETWEEN = re.compile(r"\s*,\s*|\s+", re.ASCII)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status: 0, or 2 where the user must change something."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="kv", description="Look into a tiered KV cache.")
+    parser = argparse.ArgumentParser(
+        prog="kv",
+        description="Look into a tiered KV cache.",
+        epilog="bench and judge come with kv-cuda, all but keys and doctor of the others with kv-tiers",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _register_keys(commands)
     doctor.register(commands)

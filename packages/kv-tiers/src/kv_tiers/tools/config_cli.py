@@ -20,10 +20,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "config",
         help="print the settings in force and where each came from",
         description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
-        "Precedence: --extra, then the YAML file, then KV_… environment variables. Under SGLang, --page-size decides "
+        "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
         "chunk_tokens, and algorithm is sha256.",
     )
-    parser.add_argument("--file", help="YAML file to read, as the setting config_file or KV_CONFIG_FILE would name it")
+    parser.add_argument(
+        "--file", help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it"
+    )
     parser.add_argument(
         "--extra",
         default="{}",

@@ -20,11 +20,15 @@ from kv_tiers.server.connection import ask_server
 _EXTRAS = {
     "redis": "redis",
     "s3": "obstore",
+    "zstd": "zstandard",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "http": "starlette",
     "otel": "opentelemetry-sdk",
     "top": "rich",
+    "plot": "matplotlib",
 }
+"""By the extra of kv-tiers that installs it, for everything that is optional."""
+
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
 
 
