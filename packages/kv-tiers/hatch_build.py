@@ -16,8 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_NAMES = ("kernels.h", "products.h", "kernels.c", "progressive.c", "rows.c")
-_NAMES += ("transform.c", "products.c", "int8.c", "copies.c")
+_NAMES = ("kernels.h", "products.h", "progressive.h", "kernels.c", "progressive.c", "progressive_vbmi.c")
+_NAMES += ("rows.c", "transform.c", "products.c", "int8.c", "copies.c")
 SOURCES = [f"src/kv_tiers/codecs/{name}" for name in _NAMES]
 """All in one folder."""
 LIBRARY = "_kernels.so"

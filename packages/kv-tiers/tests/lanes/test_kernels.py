@@ -24,6 +24,8 @@ from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
     SCALED_NUMBERS,
     SECTION_NUMBERS,
     Bytes,
@@ -71,7 +73,7 @@ def test_a_library_that_cannot_be_used_means_numpy(
         if not COMPILER:
             pytest.skip("there is no C compiler")
         for source in SOURCES:
-            text = source.read_text().replace("#define KV_VERSION 5", "#define KV_VERSION 999")
+            text = source.read_text().replace("#define KV_VERSION 6", "#define KV_VERSION 999")
             (tmp_path / source.name).write_text(text)
         subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
@@ -108,8 +110,8 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
             [
                 *made,
                 kernels.pack(words, missing, np.empty(packed_room(n), np.uint8)),
-                kernels.select(words, symbols, ESCAPED, escaped),
-                kernels.select(words, missing, ALL_MISSING, whole),
+                np.stack(kernels.select(words, symbols, ESCAPED, escaped)),
+                np.stack(kernels.select(words, missing, ALL_MISSING, whole)),
                 kernels.histogram(symbols),
             ]
         )
@@ -119,18 +121,19 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
     for kernels in (NUMPY, compiled):
         restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
         counts = kernels.restore(symbols, nibbles, steps, packed, words=restored, missing=lacking, to_middle=False)
-        assert counts == (escapes.size, wholes.size, int((missing & 7).sum(dtype=np.int64)))
+        assert counts == (escapes.shape[1], wholes.shape[1], int((missing & 7).sum(dtype=np.int64)))
         assert np.array_equal(lacking, missing)
-        kernels.place(wholes, missing, ALL_MISSING, restored)
-        kernels.place(escapes, symbols, ESCAPED, restored)
+        kernels.place(*wholes, missing, ALL_MISSING, restored)
+        kernels.place(*escapes, symbols, ESCAPED, restored)
         assert np.array_equal(restored, words)
-    any_bytes = [chance.integers(0, 256, size, dtype=np.uint8) for size in (n, n // 2, n // SCALED_NUMBERS)]
+    any_bytes = [chance.integers(0, 256, size, dtype=np.uint8) for size in (n, n // 2)]
+    any_steps = chance.integers(LEAST_EXPONENT, MOST_EXPONENT + 1, n // SCALED_NUMBERS, dtype=np.uint8)
     for known, to_middle, end in product((any_bytes[1], None), (False, True), (0, n // 4, n)):
         both = []
         for kernels in (NUMPY, compiled):
             restored, lacking, bits = np.empty(n, "<u2"), np.empty(n, np.uint8), any_bytes[0][:end]  # or some of them
             counts = kernels.restore(
-                any_bytes[0], known, any_bytes[2], bits, words=restored, missing=lacking, to_middle=to_middle
+                any_bytes[0], known, any_steps, bits, words=restored, missing=lacking, to_middle=to_middle
             )
             both.append((counts, restored.tobytes(), lacking.tobytes()))
         assert both[0] == both[1]
@@ -169,9 +172,9 @@ def test_marked_numbers_are_taken_and_put_back_alike_at_any_length(seed: int, n:
     placed = []
     for kernels in (NUMPY, compiled):
         chosen = kernels.select(words, marked, 0, count)
-        assert np.array_equal(chosen, words[marked == 0])
+        assert np.array_equal(np.stack(chosen, 1).reshape(-1), words[marked == 0].view(np.uint8))
         put = other.copy()
-        kernels.place(chosen, marked, 0, put)
+        kernels.place(*chosen, marked, 0, put)
         placed.append(put.tobytes())
     assert placed[0] == placed[1]
 

@@ -29,8 +29,10 @@ LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 _SOURCE_NAMES: Final = (
     "kernels.h",
     "products.h",
+    "progressive.h",
     "kernels.c",
     "progressive.c",
+    "progressive_vbmi.c",
     "rows.c",
     "transform.c",
     "products.c",
@@ -38,7 +40,7 @@ _SOURCE_NAMES: Final = (
     "copies.c",
 )
 SOURCES: Final = [Path(__file__).with_name(name) for name in _SOURCE_NAMES]
-_VERSION: Final = 5
+_VERSION: Final = 6
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
@@ -52,8 +54,8 @@ _ARRAYS: Final = {
     "cut": 6,
     "restore": 7,
     "pack": 3,
-    "select": 3,
-    "place": 3,
+    "select": 4,
+    "place": 4,
     "histogram": 2,
     "quantise": 4,
     "dequantise": 4,
@@ -135,13 +137,13 @@ class CompiledKernels:
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         return room[: self.call("pack", words, missing, room)]
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
-        out = np.empty(count, "<u2")
-        self.call("select", mark, words, marks, out)
-        return out
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
+        lower, upper = np.empty(count, np.uint8), np.empty(count, np.uint8)
+        self.call("select", mark, words, marks, lower, upper)
+        return lower, upper
 
-    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
-        self.call("place", mark, values, marks, words)
+    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
+        self.call("place", mark, lower, upper, marks, words)
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts = np.empty(256, np.int64)

@@ -83,88 +83,111 @@ EXPORT VERSIONS int64_t kv_join(int64_t kind, const u8 *coded, size_t coded_byte
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
 #include <immintrin.h>
-/* AVX-512's second byte instructions compress and expand 32 words by a mask: a loop over those that are marked would
- * mispredict its end for every 32. */
-#define VBMI2 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt")))
+/* AVX-512's byte instructions compress and expand 64 bytes by a mask: a loop over those that are marked would mispredict its
+ * end for every 64. */
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")))
 
-/* Of the next 32 marks, or of as many as are left, those that are this one. */
-VBMI2 static inline __mmask32 marked(u8 mark, const u8 *marks, size_t left) {
-    __mmask32 here = left < 32 ? (1u << left) - 1 : ~0u;
-    __m256i next = _mm256_maskz_loadu_epi8(here, marks);
-    return _mm256_mask_cmpeq_epi8_mask(here, next, _mm256_set1_epi8((char)mark));
+VBMI static inline __mmask64 first_of(size_t count) { return count < 64 ? ((uint64_t)1 << count) - 1 : ~(uint64_t)0; }
+
+/* Of the next 64 marks, or of as many as are left, those that are this one. */
+VBMI static inline __mmask64 marked(u8 mark, const u8 *marks, size_t left) {
+    __mmask64 here = first_of(left);
+    return _mm512_mask_cmpeq_epi8_mask(here, _mm512_maskz_loadu_epi8(here, marks), _mm512_set1_epi8((char)mark));
 }
 
-VBMI2 static int64_t select_vbmi2(u8 mark, const u16 *words, const u8 *marks, size_t n, u16 *restrict out,
-                                  size_t room) {
+VBMI static int64_t select_vbmi(u8 mark, const u16 *words, const u8 *marks, size_t n, u8 *restrict lower,
+                                u8 *restrict upper, size_t room) {
+    u8 even[64], odd[64];
+    for (int i = 0; i < 64; i++) {
+        even[i] = (u8)(2 * i);
+        odd[i] = (u8)(2 * i + 1);
+    }
+    const __m512i lower_places = _mm512_loadu_si512(even), upper_places = _mm512_loadu_si512(odd);
     size_t done = 0;
-    for (size_t at = 0; at < n; at += 32) {
-        __mmask32 here = marked(mark, marks + at, n - at);
-        unsigned found = (unsigned)__builtin_popcount(here);
+    for (size_t at = 0; at < n; at += 64) {
+        __mmask64 all = first_of(n - at), here = marked(mark, marks + at, n - at);
+        size_t found = (size_t)__builtin_popcountll(here);
         if (room - done < found)
             return KV_MISFIT;
-        __m512i chosen = _mm512_maskz_compress_epi16(here, _mm512_maskz_loadu_epi16(here, words + at));
-        _mm512_mask_storeu_epi16(out + done, found < 32 ? (1u << found) - 1 : ~0u, chosen);
+        __m512i first = _mm512_maskz_loadu_epi16((__mmask32)all, words + at), second = _mm512_setzero_si512();
+        if (n - at > 32)
+            second = _mm512_maskz_loadu_epi16((__mmask32)(all >> 32), words + at + 32);
+        __m512i low = _mm512_permutex2var_epi8(first, lower_places, second);
+        __m512i high = _mm512_permutex2var_epi8(first, upper_places, second);
+        _mm512_mask_storeu_epi8(lower + done, first_of(found), _mm512_maskz_compress_epi8(here, low));
+        _mm512_mask_storeu_epi8(upper + done, first_of(found), _mm512_maskz_compress_epi8(here, high));
         done += found;
     }
     return done == room ? 0 : KV_MISFIT;
 }
 
-VBMI2 static int64_t place_vbmi2(u8 mark, const u16 *values, size_t count, const u8 *marks, size_t n,
-                                 u16 *restrict words) {
+VBMI static int64_t place_vbmi(u8 mark, const u8 *lower, const u8 *upper, size_t count, const u8 *marks, size_t n,
+                               u16 *restrict words) {
     size_t done = 0;
-    for (size_t at = 0; at < n; at += 32) {
-        __mmask32 here = marked(mark, marks + at, n - at);
-        unsigned found = (unsigned)__builtin_popcount(here);
+    for (size_t at = 0; at < n; at += 64) {
+        __mmask64 here = marked(mark, marks + at, n - at);
+        size_t found = (size_t)__builtin_popcountll(here);
         if (count - done < found)
             return KV_MISFIT;
-        _mm512_mask_storeu_epi16(words + at, here, _mm512_maskz_expandloadu_epi16(here, values + done));
+        __m512i low = _mm512_maskz_expand_epi8(here, _mm512_maskz_loadu_epi8(first_of(found), lower + done));
+        __m512i high = _mm512_maskz_expand_epi8(here, _mm512_maskz_loadu_epi8(first_of(found), upper + done));
+        for (size_t i = 0; i < 2; i++, here >>= 32) {
+            __m512i own = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(low));
+            own = _mm512_or_si512(own, _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm512_castsi512_si256(high)), 8));
+            if (at + 32 * i < n)
+                _mm512_mask_storeu_epi16(words + at + 32 * i, (__mmask32)here, own);
+            low = _mm512_shuffle_i64x2(low, low, 0xee);
+            high = _mm512_shuffle_i64x2(high, high, 0xee);
+        }
         done += found;
     }
     return done == count ? 0 : KV_MISFIT;
 }
 
-static int has_vbmi2(void) {
-    return __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl");
+static int has_vbmi(void) {
+    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
-/* Copies the words of this mark to `out`, which has room for exactly as many as there are. */
+/* Copies the words of this mark, lower bytes and upper ones apart; there is room for exactly as many as there are. */
 EXPORT int64_t kv_select(int64_t mark, const u8 *words, size_t words_bytes, const u8 *marks, size_t marks_bytes,
-                         u8 *restrict out, size_t out_bytes) {
-    if (words_bytes != 2 * marks_bytes || out_bytes % 2)
+                         u8 *restrict lower, size_t lower_bytes, u8 *restrict upper, size_t upper_bytes) {
+    if (words_bytes != 2 * marks_bytes || lower_bytes != upper_bytes)
         return KV_MISFIT;
-#ifdef VBMI2
-    if (has_vbmi2())
-        return select_vbmi2((u8)mark, (const u16 *)words, marks, marks_bytes, (u16 *)out, out_bytes / 2);
+#ifdef VBMI
+    if (has_vbmi())
+        return select_vbmi((u8)mark, (const u16 *)words, marks, marks_bytes, lower, upper, lower_bytes);
 #endif
     size_t done = 0;
     const u8 *end = marks + marks_bytes;
-    for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done += 2) {
-        if (out_bytes - done < 2)
+    for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done++) {
+        if (done == lower_bytes)
             return KV_MISFIT;
-        memcpy(out + done, words + 2 * (at - marks), 2);
+        lower[done] = words[2 * (at - marks)];
+        upper[done] = words[2 * (at - marks) + 1];
     }
-    return done == out_bytes ? 0 : KV_MISFIT;
+    return done == lower_bytes ? 0 : KV_MISFIT;
 }
 
-/* The reverse: `values` has exactly as many as there are. */
-EXPORT int64_t kv_place(int64_t mark, const u8 *values, size_t values_bytes, const u8 *marks, size_t marks_bytes,
-                        u8 *restrict words, size_t words_bytes) {
-    if (words_bytes != 2 * marks_bytes || values_bytes % 2)
+/* The reverse: there are exactly as many bytes as there are marks. */
+EXPORT int64_t kv_place(int64_t mark, const u8 *lower, size_t lower_bytes, const u8 *upper, size_t upper_bytes,
+                        const u8 *marks, size_t marks_bytes, u8 *restrict words, size_t words_bytes) {
+    if (words_bytes != 2 * marks_bytes || lower_bytes != upper_bytes)
         return KV_MISFIT;
-#ifdef VBMI2
-    if (has_vbmi2())
-        return place_vbmi2((u8)mark, (const u16 *)values, values_bytes / 2, marks, marks_bytes, (u16 *)words);
+#ifdef VBMI
+    if (has_vbmi())
+        return place_vbmi((u8)mark, lower, upper, lower_bytes, marks, marks_bytes, (u16 *)words);
 #endif
     size_t done = 0;
     const u8 *end = marks + marks_bytes;
-    for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done += 2) {
-        if (values_bytes - done < 2)
+    for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done++) {
+        if (done == lower_bytes)
             return KV_MISFIT;
-        memcpy(words + 2 * (at - marks), values + done, 2);
+        words[2 * (at - marks)] = lower[done];
+        words[2 * (at - marks) + 1] = upper[done];
     }
-    return done == values_bytes ? 0 : KV_MISFIT;
+    return done == lower_bytes ? 0 : KV_MISFIT;
 }
 
 /* How often each byte occurs: 256 counts. */

@@ -84,6 +84,7 @@ class Kernels(Protocol):
         """The numbers, and how many bits each misses in symbols and nibbles. How many are `ESCAPED`, how many
         `ALL_MISSING`, and how many bits the others miss together.
 
+        exponents: from `LEAST_EXPONENT` to `MOST_EXPONENT`.
         nibbles: None where they are not known: each number is then taken to be in the middle of its step.
         packed: the missing bits, and perhaps more behind them; what it lacks of them is 0.
         to_middle: halfway to the next nibble, where there are no missing bits.
@@ -95,11 +96,11 @@ class Kernels(Protocol):
         room: of `packed_room(n)` bytes, where they are put.
         """
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
-        """The words whose mark is this one. count: how many there are."""
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
+        """The words whose mark is this one: their lower bytes and their upper ones. count: how many there are."""
 
-    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
-        """Set the words whose mark is this one. values: as many as there are."""
+    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
+        """Set the words whose mark is this one. lower, upper: bytes of as many as there are."""
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         """How often each of 256 occurs."""

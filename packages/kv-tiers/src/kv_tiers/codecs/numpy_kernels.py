@@ -100,17 +100,17 @@ class NumpyKernels:
         used[...] = packed[:-_RUN]
         return used
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
-        selected: Words = words[marks == mark]
-        if selected.size != count:
-            raise MisuseError(f"{selected.size} words of mark {mark} instead of {count}")
-        return selected
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
+        halves = words[marks == mark].view(np.uint8)
+        if halves.size != 2 * count:
+            raise MisuseError(f"{halves.size // 2} words of mark {mark} instead of {count}")
+        return halves[::2].copy(), halves[1::2].copy()
 
-    def place(self, values: Words, marks: Bytes, mark: int, words: Words) -> None:
+    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
         wanted = marks == mark
-        if values.size != np.count_nonzero(wanted):  # numpy would repeat a single one
-            raise MisuseError(f"{values.size} words for another number of places")
-        words[wanted] = values
+        if not lower.size == upper.size == np.count_nonzero(wanted):  # numpy would repeat a single one
+            raise MisuseError(f"{lower.size} and {upper.size} bytes for another number of places")
+        words[wanted] = upper.astype("<u2") << 8 | lower
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)

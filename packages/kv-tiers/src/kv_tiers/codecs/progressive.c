@@ -1,16 +1,8 @@
 /* The passes over numbers of the codec `progressive`: into symbols, nibbles and missing bits, and back. kernels.c says what
  * holds for all such passes. */
-#include "kernels.h"
+#include "progressive.h"
 
-enum {
-    SCALED = 256,          /* numbers that share a step */
-    HALF_SCALED = 128,     /* what is worked on at a time, as half a section is a whole number of these */
-    SECTION = 1 << 17,     /* the most numbers of a section */
-    LEAST_EXPONENT = 8,    /* of a step */
-    MOST_EXPONENT = 240,
-    ESCAPED = 255,         /* the symbol of a number that is stored as it is */
-    ALL_MISSING = 8        /* of a number that is stored as it is, as its bits are in neither of the first parts */
-};
+enum { SECTION = 1 << 17 }; /* the most numbers of a section */
 
 static int is_section(size_t numbers) { return numbers % SCALED == 0 && numbers <= SECTION; }
 
@@ -42,35 +34,41 @@ INLINE void cut(const u16 *restrict words, int step, u8 *restrict symbols, u8 *r
     }
 }
 
-/* counts: how many numbers are escaped, and how many miss all their bits. */
-EXPORT VERSIONS int64_t kv_cut(int64_t offset, const u8 *words, size_t words_bytes, u8 *restrict exponents,
-                               size_t exponents_bytes, u8 *restrict symbols, size_t symbols_bytes,
-                               u8 *restrict nibbles, size_t nibbles_bytes, u8 *restrict missing, size_t missing_bytes,
-                               int64_t *restrict counts, size_t counts_bytes) {
-    size_t n = symbols_bytes, half = n / 2;
-    if (!is_section(n) || words_bytes != 2 * n || exponents_bytes != n / SCALED || nibbles_bytes != half ||
-        missing_bytes != n || counts_bytes != 2 * sizeof *counts || offset < 0 || offset > 1 << 16)
-        return KV_MISFIT;
-    const u16 *in = (const u16 *)words;
-    for (size_t block = 0; block < n / SCALED; block++) {
-        uint32_t sum = (uint32_t)offset;
+VERSIONS static void cut_anywhere(Cutting *all) {
+    const u16 *in = all->words;
+    size_t half = all->n / 2;
+    for (size_t block = 0; block < all->n / SCALED; block++) {
+        uint32_t sum = all->offset;
         for (int i = 0; i < SCALED; i++)
-            sum += in[block * SCALED + i] >> 7 & 0xff;
-        sum /= SCALED;
-        exponents[block] = (u8)(sum < LEAST_EXPONENT ? LEAST_EXPONENT : sum > MOST_EXPONENT ? MOST_EXPONENT : sum);
+            sum += in[block * SCALED + (size_t)i] >> 7 & 0xff;
+        all->exponents[block] = step_exponent(sum);
     }
-    uint32_t escaped = 0, whole = 0;
     for (size_t at = 0; at < half; at += HALF_SCALED) {
         u8 low[HALF_SCALED], high[HALF_SCALED];
-        cut(in + at, exponents[at / SCALED], symbols + at, low, missing + at);
-        cut(in + half + at, exponents[(half + at) / SCALED], symbols + half + at, high, missing + half + at);
+        u8 *symbols = all->symbols + at, *missing = all->missing + at;
+        cut(in + at, all->exponents[at / SCALED], symbols, low, missing);
+        cut(in + half + at, all->exponents[(half + at) / SCALED], symbols + half, high, missing + half);
         for (int i = 0; i < HALF_SCALED; i++)
-            nibbles[at + i] = (u8)(low[i] | high[i] << 4);
-        escaped += equal_to(ESCAPED, symbols + at) + equal_to(ESCAPED, symbols + half + at);
-        whole += equal_to(ALL_MISSING, missing + at) + equal_to(ALL_MISSING, missing + half + at);
+            all->nibbles[at + (size_t)i] = (u8)(low[i] | high[i] << 4);
+        all->escaped += equal_to(ESCAPED, symbols) + equal_to(ESCAPED, symbols + half);
+        all->whole += equal_to(ALL_MISSING, missing) + equal_to(ALL_MISSING, missing + half);
     }
-    counts[0] = escaped;
-    counts[1] = whole;
+}
+
+/* counts: how many numbers are escaped, and how many miss all their bits. */
+EXPORT int64_t kv_cut(int64_t offset, const u8 *words, size_t words_bytes, u8 *restrict exponents,
+                      size_t exponents_bytes, u8 *restrict symbols, size_t symbols_bytes, u8 *restrict nibbles,
+                      size_t nibbles_bytes, u8 *restrict missing, size_t missing_bytes, int64_t *restrict counts,
+                      size_t counts_bytes) {
+    size_t n = symbols_bytes;
+    if (!is_section(n) || words_bytes != 2 * n || exponents_bytes != n / SCALED || nibbles_bytes != n / 2 ||
+        missing_bytes != n || counts_bytes != 2 * sizeof *counts || offset < 0 || offset > 1 << 16)
+        return KV_MISFIT;
+    Cutting all = {(const u16 *)words, n, (uint32_t)offset, exponents, symbols, nibbles, missing, 0, 0};
+    if (!kv_cut_vbmi(&all))
+        cut_anywhere(&all);
+    counts[0] = (int64_t)all.escaped;
+    counts[1] = (int64_t)all.whole;
     return 0;
 }
 
@@ -98,7 +96,6 @@ static size_t pack(const u16 *restrict words, const u8 *restrict missing, size_t
 #include <immintrin.h>
 /* BMI2 has an instruction for eight numbers at a time: packing again, in a quarter of the time. */
 #define BMI2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,bmi,bmi2,popcnt")))
 
 /* Eight bits of each of 32 numbers, of which the lowest are set: as many as it misses. By table, as shifts by as many bits
  * as each says take 32 bits a number. */
@@ -153,27 +150,6 @@ EXPORT int64_t kv_pack(const u8 *words, size_t words_bytes, const u8 *missing, s
 }
 
 /* ---- and back ---- */
-
-typedef struct {
-    const u8 *symbols, *nibbles, *exponents, *packed; /* nibbles: NULL where they are not known */
-    size_t n, packed_bytes;
-    int to_middle;
-    u16 *words;
-    u8 *missing;
-    uint64_t escaped, whole, bits; /* counts that are made */
-} Restoring;
-
-/* Where the missing bits of the next HALF_SCALED numbers begin: in `packed`, or in `room`, with zeros behind its end, where
- * reading them could lead beyond. */
-INLINE const u8 *bits_at(const Restoring *all, u8 *restrict room) {
-    size_t at = all->bits / 8, left = at < all->packed_bytes ? all->packed_bytes - at : 0;
-    if (left >= HALF_SCALED)
-        return all->packed + at;
-    memset(room, 0, HALF_SCALED);
-    if (left)
-        memcpy(room, all->packed + at, left);
-    return room;
-}
 
 INLINE void restore_plain(const u8 *restrict symbols, const u8 *restrict nibbles, uint32_t step, float middle,
                           u16 *restrict words, u8 *restrict missing) {
@@ -230,7 +206,7 @@ BMI2 static inline __m256i by_table(__m128i table, __m256i index) {
 
 /* The same, from tables instead of floating point: what a number misses is 7 less than the place of its leading one, and
  * two to that power moves the leading one to its place. */
-BMI2 INLINE void restore_tables(Restoring *all) {
+BMI2 static void restore_bmi2(Restoring *all) {
     const __m128i of_steps = _mm_setr_epi8(0, 3, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m128i of_nibble = _mm_setr_epi8(ALL_MISSING, 7, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 4, 4, 4, 4);
     const __m128i powers = _mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, -128, 0, 0, 0, 0, 0, 0, 0, 0);
@@ -316,10 +292,6 @@ BMI2 INLINE void restore_tables(Restoring *all) {
         }
     }
 }
-
-BMI2 static void restore_bmi2(Restoring *all) { restore_tables(all); }
-/* With registers for all that it needs. */
-AVX512 static void restore_avx512(Restoring *all) { restore_tables(all); }
 #endif
 
 /* nibbles: of size 0 where they are not known: each is then taken to be 8. to_middle: half a nibble is added. packed: the
@@ -335,14 +307,14 @@ EXPORT int64_t kv_restore(int64_t to_middle, const u8 *symbols, size_t symbols_b
         return KV_MISFIT;
     Restoring all = {symbols, nibbles_bytes ? nibbles : NULL, exponents, packed, n, packed_bytes, to_middle != 0,
                      (u16 *)words, missing, 0, 0, 0};
+    if (!kv_restore_vbmi(&all)) {
 #ifdef BMI2
-    if (has_bmi2() && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        restore_avx512(&all);
-    else if (has_bmi2())
-        restore_bmi2(&all);
-    else
+        if (has_bmi2())
+            restore_bmi2(&all);
+        else
 #endif
-        restore_anywhere(&all);
+            restore_anywhere(&all);
+    }
     counts[0] = (int64_t)all.escaped;
     counts[1] = (int64_t)all.whole;
     counts[2] = (int64_t)all.bits;

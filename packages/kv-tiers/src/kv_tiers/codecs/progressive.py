@@ -161,14 +161,14 @@ class ProgressiveCodec:
         frame = self._coder.encode(symbols) if symbols.size else b""
         return _FRAME_BYTES.pack(len(frame)), frame
 
-    def _whole(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes, ...]:
+    def _whole(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes | Bytes, ...]:
         """The numbers with this mark, of the given count, as they are, but for their upper bytes, of which there are
         few different ones.
         """
         if not count:
             return (_NO_FRAME,)
-        halves = self.kernels.select(words, marks, mark, count).view(np.uint8)
-        return *self._framed(halves[1::2].copy()), halves[::2].tobytes()
+        lower, upper = self.kernels.select(words, marks, mark, count)
+        return *self._framed(upper), lower
 
     def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
         """Some numbers, from the parts that are there: the first, and those behind it."""
@@ -194,11 +194,9 @@ class ProgressiveCodec:
 
     def _place(self, cursor: Cursor, count: int, marks: Bytes, mark: int, words: Words) -> None:
         """The numbers with this mark, of the given count, as the part stores them."""
-        upper, lower = self._frame(cursor, count), cursor.take(count)
+        upper, lower = self._frame(cursor, count), np.frombuffer(cursor.take(count), np.uint8)
         if count:
-            values = np.empty(2 * count, np.uint8)
-            values[1::2], values[::2] = upper, np.frombuffer(lower, np.uint8)
-            self.kernels.place(values.view("<u2"), marks, mark, words)
+            self.kernels.place(lower, upper, marks, mark, words)
 
     def _offsets_that_may_fit(self, words: Words, room: int) -> range:
         """How far the steps may be above the mean exponents for the first part to fit into this many bytes, by a
