@@ -121,7 +121,7 @@ def kvtc_misfits(kernels: CompiledKernels) -> list[str]:
     described, scratch = transform.described(tokens, 4), np.zeros(transform.scratch_bytes, np.uint8)
     out, group = np.zeros(2 * rows.nbytes, np.uint8), group_numbers(tokens)
     lent = (transform.tables, transform.means)
-    own = (codes.kinds, codes.costs, codes.words, codes.packing)
+    own = (codes.kinds, codes.costs, codes.coded)
     rows[::3] = 7
     size = kernels.encode_rows(rows, codes, out)
     calls: dict[str, tuple[Any, ...]] = {
@@ -148,12 +148,13 @@ def kvtc_misfits(kernels: CompiledKernels) -> list[str]:
             words,
             scratch,
         ),
-        "encode_rows": (tokens, rows, *own, np.zeros(3 * group, np.uint8), out.copy()),
+        "encode_rows": (tokens, rows, *own, np.zeros(2 * group, np.uint32), out.copy()),
         "decode_rows": (
             tokens,
             out[:size],
             codes.kinds,
             codes.lookup,
+            codes.pairs,
             codes.unpacking,
             np.zeros(group, np.uint8),
             rows.copy(),

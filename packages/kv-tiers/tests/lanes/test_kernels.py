@@ -229,10 +229,10 @@ def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(seed: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-@pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_PORTABLE"])
+@pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_NO_AVX512", "-DKV_PORTABLE"])
 def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path) -> None:
     """A library with sanitizers, in a process that they end where it errs, and the same outcomes from it: with what
-    this processor has, and without."""
+    this processor has, without its AVX-512, and without any of it."""
     library = tmp_path / LIBRARY.name
     sources = [source for source in SOURCES if source.suffix == ".c"]
     made = subprocess.run(

@@ -114,6 +114,15 @@ def test_codes_are_complete_and_the_same_for_ever() -> None:
         assert (1 << (LONGEST_BITS - lengths.astype(np.int64))).sum() == 1 << LONGEST_BITS
         assert np.array_equal(lookup[words[used] & 0xFFFF], used << 8 | lengths)
         assert set(packing.tolist()) <= set(used.tolist())
+    its = np.take_along_axis(codes.words, codes.packing.astype(np.int64), 1)
+    assert np.array_equal(codes.coded & 63, its >> 16) and np.array_equal(codes.coded >> 8, its & 0xFFFF)
+    assert np.array_equal(codes.coded >> 7 & 1, codes.packing == ESCAPED)
+    for single, pairs in zip(codes.lookup.astype(np.int64), codes.pairs.astype(np.int64), strict=True):
+        rest = single[np.arange(single.size) >> (single & 255)]
+        two = (single & 255) + (rest & 255) <= LONGEST_BITS
+        assert np.array_equal(pairs >> 8 & 255, 1 + two) and np.array_equal(pairs >> 16 & 255, single >> 8)
+        assert np.array_equal(pairs & 255, (single & 255) + (rest & 255) * two)
+        assert np.array_equal(pairs >> 24, (rest >> 8) * two)
     digest = hashlib.sha256(codes.kinds.tobytes() + codes.words.tobytes() + codes.lookup.tobytes())
     assert digest.hexdigest()[:16] == "98d16f7f3c812b3d"
 
@@ -149,4 +158,4 @@ def test_positions_turn_as_the_c_library_has_it_though_by_products_alone(first: 
 @needs_compiled
 def test_a_kernel_of_another_shape_is_a_bug_and_not_a_miss(compiled: CompiledKernels) -> None:
     with pytest.raises(MisuseError, match="kernel decode_rows"):
-        compiled.call("decode_rows", 5, *[np.zeros(3, np.uint8)] * 6)
+        compiled.call("decode_rows", 5, *[np.zeros(3, np.uint8)] * 7)

@@ -60,8 +60,8 @@ _ARRAYS: Final = {
     "quantise": 4,
     "dequantise": 4,
     "copy_blocks": 4,
-    "encode_rows": 7,
-    "decode_rows": 6,
+    "encode_rows": 6,
+    "decode_rows": 7,
     "project": 10,
     "project_back": 11,
 }
@@ -162,15 +162,16 @@ class CompiledKernels:
 
     def encode_rows(self, rows: Rows, codes: RowCodes, out: Bytes) -> int | None:
         tokens = rows.shape[1]
-        scratch = np.empty(3 * group_numbers(tokens), np.uint8)
-        own = (codes.kinds, codes.costs, codes.words, codes.packing)
+        scratch = np.empty(2 * group_numbers(tokens), np.uint32)
+        own = (codes.kinds, codes.costs, codes.coded)
         size = self.call("encode_rows", tokens, rows, *own, scratch, out)
         return None if size == _FULL else size
 
     def decode_rows(self, payload: Bytes, codes: RowCodes, rows: Rows) -> None:
         tokens = rows.shape[1]
         scratch = np.empty(group_numbers(tokens), np.uint8)
-        if self.call("decode_rows", tokens, payload, codes.kinds, codes.lookup, codes.unpacking, scratch, rows):
+        own = (codes.kinds, codes.lookup, codes.pairs, codes.unpacking)
+        if self.call("decode_rows", tokens, payload, *own, scratch, rows):
             raise CodecError(DAMAGED)
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:

@@ -145,8 +145,7 @@ VBMI static int64_t place_vbmi(u8 mark, const u8 *lower, const u8 *upper, size_t
 }
 
 static int has_vbmi(void) {
-    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    return HAS_AVX512("vbmi") && HAS_AVX512("vbmi2") && HAS_AVX512("bw") && HAS_AVX512("vl");
 }
 #endif
 

@@ -27,6 +27,12 @@
 #else
 #define VERSIONS
 #endif
+/* Whether this processor has a part of AVX-512; a test compiles as if none had. */
+#ifdef KV_NO_AVX512
+#define HAS_AVX512(part) 0
+#else
+#define HAS_AVX512(part) __builtin_cpu_supports("avx512" part)
+#endif
 #define INLINE static inline __attribute__((always_inline)) /* so that each version has its own */
 
 typedef uint8_t u8;

@@ -118,8 +118,7 @@ VNNI static void bytes_vnni(const i8 *matrix, size_t block, const u8 *numbers, i
 }
 
 static int has_vnni(void) {
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl");
+    return HAS_AVX512("vnni") && HAS_AVX512("bw") && HAS_AVX512("vl");
 }
 #endif
 

@@ -4,14 +4,13 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
 #include <immintrin.h>
-#define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,gfni,avx2,bmi,bmi2,popcnt")))
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,gfni,popcnt")))
 
 enum { AT_ONCE = 64 };
 
 static int has_vbmi(void) {
-    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("gfni") &&
-           __builtin_cpu_supports("bmi2");
+    return HAS_AVX512("vbmi") && HAS_AVX512("vbmi2") && HAS_AVX512("bw") && HAS_AVX512("vl") &&
+           __builtin_cpu_supports("gfni");
 }
 
 /* ---- the way there ---- */

@@ -9,7 +9,7 @@ All codes are made with integers alone, so they are the same on every machine; d
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise, product
 from typing import Final
@@ -59,7 +59,11 @@ class RowCodes:
     words: for each byte its code, from bit 0 up, and from bit 16 on its length, uint32 [codes, 256].
     packing: for symbols side by side, each no more than the base, with the first one least significant, their byte, or
         `ESCAPED` if they have no code, uint8 [codes, 1024].
+    coded: the same in one step, from bit 0 on the code's length, bit 7 if it is that of `ESCAPED`, and from bit 8 on
+        the code, uint32 [codes, 1024].
     lookup: for each of the next 12 bits its code's length, and from bit 8 on the byte, uint16 [codes, 4096].
+    pairs: the same of the bytes that lie in these bits whole, one or two: from bit 0 on their codes' lengths together,
+        from bit 8 on how many they are, from bit 16 on the bytes, uint32 [codes, 4096].
     unpacking: the numbers of each byte, int16 [codes, 256, `MOST_TOGETHER`].
     """
 
@@ -67,7 +71,9 @@ class RowCodes:
     costs: NDArray[np.uint32]
     words: NDArray[np.uint32]
     packing: NDArray[np.uint8]
+    coded: NDArray[np.uint32]
     lookup: NDArray[np.uint16]
+    pairs: NDArray[np.uint32]
     unpacking: NDArray[np.int16]
 
 
@@ -80,7 +86,9 @@ def row_codes() -> RowCodes:
         np.empty((len(kinds), COSTED_CLASSES), np.uint32),
         np.zeros((len(kinds), 256), np.uint32),
         np.full((len(kinds), _PACKING), ESCAPED, np.uint8),
+        np.empty((len(kinds), _PACKING), np.uint32),
         np.zeros((len(kinds), 1 << LONGEST_BITS), np.uint16),
+        np.zeros((len(kinds), 1 << LONGEST_BITS), np.uint32),
         np.stack([_unpacking(kind) for kind in kinds]),
     )
     scale = _LEAST_SCALE
@@ -89,10 +97,12 @@ def row_codes() -> RowCodes:
         lengths = code_lengths(_byte_weights(weights, kind))
         made.costs[number] = _costs(weights, kind, lengths)
         _assign(lengths, made.words[number], made.lookup[number])
+        made.pairs[number] = _pairs(made.lookup[number])
         made.packing[number] = _packing(kind, made.words[number])
+        made.coded[number] = _coded(made.packing[number], made.words[number])
         scale = scale * _GROWTH[0] // _GROWTH[1]
-    for array in (made.kinds, made.costs, made.words, made.packing, made.lookup, made.unpacking):
-        array.flags.writeable = False
+    for field in fields(made):
+        getattr(made, field.name).flags.writeable = False
     return made
 
 
@@ -170,6 +180,16 @@ def _assign(lengths: dict[int, int], words: NDArray[np.uint32], lookup: NDArray[
         code += 1
 
 
+def _pairs(lookup: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    first = lookup.astype(np.uint32)
+    second = first[np.arange(lookup.size, dtype=np.uint32) >> (first & 0xFF)]
+    both = (first & 0xFF) + (second & 0xFF)
+    alone = first & 0xFF | 1 << 8 | (first >> 8) << 16
+    two = both | 2 << 8 | (first >> 8) << 16 | (second >> 8) << 24
+    made: NDArray[np.uint32] = np.where(both <= LONGEST_BITS, two, alone)
+    return made
+
+
 def _costs(weights: list[int], kind: Kind, lengths: dict[int, int]) -> NDArray[np.uint32]:
     """By the distribution; whoever encodes may choose as he likes, so a last place that differs does no harm."""
     escape = (lengths[ESCAPED] + 16 * kind.together + kind.low_bits) * _COST_UNIT
@@ -195,6 +215,12 @@ def _packing(kind: Kind, words: NDArray[np.uint32]) -> NDArray[np.uint8]:
     made = (symbols * kind.base ** np.arange(kind.together)).sum(1)
     has_code = (symbols < kind.base).all(1) & (words[np.minimum(made, ESCAPED)] > 0)
     return np.where(has_code, made, ESCAPED).astype(np.uint8)
+
+
+def _coded(packing: NDArray[np.uint8], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    its = words[packing]
+    made: NDArray[np.uint32] = its >> 16 | (packing == ESCAPED).astype(np.uint32) << 7 | (its & 0xFFFF) << 8
+    return made
 
 
 def _unpacking(kind: Kind) -> NDArray[np.int16]:

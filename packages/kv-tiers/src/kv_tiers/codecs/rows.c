@@ -18,6 +18,7 @@ enum {
     SAMPLED = 16,           /* one of so many decides on the code */
     MOST_TOGETHER = 8,
     PACKING = 1 << 10,      /* ways in which symbols can lie side by side, at the most */
+    IS_ESCAPED = 128,       /* beside a code's length */
     ALL_ZERO = 255          /* instead of a code */
 };
 
@@ -46,36 +47,42 @@ static size_t get32(const u8 *at) { return get16(at) | get16(at + 2) << 16; }
 INLINE uint16_t zigzag(int16_t whole) { return (uint16_t)((uint16_t)((uint16_t)whole << 1) ^ (uint16_t)(whole >> 15)); }
 INLINE int16_t straight(uint16_t symbol) { return (int16_t)((symbol >> 1) ^ (uint16_t)(0 - (symbol & 1))); }
 
-INLINE size_t pack_some(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
-                        const u8 *restrict packing, u8 *restrict packed) {
-    size_t made = 0, at = 0;
-    for (; at + together <= n; at += together, made++) {
+INLINE void index_some(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
+                       uint16_t *restrict indices) {
+    size_t whole = n / together;
+    for (size_t i = 0; i < whole; i++) {
         unsigned index = 0;
-        for (unsigned i = together; i--;)
-            index = index * (base + 1) + (symbols[at + i] < base ? symbols[at + i] : base);
-        packed[made] = packing[index];
+        for (unsigned j = together; j--;) {
+            uint16_t symbol = symbols[i * together + j];
+            index = index * (base + 1) + (symbol < base ? symbol : base);
+        }
+        indices[i] = (uint16_t)index;
     }
-    if (at < n) {
+    if (n % together) {
         unsigned index = 0;
-        for (unsigned i = together; i--;)
-            index = index * (base + 1) + (at + i >= n ? 0 : symbols[at + i] < base ? symbols[at + i] : base);
-        packed[made++] = packing[index];
+        for (unsigned j = (unsigned)(n % together); j--;) {
+            uint16_t symbol = symbols[whole * together + j];
+            index = index * (base + 1) + (symbol < base ? symbol : base);
+        }
+        indices[whole] = (uint16_t)index;
     }
-    return made;
 }
 
-/* Several symbols to a byte. How many bytes they make; 0: there is no such kind. */
-VERSIONS static size_t pack_symbols(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
-                                    const u8 *restrict packing, u8 *restrict packed) {
+/* Where the symbols that lie side by side have their code, in a table for each; those beyond the base all the same. Whether there
+ * is such a kind. */
+VERSIONS static int to_indices(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
+                               uint16_t *restrict indices) {
     if (base == 255 && together == 1)
-        return pack_some(symbols, n, 255, 1, packing, packed);
-    if (base == 15 && together == 2)
-        return pack_some(symbols, n, 15, 2, packing, packed);
-    if (base == 5 && together == 3)
-        return pack_some(symbols, n, 5, 3, packing, packed);
-    if (base == 3 && together == 5)
-        return pack_some(symbols, n, 3, 5, packing, packed);
-    return 0;
+        index_some(symbols, n, 255, 1, indices);
+    else if (base == 15 && together == 2)
+        index_some(symbols, n, 15, 2, indices);
+    else if (base == 5 && together == 3)
+        index_some(symbols, n, 5, 3, indices);
+    else if (base == 3 && together == 5)
+        index_some(symbols, n, 3, 5, indices);
+    else
+        return 0;
+    return 1;
 }
 
 VERSIONS static uint32_t to_symbols(const i16 *restrict rows, size_t n, uint16_t *restrict symbols) {
@@ -118,42 +125,51 @@ VERSIONS static size_t cheapest(const uint16_t *restrict symbols, size_t n, cons
     return best;
 }
 
-/* A stream of these bytes' codes, at most LONGEST bits each and 8 bytes besides. How many bytes it takes. */
-static size_t put_codes(const u8 *restrict packed, size_t n, const uint32_t *restrict words, u8 *restrict out) {
-    uint64_t waiting = 0;
-    unsigned filled = 0;
-    size_t at = 0, i = 0;
-    for (; i + 4 <= n; i += 4) {
-        for (int j = 0; j < 4; j++) {
-            uint32_t word = words[packed[i + j]];
-            waiting |= (uint64_t)(word & 0xffff) << filled;
-            filled += word >> 16;
-        }
-        memcpy(out + at, &waiting, 8);
-        at += filled / 8;
-        waiting >>= filled & ~7u;
-        filled &= 7;
-    }
-    for (; i < n; i++) {
-        uint32_t word = words[packed[i]];
-        waiting |= (uint64_t)(word & 0xffff) << filled;
-        filled += word >> 16;
-    }
-    memcpy(out + at, &waiting, 8);
-    return at + (filled + 7) / 8;
+typedef struct {
+    uint64_t waiting; /* bits that are not yet put, */
+    unsigned filled;  /* so many of them */
+    uint32_t *escaped; /* where the next one that is escaped is noted */
+} Putting;
+
+INLINE void put_code(Putting *now, uint32_t word, uint32_t number) {
+    now->waiting |= (uint64_t)(word >> 8) << now->filled;
+    now->filled += word & 63;
+    if (word & IS_ESCAPED)
+        *now->escaped++ = number;
 }
 
-/* How many bytes of `out` the rows take, or KV_FULL. rows: [rows, tokens], int16. scratch: 3 bytes for each number of a
- * group. */
+/* A stream of the codes from one number on to another, at most LONGEST bits each and 8 bytes besides. escaped: room for as many,
+ * and then where those end that are. How many bytes it takes. */
+static size_t put_codes(const uint16_t *restrict indices, uint32_t from, uint32_t to, const u32 *restrict coded,
+                        uint32_t **escaped, u8 *restrict out) {
+    Putting now = {0, 0, *escaped};
+    size_t at = 0;
+    uint32_t i = from;
+    for (; i + 4 <= to; i += 4) {
+        for (uint32_t j = 0; j < 4; j++)
+            put_code(&now, coded[indices[i + j]], i + j);
+        memcpy(out + at, &now.waiting, 8);
+        at += now.filled / 8;
+        now.waiting >>= now.filled & ~7u;
+        now.filled &= 7;
+    }
+    for (; i < to; i++)
+        put_code(&now, coded[indices[i]], i);
+    memcpy(out + at, &now.waiting, 8);
+    *escaped = now.escaped;
+    return at + (now.filled + 7) / 8;
+}
+
+/* How many bytes of `out` the rows take, or KV_FULL. rows: [rows, tokens], int16. scratch: 8 bytes for each number of a group. */
 EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes, const u8 *kinds, size_t kinds_bytes,
-                              const u8 *costs, size_t costs_bytes, const u8 *words, size_t words_bytes,
-                              const u8 *packing, size_t packing_bytes, u8 *restrict scratch, size_t scratch_bytes, u8 *restrict out, size_t out_bytes) {
+                              const u8 *costs, size_t costs_bytes, const u8 *coded, size_t coded_bytes,
+                              u8 *restrict scratch, size_t scratch_bytes, u8 *restrict out, size_t out_bytes) {
     size_t group = group_of(tokens, rows_bytes), codes = kinds_bytes / 3, at = 0;
     if (!group || !codes || codes >= ALL_ZERO || kinds_bytes % 3 || costs_bytes != codes * COSTED * 4 ||
-        words_bytes != codes * 256 * 4 || packing_bytes != codes * PACKING || scratch_bytes != 3 * group)
+        coded_bytes != codes * PACKING * 4 || scratch_bytes != 8 * group || (uintptr_t)scratch % 4)
         return KV_MISFIT;
-    uint16_t *symbols = (uint16_t *)scratch;
-    u8 *packed = scratch + 2 * group;
+    uint32_t *first_escaped = (uint32_t *)scratch;
+    uint16_t *symbols = (uint16_t *)(first_escaped + group), *indices = symbols + group;
     for (size_t start = 0; start < rows_bytes / 2; start += group) {
         size_t n = rows_bytes / 2 - start < group ? rows_bytes / 2 - start : group;
         uint32_t any = to_symbols((const i16 *)rows + start, n, symbols);
@@ -178,30 +194,28 @@ EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes,
             for (size_t i = 0; i < n; i++)
                 symbols[i] >>= 4;
         }
-        const uint32_t *own = (const uint32_t *)words + 256 * code;
-        size_t count = pack_symbols(symbols, n, base, together, packing + PACKING * code, packed);
-        if (!count)
+        if (!together || !to_indices(symbols, n, base, together, indices))
             return KV_MISFIT;
-        size_t of_lane = (count + LANES - 1) / LANES;
+        size_t count = (n + together - 1) / together, of_lane = (count + LANES - 1) / LANES;
+        uint32_t *escaped = first_escaped;
         for (size_t lane = 0, first = 0; lane < LANES; lane++) {
             size_t some = count - first < of_lane ? count - first : of_lane;
             if (out_bytes - at < some * LONGEST / 8 + 16)
                 return KV_FULL;
-            size_t used = put_codes(packed + first, some, own, out + at);
+            size_t used = put_codes(indices, (uint32_t)first, (uint32_t)(first + some), (const u32 *)coded + PACKING * code,
+                                    &escaped, out + at);
             put16(head + 2 + 2 * lane, used);
             at += used;
             first += some;
         }
-        size_t escapes = 0;
-        for (const u8 *one = packed, *end = packed + count; (one = memchr(one, ESCAPED_BYTE, (size_t)(end - one))); one++) {
-            size_t number = (size_t)(one - packed) * together;
+        put32(head + 2 + 2 * LANES, (size_t)(escaped - first_escaped));
+        for (const uint32_t *one = first_escaped; one < escaped; one++) {
+            size_t number = *one * (size_t)together;
             if (out_bytes - at < 2 * together)
                 return KV_FULL;
             for (unsigned i = 0; i < together; i++, at += 2)
                 put16(out + at, number + i < n ? symbols[number + i] : 0);
-            escapes++;
         }
-        put32(head + 2 + 2 * LANES, escapes);
     }
     return (int64_t)at;
 }
@@ -231,59 +245,68 @@ static size_t lane_rest(const u8 *from, size_t bytes, size_t bit, const uint16_t
 typedef struct {
     const u8 *from;
     size_t bit, bytes;
-    u8 *out;
+    u8 *out, *out_end;
 } Lane;
 
-/* Four bytes of a lane, of which all bits are there: four codes are 48 bits at most, and 57 can be had. */
-INLINE void four_of(Lane *lane, const uint16_t *restrict lookup, size_t at) {
+/* Four to eight bytes of a lane, of which all bits are there, as four accesses find one or two each: 48 bits at most, and 57
+ * can be had. There is room for eight. */
+INLINE void next_of(Lane *lane, const u32 *restrict pairs) {
     uint64_t bits;
-    uint32_t four = 0, used = 0;
+    uint32_t sum = 0;
     memcpy(&bits, lane->from + lane->bit / 8, 8);
     bits >>= lane->bit % 8;
     for (int j = 0; j < 4; j++) {
-        uint32_t found = lookup[bits & ((1 << LONGEST) - 1)];
-        four |= found >> 8 << 8 * j;
-        bits >>= found & 63; /* a code's length is in the lower byte, as a shift takes it */
-        used += found;
+        uint32_t found = pairs[bits & ((1 << LONGEST) - 1)];
+        uint16_t both = (uint16_t)(found >> 16);
+        memcpy(lane->out + (sum >> 8 & 255), &both, 2);
+        bits >>= found & 63; /* how many bits is in the lower byte, as a shift takes it; then how many bytes */
+        sum += found;
     }
-    memcpy(lane->out + at, &four, 4);
-    lane->bit += used & 255;
+    lane->bit += sum & 255;
+    lane->out += sum >> 8 & 255;
+}
+
+/* How often `next_of` can be called for a lane without a look at where it is. end: of what can be read. */
+INLINE size_t rounds_of(const Lane *lane, const u8 *end) {
+    size_t readable = (size_t)(end - lane->from) - lane->bit / 8, room = (size_t)(lane->out_end - lane->out) / 8;
+    size_t rounds = readable < 8 ? 0 : (readable - 8) / (4 * LONGEST / 8) + 1;
+    return rounds < room ? rounds : room;
 }
 
 /* The group's bytes, from its lanes. left: bytes from the first lane's first on. How many of them the lanes take, or
  * KV_DAMAGED. */
 VERSIONS static int64_t get_codes(const u8 *head, const u8 *streams, size_t left, const uint16_t *restrict lookup,
-                                  u8 *restrict packed, size_t count) {
-    size_t of_lane = (count + LANES - 1) / LANES, at = 0, i = 0;
+                                  const u32 *restrict pairs, u8 *restrict packed, size_t count) {
+    size_t of_lane = (count + LANES - 1) / LANES, at = 0, rounds;
+    const u8 *end = streams + left;
     Lane lanes[LANES];
     for (size_t lane = 0; lane < LANES; lane++) {
-        lanes[lane] = (Lane){streams + at, 0, get16(head + 2 + 2 * lane), packed + lane * of_lane};
+        size_t first = lane * of_lane < count ? lane * of_lane : count;
+        size_t last = first + of_lane < count ? first + of_lane : count;
+        lanes[lane] = (Lane){streams + at, 0, get16(head + 2 + 2 * lane), packed + first, packed + last};
         if (left - at < lanes[lane].bytes)
             return KV_DAMAGED;
         at += lanes[lane].bytes;
     }
-    /* All lanes side by side, as far as none can run beyond the payload whatever it reads; then again from where they are. */
-    size_t last = count > (LANES - 1) * of_lane ? count - (LANES - 1) * of_lane : 0, together;
+    /* All lanes side by side, as far as none can run beyond the payload or its room whatever it reads; then again from where
+     * they are. */
     do {
-        const u8 *farthest = streams;
+        rounds = SIZE_MAX;
         for (int lane = 0; lane < LANES; lane++) {
-            const u8 *now = lanes[lane].from + lanes[lane].bit / 8;
-            farthest = now > farthest ? now : farthest;
+            size_t own = rounds_of(&lanes[lane], end);
+            rounds = own < rounds ? own : rounds;
         }
-        size_t safe = (size_t)(streams + left - farthest);
-        together = safe > 16 ? (safe - 16) * 8 / LONGEST : 0;
-        together = (together < last - i ? together : last - i) & ~(size_t)3;
-        for (size_t end = i + together; i < end; i += 4)
+        for (size_t round = 0; round < rounds; round++)
 #pragma GCC unroll 1
             for (int lane = 0; lane < LANES; lane++)
-                four_of(&lanes[lane], lookup, i);
-    } while (together);
-    for (size_t lane = 0; lane < LANES; lane++) {
-        size_t first = lane * of_lane, end = first + of_lane < count ? first + of_lane : count;
+                next_of(&lanes[lane], pairs);
+    } while (rounds);
+    for (int lane = 0; lane < LANES; lane++) {
         Lane *own = &lanes[lane];
-        if (first + i < end)
-            own->bit = lane_rest(own->from, (size_t)(streams + left - own->from), own->bit, lookup, own->out + i,
-                                 end - first - i);
+        while (rounds_of(own, end))
+            next_of(own, pairs);
+        own->bit = lane_rest(own->from, (size_t)(end - own->from), own->bit, lookup, own->out,
+                             (size_t)(own->out_end - own->out));
         if ((own->bit + 7) / 8 != own->bytes)
             return KV_DAMAGED;
     }
@@ -321,11 +344,11 @@ VERSIONS static void unpack_symbols(const u8 *restrict packed, size_t n, const i
 
 /* 0, or KV_DAMAGED. rows: [rows, tokens], int16. scratch: a byte for each number of a group. */
 EXPORT int64_t kv_decode_rows(int64_t tokens, const u8 *payload, size_t payload_bytes, const u8 *kinds,
-                              size_t kinds_bytes, const u8 *lookup, size_t lookup_bytes, const u8 *unpacking,
-                              size_t unpacking_bytes, u8 *restrict scratch, size_t scratch_bytes, u8 *restrict rows,
+                              size_t kinds_bytes, const u8 *lookup, size_t lookup_bytes, const u8 *pairs,
+                              size_t pairs_bytes, const u8 *unpacking, size_t unpacking_bytes, u8 *restrict scratch, size_t scratch_bytes, u8 *restrict rows,
                               size_t rows_bytes) {
     size_t group = group_of(tokens, rows_bytes), codes = kinds_bytes / 3, at = 0;
-    if (!group || kinds_bytes % 3 || lookup_bytes != codes * (2 << LONGEST) ||
+    if (!group || kinds_bytes % 3 || lookup_bytes != codes * (2 << LONGEST) || pairs_bytes != 2 * lookup_bytes ||
         unpacking_bytes != 2 * codes * 256 * MOST_TOGETHER || scratch_bytes != group)
         return KV_MISFIT;
     for (size_t start = 0; start < rows_bytes / 2; start += group) {
@@ -353,7 +376,7 @@ EXPORT int64_t kv_decode_rows(int64_t tokens, const u8 *payload, size_t payload_
         }
         size_t count = (n + together - 1) / together;
         int64_t used = get_codes(head, payload + at, payload_bytes - at, (const uint16_t *)lookup + (code << LONGEST),
-                                 scratch, count);
+                                 (const u32 *)pairs + (code << LONGEST), scratch, count);
         if (used < 0)
             return KV_DAMAGED;
         at += (size_t)used;

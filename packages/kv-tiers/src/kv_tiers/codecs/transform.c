@@ -86,9 +86,52 @@ INLINE void turn_eight(const u16 *from, size_t stride, u16 *to, size_t to_stride
         memcpy(to + (size_t)i * to_stride, &rows[i], 16);
 }
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
+#include <immintrin.h>
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
+
+/* 8 × 8 words, four times side by side. */
+AVX512 static inline void turn_eights(__m512i rows[8]) {
+    __m512i zipped[8];
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 4; i++) {
+            zipped[2 * i] = _mm512_unpacklo_epi16(rows[i], rows[i + 4]);
+            zipped[2 * i + 1] = _mm512_unpackhi_epi16(rows[i], rows[i + 4]);
+        }
+        for (int i = 0; i < 8; i++)
+            rows[i] = zipped[i];
+    }
+}
+
+/* Of whole 32 rows and eight columns, which are lines of the cache when they are stored. */
+AVX512 static void transpose_lines(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
+                                   size_t to_stride) {
+    for (size_t row = 0; row < rows; row += 32)
+        for (size_t column = 0; column < columns; column += 8) {
+            __m512i own[8];
+            for (size_t i = 0; i < 8; i++) {
+                const u16 *at = from + (row + i) * from_stride + column;
+                own[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)at));
+                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 8 * from_stride)), 1);
+                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 16 * from_stride)), 2);
+                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 24 * from_stride)), 3);
+            }
+            turn_eights(own);
+            for (size_t i = 0; i < 8; i++)
+                _mm512_storeu_si512(to + (column + i) * to_stride + row, own[i]);
+        }
+}
+#endif
+
 /* A rows × columns matrix, transposed. */
 INLINE void transpose16(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
                         size_t to_stride) {
+#ifdef AVX512
+    if (rows % 32 == 0 && columns % 8 == 0 && HAS_AVX512("bw")) {
+        transpose_lines(from, from_stride, rows, columns, to, to_stride);
+        return;
+    }
+#endif
     size_t whole_rows = rows & ~(size_t)7, whole_columns = columns & ~(size_t)7;
     for (size_t row = 0; row < whole_rows; row += 8)
         for (size_t column = 0; column < whole_columns; column += 8)

@@ -13,13 +13,13 @@ int64_t kv_join(int64_t, IN, IN, OUT);
 int64_t kv_cut(int64_t, IN, OUT, OUT, OUT, OUT, INTEGERS);
 int64_t kv_restore(int64_t, IN, IN, IN, IN, OUT, OUT, INTEGERS);
 int64_t kv_pack(IN, IN, OUT);
-int64_t kv_select(int64_t, IN, IN, OUT);
-int64_t kv_place(int64_t, IN, IN, OUT);
+int64_t kv_select(int64_t, IN, IN, OUT, OUT);
+int64_t kv_place(int64_t, IN, IN, IN, OUT);
 int64_t kv_histogram(IN, INTEGERS);
 int64_t kv_quantise(const int64_t *, size_t, IN, OUT, OUT);
 int64_t kv_dequantise(const int64_t *, size_t, IN, OUT, OUT);
-int64_t kv_encode_rows(int64_t, IN, IN, IN, IN, IN, OUT, OUT);
-int64_t kv_decode_rows(int64_t, IN, IN, IN, IN, OUT, OUT);
+int64_t kv_encode_rows(int64_t, IN, IN, IN, IN, OUT, OUT);
+int64_t kv_decode_rows(int64_t, IN, IN, IN, IN, IN, OUT, OUT);
 int64_t kv_project(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, IN, OUT, OUT);
 int64_t kv_project_back(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, IN, IN, OUT, OUT);
 int64_t kv_copy_blocks(int64_t, IN, IN, u8 *, size_t, u8 *, size_t);
@@ -44,14 +44,14 @@ static int64_t call(const char *name, int64_t number) {
     if (IS("cut")) return kv_cut(number, A(0), A(1), A(2), A(3), A(4), (int64_t *)at[5], size[5]);
     if (IS("restore")) return kv_restore(number, A(0), A(1), A(2), A(3), A(4), A(5), (int64_t *)at[6], size[6]);
     if (IS("pack")) return kv_pack(A(0), A(1), A(2));
-    if (IS("select")) return kv_select(number, A(0), A(1), A(2));
-    if (IS("place")) return kv_place(number, A(0), A(1), A(2));
+    if (IS("select")) return kv_select(number, A(0), A(1), A(2), A(3));
+    if (IS("place")) return kv_place(number, A(0), A(1), A(2), A(3));
     if (IS("histogram")) return kv_histogram(A(0), (int64_t *)at[1], size[1]);
     if (IS("quantise")) return kv_quantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("dequantise")) return kv_dequantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("copy_blocks")) return kv_copy_blocks(number, A(0), A(1), A(2), A(3));
-    if (IS("encode_rows")) return kv_encode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5), A(6));
-    if (IS("decode_rows")) return kv_decode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5));
+    if (IS("encode_rows")) return kv_encode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5));
+    if (IS("decode_rows")) return kv_decode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5), A(6));
     if (IS("project"))
         return kv_project((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8), A(9));
     if (IS("project_back"))
