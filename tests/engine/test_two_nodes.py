@@ -14,6 +14,7 @@ from kv_testing.wait import until
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
+from models import BY_NAME
 from second_node import two_nodes
 
 TOKENS = 4
@@ -141,3 +142,44 @@ def test_nodes_with_the_same_latents_each_store_them(tiny_deepseek: str) -> None
         assert_at_rest(engine)
         on_second(engine, "corrupt")
         assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != cold[:4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Gemma 3", "Falcon-H1"])
+def test_windows_and_states_are_found_where_both_nodes_hold_all_groups(name: str, tmp_path: Path) -> None:
+    """What a node lacks may be of one group only: then the hit is the longest that both nodes have in all groups."""
+    row = BY_NAME[name]
+    model = str(row.write(tmp_path / "model"))
+    tokens = [3 + (7919 * i) % 1900 for i in range(1500)]
+    prompts = [tokens[:700], tokens[:520] + [5 + (31 * i) % 1900 for i in range(200)], tokens, tokens[:1300]]
+
+    def ask(engine: Engine) -> tuple[list[Answer], list[int]]:
+        answers: list[Answer] = []
+        hits: list[int] = []
+        for prompt in prompts:
+            engine.llm.reset_prefix_cache()
+            answers += engine.ask([prompt], TOKENS)
+            hits += engine.hits
+        return answers, hits
+
+    with two_nodes(model, free_port(), None, **row.arguments) as plain:
+        expected, _ = ask(plain)
+    cache = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}
+    with two_nodes(model, free_port(), (cache, cache), **row.arguments) as engine:
+        on_second(engine, "follow")
+        answers, hits = ask(engine)
+        assert answers == expected and hits[0] == 0 and hits[2] > 0, hits
+        _, there = on_second(engine, "follow")
+        answers, warm = ask(engine)
+        assert answers == expected and min(warm) >= 256 and max(warm) >= 1024, warm
+
+        on_second(engine, "evict", there[1::2])
+        answers, hits = ask(engine)
+        assert answers == expected and sum(hits) < sum(warm), hits
+        answers, hits = ask(engine)
+        assert answers == expected and hits == warm, hits
+        assert workers(engine, "loads_failed") == [0, 0]
+        assert_at_rest(engine)
+
+        on_second(engine, "corrupt")
+        assert ask(engine)[0] != expected
