@@ -22,6 +22,7 @@ from kv_tiers.server import wire
 from kv_tiers.server.address import PRIVATE_PREFIX
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.link import NoServerError
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.remote_cache import RemoteCache
@@ -33,6 +34,9 @@ from kv_tiers.watch.build import build_bus
 _log = limited_logger(__name__)
 
 _WAIT_FOR_FIRST_S = 60.0
+"""How long the other ranks wait for the private server that the first one starts."""
+_WAIT_FOR_SERVER_S = 30.0
+"""How long an engine that starts waits for the server that it was told to join, which may be starting, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,9 @@ def open_remote(
             "observe": settings.observe,
         }
         server = launch(msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
-    until = time.monotonic() + (_WAIT_FOR_FIRST_S if server is None and not settings.server.socket else 0)
+    joins = bool(settings.server.socket)
+    until = time.monotonic() + (_WAIT_FOR_SERVER_S if joins else _WAIT_FOR_FIRST_S if server is None else 0)
+    is_waiting = False
     while True:
         try:
             remote = RemoteCache(
@@ -143,12 +149,16 @@ def open_remote(
                 on_new_pool=on_new_pool,
                 timeout_s=settings.server.answer_s,
             )
-        except ConfigError:
-            if time.monotonic() > until:
+        except ConfigError as error:
+            # What a server refuses once it would refuse again.
+            if time.monotonic() > until or (joins and not isinstance(error, NoServerError)):
                 if server is not None:
                     server.stop()
                 raise
-            time.sleep(0.05)  # the first rank has not got so far
+            if joins and not is_waiting:
+                is_waiting = True
+                _log.warning("no kv-server listens at %s yet; waiting for it, up to %d s", socket, _WAIT_FOR_SERVER_S)
+            time.sleep(0.05)
         else:
             return remote, server
 

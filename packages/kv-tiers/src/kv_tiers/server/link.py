@@ -24,6 +24,10 @@ MAX_BACK_OFF_S: Final = 2.0
 A = TypeVar("A", bound=wire.Answer)
 
 
+class NoServerError(ConfigError):
+    """Nobody listens at the socket: a server may be on its way there."""
+
+
 class Link:
     """Not safe to use from several threads at once."""
 
@@ -63,7 +67,7 @@ class Link:
         """The first time, which waits.
 
         Raises:
-            ConfigError: no server can be used there; the text says why.
+            ConfigError: no server can be used there; the text says why. `NoServerError`: because there is none.
         """
         try:
             self._opening = Opening(self._path, timeout_s, self._on_connect())
@@ -72,7 +76,8 @@ class Link:
                 raise TierDown(f"no answer within {timeout_s} s")
             self._connected(self._opening, answer)
         except TierDown as why:
-            raise ConfigError(f"no cache server can be used at {self._path}: {why}") from None
+            error = NoServerError if isinstance(why, NobodyListens) else ConfigError
+            raise error(f"no cache server can be used at {self._path}: {why}") from None
         finally:
             self._give_up_opening()
 
