@@ -30,7 +30,7 @@ def test_a_server_that_is_starting_is_waited_for(tmp_path: Path, caplog: pytest.
         until(lambda: "waiting for it" in caplog.text)
         server = launch(POOL, socket=socket)
         try:
-            joining.result().close()
+            joining.result(30).close()
         finally:
             server.stop()
 
