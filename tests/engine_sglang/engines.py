@@ -134,6 +134,9 @@ class Engine:
         until(lambda: self.inner.flush_cache().success, within_s=30)
 
 
+_METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+
+
 @contextmanager
 def started(
     model: str,
@@ -170,6 +173,9 @@ def started(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
+        # An engine with metrics sets this for its process. Left there, the next one's counts would begin with its own.
+        patch.setenv(_METRICS_DIRECTORY, "")
+        patch.delenv(_METRICS_DIRECTORY)
         inner = sglang.Engine(model_path=model, **chosen | arguments)
         try:
             yield Engine(inner, "host" if linker else "storage")
