@@ -49,6 +49,7 @@ def scrape() -> Iterator[dict[str, Metric]]:
         cache.end("reader")
         cache.lookup(key_chain(2, branch="unknown"), "nobody", shape=PLAIN)
         until(lambda: re.search(r'kv_transfer_bytes_total\{.*tier="disk"', served.get("/metrics").text))
+        until(lambda: "kv_directory_up{" in served.get("/metrics").text)
         text = served.get("/metrics").text
         cache.close()
         served.close()
