@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from engines import PROMPTS, Answer, Engine, started
-from kv_testing.vllm_inspect import Inspect
 from kv_tiers import HostPool
 from kv_vllm.weights import declared_calls
 from safetensors.torch import load_file, save_file
@@ -22,18 +21,6 @@ NAMED: dict[str, Any] = {"host": {"capacity_bytes": "64MiB", "name": NAME}}
 ASKED = PROMPTS[:3]
 COLD, WARM = [0, 512, 512], [512, 512, 1023]
 LAYER = 2
-
-
-class Extension(Inspect):
-    """A user's worker extension, which declares one of its two methods."""
-
-    kv_leaves_weights_alone = Inspect.kv_leaves_weights_alone | {"look"}
-
-    def look(self) -> None:
-        pass
-
-    def poke(self) -> None:
-        pass
 
 
 class OneName:
@@ -178,13 +165,13 @@ class TestOneEngine:
 
     @pytest.fixture(scope="class")
     def engine(self, model: Path, of_model: list[Answer], of_tuned: list[Answer]) -> Iterator[Engine]:
-        with started(str(model), cache=NAMED, worker_extension_cls="test_identity.Extension") as running:
+        with started(str(model), cache=NAMED) as running:
             yield running
 
     def test_what_only_looks_at_the_weights_costs_no_hit(self, engine: Engine, of_model: list[Answer]) -> None:
         warm(engine, of_model)
         engine.llm.collective_rpc("compute_weight_checksums")
-        engine.llm.collective_rpc("look")
+        engine.llm.collective_rpc("kv_snapshot")
         assert engine.ask_in_turn(ASKED) == of_model
         assert engine.hits == WARM
 
@@ -192,7 +179,7 @@ class TestOneEngine:
         self, engine: Engine, of_model: list[Answer]
     ) -> None:
         warm(engine, of_model)
-        engine.llm.collective_rpc("poke")
+        engine.llm.collective_rpc("kv_undeclared")
         assert engine.ask_in_turn(ASKED) == of_model
         assert engine.hits == COLD
 

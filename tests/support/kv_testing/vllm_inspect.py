@@ -48,6 +48,9 @@ class Inspect:
             else {},
         }
 
+    def kv_undeclared(self) -> None:
+        """Does nothing, and does not say so."""
+
     def kv_settle(self) -> None:
         """Wait until transfers to and from the lower tiers have completed."""
         engine = _only_engine()
