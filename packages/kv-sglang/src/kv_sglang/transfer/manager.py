@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT_TAG,
     AbortNotification,
-    CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
@@ -365,22 +364,29 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 each.close()
 
 
-class KVSender(CommonKVSender):  # type: ignore[misc]
+class _ClosesRoom:
+    """For both sides of a request: SGLang frees its blocks right after either of these."""
+
+    kv_mgr: KVManager
+    bootstrap_room: int
+
+    def clear(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().clear()  # type: ignore[misc]  # SGLang's class, which is next
+
+    def abort(self) -> None:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        super().abort()  # type: ignore[misc]
+
+
+class KVSender(_ClosesRoom, CommonKVSender):  # type: ignore[misc]
     """A request of the prefill engine."""
 
     def name_pages(self, names: Names) -> None:
         self.kv_mgr.name_leaving(self.bootstrap_room, names)
 
-    def clear(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().clear()
 
-    def abort(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().abort()
-
-
-class KVReceiver(CommonKVReceiver):  # type: ignore[misc]
+class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
     """A request of the decode engine."""
 
     def name_pages(self, names: Names) -> None:
@@ -411,18 +417,6 @@ class KVReceiver(CommonKVReceiver):  # type: ignore[misc]
         assert aux_index is not None
         self.kv_mgr.name_coming(self.bootstrap_room, Coming(self._names, first, slots, aux_index, loaded=first))
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
-
-    def clear(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().clear()
-
-    def abort(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().abort()
-
-
-class KVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """SGLang's own."""
 
 
 def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:

@@ -42,13 +42,15 @@ def register() -> None:
 def _class_of(original: Any, backend: Any, class_type: Any) -> Any:
     if backend.value != NAME or class_type.value == "kvargs":
         return original(backend, class_type)
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
     from kv_sglang.transfer import manager
 
     return {
         "manager": manager.KVManager,
         "sender": manager.KVSender,
         "receiver": manager.KVReceiver,
-        "bootstrap_server": manager.KVBootstrapServer,
+        "bootstrap_server": CommonKVBootstrapServer,
     }[class_type.value]
 
 
@@ -66,8 +68,8 @@ def _name_sent(created: bool, queue: Any, req: Any, *_args: Any, **_named: Any) 
         req.disagg_kv_sender.name_pages(names_of(req, queue.scheduler.tree_cache))
 
 
-def _name_received(made: Any, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
+def _name_received(made: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
     if hasattr(made.kv_receiver, "name_pages"):
         from kv_sglang.names import names_of
 
-        made.kv_receiver.name_pages(names_of(req, _queue.tree_cache))
+        made.kv_receiver.name_pages(names_of(req, queue.tree_cache))
