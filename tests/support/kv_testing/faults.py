@@ -8,15 +8,22 @@ from typing import Final, Literal, get_args
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage, Write
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, RemovalRefusedError, Tier, TierUsage, Write
 
-Fault = Literal["", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "down", "bug"]
+Fault = Literal[
+    "", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "add_only", "down", "bug", "panic"
+]
 """refuse: stores are refused, loads find nothing. truncate, flip, swap: what is loaded is half zeros, has one bit
 wrong, or is the neighbour's. lie: it says that it holds everything. hang: calls come back after `let_go`. unreadable:
-reads fail. bug: it raises what no tier should. delay: calls take `DELAY_S`."""
+reads fail. add_only: nothing may be removed. bug: it raises what no tier should; panic: what is no `Exception`
+even, as bindings to Rust do. delay: calls take `DELAY_S`."""
 DELAY_S: Final = 0.02
 
 FAULTS: tuple[Fault, ...] = get_args(Fault)
+
+
+class PanicError(BaseException):
+    """What a library written in Rust raises when it meets a bug of its own."""
 
 
 class FaultyTier:
@@ -116,9 +123,13 @@ class FaultyTier:
             case "hang" if not (call == "holds" and self.holds_is_local):
                 self._let_go.clear()
                 self._let_go.wait()
+            case "add_only" if call in ("discard", "clear", "clear_tenant"):
+                raise RemovalRefusedError("told to keep everything")
             case "down":
                 raise TierDown("told to be down")
             case "bug":
                 raise RuntimeError("told to have a bug")
+            case "panic" if not (call == "holds" and self.holds_is_local):
+                raise PanicError("told to panic")
             case _:
                 pass

@@ -67,7 +67,8 @@ class Proxy:
     """Between a tier and a server on this machine; able to stall, and to spoil what either says."""
 
     def __init__(self, port: int) -> None:
-        self._upstream = port
+        self.port_behind = port
+        """Of the server that new connections lead to."""
         self.spoil: Callable[[bytes], bytes | None] = lambda data: data
         """What to pass on of a piece of the server's answers; None: close both connections."""
         self.spoil_questions: Callable[[bytes], bytes | None] = lambda data: data
@@ -98,7 +99,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._upstream))
+                server = socket.create_connection(("127.0.0.1", self.port_behind))
             except OSError:  # as the server would refuse it
                 client.close()
                 continue

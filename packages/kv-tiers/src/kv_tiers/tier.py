@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal, Protocol, runtime_checkable
 
+from kv_core.errors import TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
@@ -136,6 +137,10 @@ ANY_CHUNKS: Final = TierContext(1, 4096, "")
 """The smallest possible context, for checking that options leave room for at least one chunk."""
 
 
+class RemovalRefusedError(TierDown):
+    """The medium works, but does not let us remove what is there: we may only read, or read and add."""
+
+
 class Tier(Protocol):
     """A place that stores chunks. Answers are parallel to the arguments, and every call may raise `TierDown`."""
 
@@ -163,7 +168,9 @@ class Tier(Protocol):
         """
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks. No `holds` or `load` that begins after this returns finds them."""
+        """Remove chunks. No `holds` or `load` that begins after this returns finds them. Like all that removes, it may
+        raise `RemovalRefusedError`.
+        """
 
     def clear(self) -> None:
         """Remove everything in this namespace."""

@@ -150,7 +150,7 @@ def test_presence_is_asked_on_the_lanes_own_thread(bench: Bench) -> None:
     assert answers == [[True, True, True, False], [True, False, True, False]]
 
 
-@pytest.mark.parametrize("fault", ["down", "bug"])
+@pytest.mark.parametrize("fault", ["down", "bug", "panic"])
 def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, fault: str) -> None:
     keys = key_chain(2)
     bench.store(keys)
@@ -243,6 +243,31 @@ def test_more_discards_than_can_be_remembered_clear_the_tier(bench: Bench, monke
     assert leading(bench.lane, keys) == 0
     bench.run()
     assert bench.tier.holds(keys) == [False] * 6
+
+
+def test_what_may_not_be_removed_is_hidden_until_it_may(bench: Bench) -> None:
+    """A tier that lets us read but not remove goes on serving the rest, whatever has to be forgotten."""
+    keys = key_chain(3)
+    bench.store(keys)
+    bench.run()
+    bench.tier.fault = "add_only"
+    bench.lane.discard(keys[1:2])
+    assert bench.run() == 1  # it is not asked over and over
+    assert bench.lane.health()[0] is Health.UP
+    assert bench.lane.holds(keys) == [True, False, True]
+    bench.load(keys)
+    bench.run()
+    assert bench.outcomes() == [Loaded, Absent, Loaded]
+    assert bench.lane.drain(60)
+    bench.lane.clear_tenant(keys[0].tenant)
+    assert bench.lane.holds(keys) == [False] * 3
+    bench.tier.fault = ""
+    bench.clock.advance(jobs.REMOVE_AGAIN_S)
+    bench.run()
+    assert bench.tier.holds(keys) == [False] * 3
+    bench.store(keys)
+    bench.run()
+    assert bench.lane.holds(keys) == [True] * 3
 
 
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:

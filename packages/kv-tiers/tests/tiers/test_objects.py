@@ -23,7 +23,7 @@ from kv_testing.wait import joined, until
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.tier import Tier, TierContext, Write
+from kv_tiers.tier import RemovalRefusedError, Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
 
 NUMBERS = itertools.count()
@@ -182,6 +182,45 @@ def test_who_may_only_read_is_refused_what_it_stores() -> None:
         (outcome,) = contract.tier.store(contract.writes(key_chain(1)))
         assert isinstance(outcome, Refused)
         assert contract.tier.holds(key_chain(1)) == [False]
+        contract.teardown_method()
+
+
+@pytest.mark.parametrize("in_bulk", [True, False])
+def test_who_may_not_delete_is_told_and_goes_on_reading(in_bulk: bool) -> None:
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    (key,) = key_chain(1)
+
+    def answer(asked: bytes) -> bytes:
+        if asked.startswith(b"GET"):
+            return OK + b"Content-Length: 3\r\n\r\nabc"
+        if not in_bulk:
+            return b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
+        assert isinstance(contract.tier, ObjectsTier)
+        error = b"<Key>%b</Key><Code>AccessDenied</Code><Message>no</Message>" % contract.tier._path(key).encode()
+        body = b"<DeleteResult><Error>%b</Error></DeleteResult>" % error
+        return OK + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+    with listening(answer) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint}, contract.context)
+        assert isinstance(contract.load([key])[0], Damaged)
+        with pytest.raises(RemovalRefusedError):
+            contract.tier.discard([key])
+        contract.teardown_method()
+
+
+def test_why_the_store_refuses_is_in_the_message() -> None:
+    """The path of a chunk is long, and the reason comes after it, twice."""
+    body = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint}, contract.context)
+        with pytest.raises(TierDown, match="RequestTimeTooSkewed") as raised:
+            contract.load(key_chain(1))
+        assert "Debug" not in str(raised.value)
         contract.teardown_method()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import redis
+import redis.crc
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
@@ -26,8 +28,9 @@ from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
-from kv_tiers.tier import Read, TierContext
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
+from kv_tiers.tiers.redis_servers import key_slot
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,6 +303,57 @@ class TestTroubles:
             with pytest.raises(TierDown):
                 self.bench.tier.probe()
 
+    @pytest.mark.parametrize("mode", ["single", "cluster", "sentinel"])
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"*2\r\n$1\r\n5\r\n*1\r\n$900000000000\r\n" + b"x" * (64 << 20),
+            b"*2\r\n$1\r\n5\r\n*900000000\r\n" + b"$1\r\na\r\n" * (1 << 20),
+            b"*1\r\n" * 100_000,
+            b"*1\r\n$3\r\nabc\r\n",
+            b"*2\r\n$9\r\n127.0.0.1\r\n$7\r\n9999999\r\n",
+            b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$9\r\n127.0.0.1\r\n:1\r\n",
+        ],
+        ids=["long name", "many names", "nested", "of one", "no port", "no slots"],
+    )
+    def test_a_server_that_lies_about_names_and_places_is_down_and_costs_no_memory(
+        self, answer: bytes, mode: str
+    ) -> None:
+        liar = Liar(answer)
+        self.closing.append(liar)
+        master = {"sentinel_master": "m"} if mode == "sentinel" else {}
+        tier = self.tier(f"redis://127.0.0.1:{liar.port}", mode=mode, **master)
+        tracemalloc.start()
+        try:
+            for call in (tier.clear, lambda: tier.some_keys(3), lambda: tier.holds(key_chain(1))):
+                with pytest.raises(TierDown):
+                    call()
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
+
+    def test_a_master_that_became_a_replica_is_left_for_the_one_now_at_its_address(self) -> None:
+        """A managed service moves a name to the new master and leaves connections at the old one."""
+        old, new = running("valkey"), running("another")
+        proxy = self.behind(old)
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}")
+        keys = key_chain(2)
+        self.bench.store(keys)
+        old.ask("REPLICAOF", "127.0.0.1", free_port())
+        proxy.port_behind = new.port
+        try:
+            (outcome,) = tier.store(self.bench.writes(key_chain(1, branch="b")))
+            assert isinstance(outcome, Refused)
+            assert tier.usage().full.startswith("READONLY")
+            self.bench.store(keys)
+            assert len(new.ask("KEYS", tier._prefix + b"*")) == 10
+            assert tier.usage().full == ""
+            proxy.port_behind = old.port
+            with pytest.raises(RemovalRefusedError, match="READONLY"):
+                self.tier(f"redis://127.0.0.1:{old.port}").discard(keys)
+        finally:
+            old.ask("REPLICAOF", "NO", "ONE")
+
     def test_a_piece_that_is_gone_or_not_what_it_was_takes_the_chunk_with_it(self) -> None:
         server = running("valkey")
         tier = self.tier(f"unix://{server.unix}")
@@ -377,7 +431,7 @@ class TestTroubles:
         assert self.bench.loaded(keys) == [True, False]
         refused = reader.store([self.bench.write(keys[1])])
         assert isinstance(refused[0], Refused)
-        with pytest.raises(TierDown, match="NOPERM"):
+        with pytest.raises(RemovalRefusedError, match="NOPERM"):
             reader.discard(keys)
         (tmp_path / "password").write_text("another one")
         server.ask("CLIENT", "KILL", "USER", "writer")
@@ -459,10 +513,9 @@ def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, ob
     assert "secret" not in str(raised.value)
 
 
-def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[redis\]'"):
-        make_redis_tier({"url": "redis://h"}, TierContext(4096, 4096, "options"))
+@pytest.mark.parametrize("name", [b"a", b"kv:1:{abc}:2", b"{}abc", b"{a}{b}", b"a{b", b"a}{b}", b"{{a}}", b""])
+def test_slots_are_those_of_redis(name: bytes) -> None:
+    assert key_slot(name) == redis.crc.key_slot(name)
 
 
 def test_both_names_make_the_same_tier() -> None:

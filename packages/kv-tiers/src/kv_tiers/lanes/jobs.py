@@ -3,7 +3,8 @@
 Loads and presence checks go before discards, and discards before stores, because an engine waits for the first, and a
 chunk that was reported gone must not be found. What is discarded or cleared is hidden from the moment of the call until
 the tier has done it, and a store of it that is in progress ends as if it had never begun. Nothing is ever removed from
-a tier that others fill (`OnlyHidden`): what is discarded or cleared is hidden for good.
+a tier that others fill (`OnlyHidden`): what is discarded or cleared is hidden for good. A tier that does not let us
+remove is asked again from time to time, and until then what was to be removed is hidden.
 
 Nothing here locks, waits, reads a clock or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
 around every call.
@@ -21,6 +22,9 @@ from kv_tiers.tier import Read
 
 MAX_DISCARDS: Final = 100_000
 """If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
+
+REMOVE_AGAIN_S: Final = 60.0
+"""After how long a tier that did not let us remove chunks is asked again: somebody may have given us the right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ class ClearTenant:
 
 
 Submitted = Load | Ask | Store
-Job = Submitted | Discard | Clear | ClearTenant
+Removal = Discard | Clear | ClearTenant
+Job = Submitted | Removal
 
 
 class OnlyHidden:
@@ -139,6 +144,7 @@ class Jobs:
         self._clear_next = self._clearing = False
         self._tenants_to_clear: dict[bytes, None] = {}
         self._clearing_tenants: set[bytes] = set()
+        self._removals_from_s = 0.0  # not before then, as they were refused
 
     @property
     def queued(self) -> int:
@@ -158,9 +164,9 @@ class Jobs:
         """Something that was submitted waits."""
         return bool(self._loads or self._stores)
 
-    def has_any(self) -> bool:
-        """Something waits."""
-        return self.has_submitted() or bool(self._discards or self._clear_next or self._tenants_to_clear)
+    def has_any(self, now_s: float) -> bool:
+        """Something waits, and not only for the right to remove."""
+        return self.has_submitted() or (self._has_removals() and now_s >= self._removals_from_s)
 
     def submit(self, job: Submitted) -> bool:
         """False: there is no room, or what it is about is being cleared."""
@@ -223,10 +229,20 @@ class Jobs:
             return self._hidden.has(key)
         return key in self._discards or key in self._discarding or self._is_being_cleared(key)
 
-    def next(self) -> Job | None:
+    def next(self, now_s: float) -> Job | None:
         """The job that may begin now, or None. It stays here until it has begun (`begin`), if it was not submitted."""
         if self._loads:
             return self._loads.popleft()
+        return (self._next_removal() if now_s >= self._removals_from_s else None) or self._next_store()
+
+    def removals_due_in_s(self, now_s: float) -> float | None:
+        """Seconds until what was refused to be removed is asked for again; None if nothing is."""
+        return self._removals_from_s - now_s if self._has_removals() and self._removals_from_s > now_s else None
+
+    def _has_removals(self) -> bool:
+        return bool(self._discards or self._clear_next or self._tenants_to_clear)
+
+    def _next_removal(self) -> Removal | None:
         if self._clear_next and not self._storing and not self._clearing:
             return Clear()
         if self._tenants_to_clear and not self.is_clearing:
@@ -239,6 +255,9 @@ class Jobs:
             keys = [key for key in self._discards if key not in busy]
             if keys:
                 return Discard(keys)
+        return None
+
+    def _next_store(self) -> Store | None:
         if self._stores and not self.is_clearing and len(self._storing) < self._max_stores:
             first = self._stores[0]
             if not any(chunk.key in self._discarding for chunk in first.chunks):
@@ -274,6 +293,11 @@ class Jobs:
                 self._clearing_tenants.remove(job.tenant)
             case _:
                 self._load_chunks -= _load_chunks(job)
+
+    def refused_removal(self, job: Removal, now_s: float) -> None:
+        """The tier does not let us: it is asked again after `REMOVE_AGAIN_S`, with all that comes until then."""
+        self._removals_from_s = now_s + REMOVE_AGAIN_S
+        self.requeue(job)
 
     def requeue(self, job: Job) -> None:
         """The tier was down: what it was to forget is sent to it again when it is back."""

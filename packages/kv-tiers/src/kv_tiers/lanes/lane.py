@@ -34,7 +34,7 @@ from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, first_parts, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, Tier, TierUsage
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
 
@@ -201,7 +201,7 @@ class Lane:
         """Wait until nothing is queued or running. False: there still was when the time was over."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            while self._jobs.has_any() or self._running:
+            while self._running or self._jobs.has_any(self._clock.now_s()):
                 left = until - time.monotonic()
                 if left <= 0 or not self._health().serves:
                     return not self._running and not self._jobs.has_submitted()
@@ -265,7 +265,7 @@ class Lane:
             return None
         if self._tracker.retry_at_s is not None:
             return _Probe() if self._tracker.may_probe() else None
-        return self._jobs.next()
+        return self._jobs.next(self._clock.now_s())
 
     def _begin(self, job: Job | _Probe) -> None:
         self._running[id(job)] = self._clock.now_s()
@@ -290,7 +290,8 @@ class Lane:
                 while (job := self._next()) is None:
                     if self._tracker.is_closed:
                         return
-                    self._changed.wait(self._tracker.probe_due_in_s())
+                    due_in_s = self._jobs.removals_due_in_s(self._clock.now_s())
+                    self._changed.wait(due_in_s if self._tracker.retry_at_s is None else self._tracker.probe_due_in_s())
                 self._begin(job)
             self._run(job)
             del job  # or its memory stays lent while this thread waits for the next
@@ -299,13 +300,8 @@ class Lane:
         answer: Callable[[], None]
         try:
             answer = self._do(job)
-        except TierDown as down:
-            answer = self._down(job, str(down))
-            release_frames(down)
-        except Exception as error:  # noqa: BLE001  # a tier may be a third party's, and its bugs cost its chunks only
-            self._log_bug()
-            answer = self._down(job, f"{type(error).__name__}: {error}")
-            release_frames(error)
+        except BaseException as error:  # noqa: BLE001  # bugs of a tier cost its chunks only; Rust's are no Exception
+            answer = self._failed(job, error)
         with self._changed:
             self._end(job)
         answer()
@@ -461,7 +457,18 @@ class Lane:
 
         return refuse
 
-    def _down(self, job: Job | _Probe, why: str) -> Callable[[], None]:
+    def _failed(self, job: Job | _Probe, error: BaseException) -> Callable[[], None]:
+        why = str(error)
+        if isinstance(error, RemovalRefusedError) and not isinstance(job, _Probe | Load | Ask | Store):
+            with self._changed:
+                self._jobs.refused_removal(job, self._clock.now_s())
+            _log.warning("tier %s does not let us remove chunks: %s; they are hidden instead", self.name, why)
+            return _nothing
+        if not isinstance(error, TierDown):
+            # As text: a traceback kept by a log handler would keep the memory that the call was lent.
+            _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
+            why = f"{type(error).__name__}: {error}"
+        release_frames(error)
         return self._go_down(why, None if isinstance(job, _Probe) else job)
 
     def _refuse(self, job: Job, why: str) -> None:
@@ -479,20 +486,13 @@ class Lane:
             case _:
                 pass
 
-    def _log_bug(self) -> None:
-        # As text: a traceback kept by a log handler would keep the memory that the call was lent.
-        _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
-
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if not keys:
             return []
         try:
             return self.tier.holds(keys)
-        except TierDown as down:
-            self._down(_Probe(), str(down))()
         except Exception as error:  # noqa: BLE001  # as in `_run`
-            self._log_bug()
-            self._down(_Probe(), f"{type(error).__name__}: {error}")()
+            self._failed(_Probe(), error)()
         return [False] * len(keys)
 
 

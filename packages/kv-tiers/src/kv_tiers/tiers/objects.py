@@ -9,6 +9,7 @@ which wait in obstore without the interpreter's lock.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -24,7 +25,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.key_paths import keys_in_paths
 
 _DELETED_AT_ONCE: Final = 1000
@@ -188,7 +189,8 @@ class ObjectsTier:
         except FileNotFoundError:
             return Absent()
         except _WrongLengthError as error:
-            self._delete([self._path(read.key)])
+            with suppress(RemovalRefusedError):
+                self._delete([self._path(read.key)])
             return Damaged(str(error))
 
     def _receive(self, read: Read) -> Loaded:
@@ -236,6 +238,14 @@ class ObjectsTier:
             self._delete([found["path"] for found in batch])
 
     def _delete(self, paths: Sequence[str]) -> None:
+        try:
+            self._delete_all(paths)
+        except TierDown as error:
+            if isinstance(error, _ForbiddenError) or "AccessDenied" in str(error):  # the bulk request's, of one object
+                raise RemovalRefusedError(str(error)) from error
+            raise
+
+    def _delete_all(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), _DELETED_AT_ONCE):
             some = list(paths[start : start + _DELETED_AT_ONCE])
             try:
@@ -243,7 +253,7 @@ class ObjectsTier:
             except FileNotFoundError:
                 if len(some) > 1:  # a store without the bulk request may stop at the first that is gone
                     for path in some:
-                        self._delete([path])
+                        self._delete_all([path])
 
     def _call(self, ask: Callable[[], T]) -> T:
         """The result of `ask`. A missing object's error passes through; all other errors are faults of the store."""
@@ -329,5 +339,6 @@ def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
 
 
 def _shortened(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:299] + "…"
+    """Without what obstore adds for programmers. The store's own words, which say most, are at the end."""
+    text = " ".join(str(error).partition("Debug source:")[0].split())
+    return text if len(text) <= 400 else f"{text[:150]} … {text[-247:]}"

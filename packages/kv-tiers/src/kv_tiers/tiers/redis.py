@@ -31,8 +31,8 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
-from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers, refused_for_now
+from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers
 from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
 
@@ -63,7 +63,7 @@ def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier
     """The factory of the tier types `redis` and `valkey`; `RedisConfig` says what may be in `options`.
 
     Raises:
-        ConfigError: options that cannot be honoured, or redis-py is not installed.
+        ConfigError: options that cannot be honoured.
     """
     return RedisTier(read_options(RedisConfig, options, "redis"), context)
 
@@ -127,11 +127,15 @@ class RedisTier:
         outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], work)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+            if self._full.startswith("READONLY"):  # if it was the master, there is another at this address by now
+                self._servers.forget()
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[int | ErrorReply]:
-            return self._unlink(connection, [keys[number] for number in mine], asking)
+            answers = self._unlink(connection, [keys[number] for number in mine], asking)
+            self._raise_if_forbidden(answers)
+            return answers
 
         self._spread(keys, work)
 
@@ -263,6 +267,20 @@ class RedisTier:
             return self._servers.addresses_of([self._head(key) for key in keys])
         return self._servers.masters()[:1] * len(keys)
 
+    def _is_forbidden(self, reply: ErrorReply) -> bool:
+        """We may only read. (A replica among several servers has a master, which `_spread` turns to.)"""
+        return reply.code == "NOPERM" or (reply.code == "READONLY" and self._config.mode == "single")
+
+    def _is_refusal(self, reply: ErrorReply) -> bool:
+        """The server keeps what it has and takes nothing more."""
+        return self._is_forbidden(reply) or reply.code in ("OOM", "MISCONF", "NOREPLICAS")
+
+    def _raise_if_forbidden(self, answers: Sequence[int | ErrorReply]) -> None:
+        for answer in answers:
+            if isinstance(answer, ErrorReply) and self._is_forbidden(answer):
+                self._servers.forget()
+                raise RemovalRefusedError(answer.text)
+
     def _hint(self, reply: ErrorReply) -> str:
         if reply.code in ("MOVED", "ASK") and self._config.mode != "cluster":
             return ' (this is a cluster; write mode = "cluster")'
@@ -296,7 +314,9 @@ class RedisTier:
 
     def _unlink_names(self, address: Address, names: Sequence[bytes]) -> None:
         commands = [command(b"UNLINK", name) for name in names]  # one each, for they are of many slots
-        for answer in self._servers.talk(address, lambda connection: _numbers(connection, commands, False)):
+        answers = self._servers.talk(address, lambda connection: _numbers(connection, commands, False))
+        self._raise_if_forbidden(answers)
+        for answer in answers:
             if isinstance(answer, ErrorReply):
                 raise TierDown(f"{address}: {answer.text}")
 
@@ -379,7 +399,7 @@ class RedisTier:
             refusals = [self._answer(connection, asking) for _ in range(pieces)]
             first = next((refusal for refusal in refusals if refusal is not None), None)
             if first is not None:
-                outcomes[number] = Refused(first.text) if refused_for_now(first) else first
+                outcomes[number] = Refused(first.text) if self._is_refusal(first) else first
 
         for write, is_held in zip(writes, held, strict=True):
             if isinstance(is_held, ErrorReply):
@@ -453,7 +473,7 @@ def _ping(connection: Connection) -> ErrorReply | None:
 def _address_in(reply: ErrorReply, sender: Address) -> Address:
     """The address in a reply such as ASK 3999 127.0.0.1:6381; an empty host is the sender's."""
     host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
-    if not port.isascii() or not port.isdigit():
+    if not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise TierDown(f"{sender}: {reply.text}")
     return Address(host or sender.host, int(port))
 

@@ -1,10 +1,10 @@
-"""The servers of a Redis or Valkey tier, and the connections to them.
+"""The servers of a Redis or Valkey tier, and the connections to them: which server has what, and logging in there.
 
-Bulk values use our own connections (`resp`). Rare requests are left to redis-py: a cluster's slots, a sentinel's
-master, a server's keys. Addresses are resolved when they are needed, so that a tier can be created while its servers
-are down.
+A server's answers are not trusted: each is read within a time and up to a size. Addresses are resolved when they are
+needed, so that a tier can be created while its servers are down.
 """
 
+import binascii
 import os
 import re
 import socket
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, command
+from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
 
 T = TypeVar("T")
 
@@ -31,8 +31,9 @@ _SCHEMES: Final = {
     **dict.fromkeys(("rediss", "valkeys"), "tls"),
     "unix": "unix",
 }
-_NOBODY: Final = {"db": 0, "username": None, "password": None}
 _SLOTS: Final = 16384
+_MAX_ANSWER_BYTES: Final = 16 << 20
+"""Of a question about many things: all slots of a cluster, or a thousand names and what a server adds to them."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
@@ -125,16 +126,8 @@ class Servers:
     def __init__(self, config: RedisAccess, where: str) -> None:
         """
         Raises:
-            ConfigError: redis-py is not installed, or the settings do not fit each other or this machine.
+            ConfigError: the settings do not fit each other or this machine.
         """
-        try:
-            import redis
-            import redis.backoff
-            import redis.crc
-            import redis.retry
-        except ImportError as error:
-            raise ConfigError(f"{where}: a Redis tier needs redis-py; pip install 'kv-tiers[redis]'") from error
-        self._redis: Any = redis  # half of it has no types
         self._config = config
         self._url = read_url(config, where)
         self._tls = _tls_context(config, where) if self._url.kind == "tls" else None
@@ -159,7 +152,7 @@ class Servers:
         _, slots = self._found()
         addresses = []
         for name in names:
-            slot = self._redis.crc.key_slot(name)
+            slot = key_slot(name)
             address = slots[slot]
             if address is None:
                 raise TierDown(f"no server of the cluster serves slot {slot}")
@@ -174,6 +167,8 @@ class Servers:
         """Ask anew who serves what, before the next use: something has changed."""
         with self._finding:
             self._masters = []
+        if self._config.mode == "single":  # behind its one address there may be another server by now
+            self._drop(self._url.addresses[0])
 
     def talk(self, address: Address, work: Callable[[Connection], T]) -> T:
         """The result of a conversation with this server. `work` is begun again on a new connection if an
@@ -205,16 +200,24 @@ class Servers:
 
         looks: requests at most; None: until all are found.
         """
+        cursor, looked = b"0", 0
+        while looked != looks and not self._closed:  # a server may say for ever that there is more
+            question = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
 
-        def scan(client: Any) -> None:
-            cursor, looked = None, 0
-            while cursor != 0 and looked != looks:
-                cursor, names = client.scan(cursor or 0, match=pattern, count=1000)
-                looked += 1
-                if names:
-                    found(names)
+            def ask(connection: Connection, question: bytes = question) -> Reply:
+                connection.send([question])
+                return connection.read_reply(_MAX_ANSWER_BYTES)
 
-        self._ask(address, scan)
+            match self.talk(address, ask):
+                case [bytes(cursor), list(answer)] if cursor.isdigit() and len(cursor) <= 20:
+                    names = [name for name in answer if isinstance(name, bytes)]
+                case other:
+                    raise _unexpected(address, other)
+            looked += 1
+            if names:
+                found(names)
+            if cursor == b"0":
+                return
 
     def close(self) -> None:
         with self._lock:
@@ -250,7 +253,7 @@ class Servers:
         self.forget()
         return TierDown(f"{address}: {str(error) or type(error).__name__}")
 
-    def _connect(self, address: Address) -> Connection:
+    def _connect(self, address: Address, *, log_in: bool = True) -> Connection:
         limit_s = self._config.connect_timeout_s
         if address.port:
             sock = socket.create_connection((address.host, address.port), limit_s)
@@ -266,7 +269,8 @@ class Servers:
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_hostname=address.host)
             connection = Connection(sock, self._config.timeout_s)
-            self._log_in(address, connection)
+            if log_in:
+                self._log_in(address, connection)
         except BaseException:
             sock.close()
             raise
@@ -312,90 +316,76 @@ class Servers:
         reasons = []
         for node in known:
             try:
-                ranges = self._ask(node, _cluster_slots)
+                slots = _slots_in(self._ask(node, b"CLUSTER", b"SLOTS"), node)
             except TierDown as error:
                 reasons.append(str(error))
                 continue
-            slots: list[Address | None] = [None] * _SLOTS
-            for first, last, (host, port, *_), *_ in ranges:
-                address = Address((host or b"").decode() or node.host, port)
-                slots[first : last + 1] = [address] * (last + 1 - first)
             masters = list(dict.fromkeys(address for address in slots if address is not None))
-            if len(slots) == _SLOTS and masters:
+            if masters:
                 return masters, slots
             reasons.append(f"{node} knows of no slots")
         raise TierDown("; ".join(reasons))
 
     def _sentinels_master(self) -> Address:
-        question = ("SENTINEL GET-MASTER-ADDR-BY-NAME", self._config.sentinel_master)
+        master = self._config.sentinel_master
         reasons = []
         for sentinel in self._url.addresses:
             try:
-                answer = self._ask(sentinel, lambda client: client.execute_command(*question), a_sentinel=True)
+                # Sentinels have neither users nor databases.
+                answer = self._ask(sentinel, b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", master.encode(), log_in=False)
+                match answer:
+                    case [bytes(host), bytes(port)] if port.isdigit() and len(port) <= 5 and int(port) < 1 << 16:
+                        return Address(host.decode("utf-8", "replace"), int(port))
+                    case None:
+                        reasons.append(f"{sentinel} knows of no master {master!r}")
+                    case other:
+                        raise _unexpected(sentinel, other)
             except TierDown as error:
                 reasons.append(str(error))
-                continue
-            if answer is not None:
-                host, port = answer
-                return Address(host.decode() if isinstance(host, bytes) else host, int(port))
-            reasons.append(f"{sentinel} knows of no master {self._config.sentinel_master!r}")
         raise TierDown("; ".join(reasons))
 
-    def _ask(self, address: Address, work: Callable[[Any], T], *, a_sentinel: bool = False) -> T:
-        """By redis-py, over a connection of this question's own. Sentinels have neither users nor databases."""
-        password = ""
+    def _ask(self, address: Address, *words: bytes, log_in: bool = True) -> Reply:
+        """The answer, over a connection of this question's own: it may be asked while the servers are being found."""
         try:
-            options = self._client_options() | (_NOBODY if a_sentinel else {})
-            password = options["password"] or ""
-            if address.port:
-                options |= {"host": address.host, "port": address.port}
-            else:
-                options["unix_socket_path"] = address.host
-            with closing(self._redis.Redis(**options)) as client:
-                return work(client)
-        except (TypeError, ValueError) as error:
-            raise TierDown(f"{address} answers what was not asked: {error}") from error
-        except (self._redis.RedisError, OSError) as error:
-            # Of an error that repeats what was sent nothing may reach a log, not even as this one's cause.
-            text = str(error).replace(password, "…") if password else str(error)
-            raise TierDown(f"{address}: {text}") from None
-
-    def _client_options(self) -> dict[str, Any]:
-        config = self._config
-        options: dict[str, Any] = {
-            "db": self._url.database,
-            "username": config.username or None,
-            "password": self._password() or None,
-            "socket_connect_timeout": config.connect_timeout_s,
-            "socket_timeout": config.timeout_s,
-            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),
-            "protocol": 2,
-        }
-        if self._tls is not None:
-            options |= {
-                "ssl": True,
-                "ssl_ca_certs": config.tls_ca_file or None,
-                "ssl_certfile": config.tls_cert_file or None,
-                "ssl_keyfile": config.tls_key_file or None,
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-            }
-        return options
+            with closing(self._connect(address, log_in=log_in)) as connection:
+                connection.send([command(*words)])
+                return connection.read_reply(_MAX_ANSWER_BYTES)
+        except (OSError, ProtocolError) as error:
+            raise TierDown(f"{address}: {str(error) or type(error).__name__}") from error
 
 
-def _cluster_slots(client: Any) -> list[list[Any]]:
-    """First slot, last slot, and the servers of this range, the master first, as they were received."""
-    client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
-    ranges = client.execute_command("CLUSTER SLOTS")
-    for first, last, (host, port, *_), *_ in ranges:
-        if not (0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and isinstance(host, bytes | None)):
-            raise ValueError(f"slots {first} to {last} at {host!r}:{port}")
-    return list(ranges)
+def key_slot(name: bytes) -> int:
+    """The slot of a cluster that a value of this name is in: by what is between its first braces, if anything is."""
+    start = name.find(b"{")
+    end = name.find(b"}", start + 1)
+    hashed = name[start + 1 : end] if 0 <= start < end - 1 else name
+    return binascii.crc_hqx(hashed, 0) % _SLOTS
 
 
-def refused_for_now(reply: ErrorReply) -> bool:
-    """The server keeps what it has and takes nothing more."""
-    return reply.code in ("OOM", "NOPERM", "MISCONF", "NOREPLICAS")
+def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
+    """Which server each slot is on, as CLUSTER SLOTS answers: ranges, and the servers of each, the master first.
+
+    Raises:
+        TierDown: it answers something else.
+    """
+    slots: list[Address | None] = [None] * _SLOTS
+    for one in answer if isinstance(answer, list) else [answer]:
+        match one:
+            case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
+                0 <= first <= last < _SLOTS and 0 < port < 1 << 16
+            ):
+                address = Address((host or b"").decode("utf-8", "replace") or node.host, port)
+                slots[first : last + 1] = [address] * (last + 1 - first)
+            case other:
+                raise _unexpected(node, other)
+    return slots
+
+
+def _unexpected(address: Address, answer: Reply) -> TierDown:
+    """For what is no answer to what was asked."""
+    if isinstance(answer, ErrorReply):
+        return TierDown(f"{address}: {answer.text}")
+    return TierDown(f"{address} answers what was not asked: {str(answer)[:100]}")
 
 
 def read_url(config: RedisAccess, where: str) -> Url:

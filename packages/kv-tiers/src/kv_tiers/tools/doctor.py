@@ -18,7 +18,6 @@ from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
 
 _EXTRAS = {
-    "redis": "redis",
     "s3": "obstore",
     "zstd": "zstandard",
     "mooncake": "mooncake-transfer-engine-non-cuda",
