@@ -6,11 +6,11 @@ from typing import Literal
 
 @dataclass(slots=True)
 class DrainState:
-    """A drain of one cache, at this moment. Counts are of chunks in the pool, every group and shard by itself.
+    """A drain of one cache, at this moment. Counts are of chunks, every group and shard by itself.
 
     phase: `drained`: nothing is left to offer. `stopped`: before that, as `why` says.
     why: it stopped, or left something.
-    chunks: what the pool held when it began.
+    chunks: what the pool held, and of what the host's own tiers hold besides, those whose turn has come.
     elsewhere: of these, on another host without our doing.
     moved, moved_bytes: fetched by another host since.
     refused: no host took it, or none that took it had it in time.

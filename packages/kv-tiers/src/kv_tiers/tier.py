@@ -244,6 +244,20 @@ class TracksKeys(Protocol):
         """The keys of all chunks that are here or arriving."""
 
 
+RankedChunk = tuple[ChunkKey, ChunkKey | None]
+"""A chunk, and the one before it in its prompt, if that is known."""
+
+
+@runtime_checkable
+class RanksChunks(Protocol):
+    """Optional capability of a `Tier` whose `holds` is local: saying what it would keep longest, so that a host that
+    leaves passes it on (docs/peers.md)."""
+
+    def most_worth_first(self) -> list[RankedChunk]:
+        """All chunks that are here, those that would be evicted last first, heads of prompts before their tails. It may
+        take a second a million chunks; other calls are answered meanwhile."""
+
+
 OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
 """Called with a chain of keys, the place in it from which on chunks are handed over, and for how many seconds they are
 kept there. It returns at once."""

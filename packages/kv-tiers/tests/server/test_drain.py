@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from kv_testing.cache_servers import (
     settings_for,
     store,
 )
+from kv_testing.disk_box import flip
 from kv_testing.http import Served
 from kv_testing.peers import FakePeer, listening
 from kv_testing.redis_servers import end_all, running
@@ -33,6 +35,7 @@ from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http.metrics import drain_families
 from kv_tiers.server.process import ServerProcess
+from kv_tiers.testing.tier_contract import content
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
@@ -81,11 +84,32 @@ def in_pool(home: Path) -> int:
     return sum(cache.chunks for cache in report_of(home / "s").caches)
 
 
+def on_disk(home: Path) -> int | None:
+    (cache,) = report_of(home / "s").caches
+    return next(tier.chunks for tier in cache.tiers if tier.name == "disk")
+
+
+def spoil(directory: Path, key: ChunkKey) -> None:
+    """Change a byte of this chunk where a disk tier has it."""
+    places = [(path, path.read_bytes().find(content(key, CHUNK_BYTES))) for path in directory.rglob("slab-*")]
+    (found,) = [(path, at) for path, at in places if at >= 0]
+    flip(*found, 0)
+
+
 def filled(ending: ExitStack, home: Path, prompts: Sequence[Sequence[ChunkKey]]) -> None:
     cache = join_server(home)
     ending.callback(cache.close)
     for keys in prompts:
         store(cache, keys)
+
+
+def filled_to_disk(ending: ExitStack, home: Path, prompts: Sequence[Sequence[ChunkKey]]) -> None:
+    """One after the other, as the pool may have no room for all."""
+    stored = 0
+    for keys in prompts:
+        filled(ending, home, [keys])
+        stored += len(keys)
+        until(partial(lambda chunks: on_disk(home) == chunks, stored))
 
 
 def test_what_a_host_had_is_read_at_its_peer_when_it_is_gone(ending: ExitStack, tmp_path: Path) -> None:
@@ -151,6 +175,46 @@ def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are
     ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
     (cache,) = report_of(two / "s").caches
     assert cache.counts.chunks_evicted == 8  # the two prompts of its own that were used least recently
+
+
+def test_what_only_its_disk_has_is_moved_after_the_pool(ending: ExitStack, tmp_path: Path) -> None:
+    """The pool has room for two prompts, the disk has all six; after a restart the pool has none."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    leaving = serve(ending, one, ports[0], ports[1], slots=8, disk=True)
+    serve(ending, two, ports[1], ports[0], slots=64)
+    other = join_server(two)
+    ending.callback(other.close)
+    filled_to_disk(ending, one, PROMPTS)
+    first = drained(one, max_bytes=8 * CHUNK_BYTES + 1)
+    assert first.moved == 8 and in_pool(two) == 8
+    resident = [other.lookup(keys, "asker").chunks for keys in PROMPTS]
+    other.end("asker")
+    assert resident == [0, 0, 0, 0, 4, 4]  # what the pool had
+    leaving.stop()
+    again = serve(ending, one, ports[0], ports[1], slots=8, disk=True)
+    ending.callback(join_server(one).close)
+    until(lambda: on_disk(one) == 24)
+    rest = drained(one)
+    assert rest == DrainState("drained", chunks=24, elsewhere=8, moved=16, moved_bytes=16 * CHUNK_BYTES)
+    again.stop()
+    for keys in PROMPTS:
+        assert held(other, keys) == 4 and read(other, keys)
+
+
+def test_a_chunk_that_the_disk_has_lost_is_refused_and_the_rest_moved(ending: ExitStack, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1], slots=4, disk=True)
+    serve(ending, two, ports[1], ports[0], slots=64)
+    other = join_server(two)
+    ending.callback(other.close)
+    filled_to_disk(ending, one, PROMPTS[:3])
+    spoil(one / "disk", PROMPTS[0][2])
+    state = drained(one)
+    assert state.moved == 11 and state.moved + state.refused + state.gone == state.chunks == 12
+    assert [held(other, keys) for keys in PROMPTS[:3]] == [2, 4, 4]
+    assert all(read(other, keys) for keys in PROMPTS[1:3])
 
 
 def test_a_peer_that_refuses_offers_is_left_alone(ending: ExitStack, tmp_path: Path) -> None:

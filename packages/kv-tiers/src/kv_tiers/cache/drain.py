@@ -1,15 +1,15 @@
 """A host that is to leave offers its peers what is worth moving, and they fetch it.
 
-From its beginning the cache takes no new chunks. What the pool holds is offered, most worth first, unless another host
-has it already; a peer that takes an offer reads the chunks as it reads any hit, so nothing is sent from here that was
-not asked for, and nothing is leased but what is being read. The same offer again tells how far it is. A peer that dies,
-or fetches nothing for a while, loses its offers to the others.
+From its beginning the cache takes no new chunks. What the pool holds is offered, most worth first, and then what only
+the host's own tiers hold, unless another host has it already; a peer that takes an offer reads the chunks as it reads
+any hit, so nothing is sent from here that was not asked for, and nothing is leased but what is being read. The same
+offer again tells how far it is. A peer that dies, or fetches nothing for a while, loses its offers to the others.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,12 +17,13 @@ from kv_core.errors import InputError, MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
+from kv_tiers.cache.chains import chains
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
-from kv_tiers.cache.ranking import chains, most_worth_first
 from kv_tiers.drain_state import DrainState
+from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency
-from kv_tiers.tier import Fate, PassesOn, Taker
+from kv_tiers.tier import Fate, RankedChunk, RanksChunks, Taker
 
 _log = limited_logger(__name__)
 
@@ -74,15 +75,14 @@ class Drain:
         begun anew. It returns at once."""
         with self._lock:
             self._stop.set()
-            tiers = self._lower.passes_on()
-            if not tiers:
+            if not self._lower.passes_on():
                 why = "no tier of type peers is configured, so there is nobody to offer anything to"
                 self._state = DrainState("stopped", why)
                 return
             self._on_change(True)
             self._stop = threading.Event()
             self._state = DrainState("draining")
-            work = _Work(self._host, self._index, tiers, self._state, stop=self._stop, max_bytes=max_bytes)
+            work = _Work(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
             self._thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
             self._thread.start()
 
@@ -112,7 +112,7 @@ class _Work:
         self,
         host: HostTier,
         index: Residency,
-        tiers: Sequence[PassesOn],
+        lower: LowerTiers,
         state: DrainState,
         *,
         stop: threading.Event,
@@ -120,11 +120,17 @@ class _Work:
     ) -> None:
         self._host = host
         self._index = index
-        self._tiers = tiers
+        self._lower = lower
+        self._tiers = lower.passes_on()
         self._state = state
         self._stop = stop
         self._bytes_left = max_bytes
+        ranked = [tier for lane in lower.local_lanes() if isinstance(tier := lane.tier, RanksChunks)]
+        self._not_ranked: deque[Callable[[], list[RankedChunk]]] = deque(
+            [self._rank_pool, *(tier.most_worth_first for tier in ranked)]
+        )
         self._parents: dict[ChunkKey, ChunkKey] = {}
+        self._ranked: set[ChunkKey] = set()
         self._order: deque[ChunkKey] = deque()
         self._todo: deque[_Offer] = deque()
         self._taken: dict[str, list[_Offer]] = {}
@@ -136,14 +142,17 @@ class _Work:
         until_s = time.monotonic() + timeout_s
         why = ""
         try:
-            self._rank()
-            self._progress_s = time.monotonic()
-            while self._order or self._todo or any(self._taken.values()):
+            while True:
+                settled = self._settled()
+                if not self._fill() and not any(self._taken.values()):
+                    break
                 why = self._over(until_s)
                 if why:
                     break
-                self._fill()
-                if not self._round():
+                self._round()
+                if self._settled() > settled:
+                    self._progress_s = time.monotonic()
+                else:
                     self._stop.wait(_ASK_S)
         except MisuseError:
             why = "the cache is closed"
@@ -167,32 +176,50 @@ class _Work:
             return self._reasons("no peer takes more")
         return ""
 
+    def _settled(self) -> int:
+        """Chunks that need no host any more. Refusals are none: they come without end where a tier holds much."""
+        return self._state.elsewhere + self._state.moved + self._state.gone
+
     def _reasons(self, what: str) -> str:
         failed = "; ".join(f"{name}: {why}" for name, why in sorted(self._failed.items()))
         return f"{what} ({failed})" if failed else f"{what}: none is up"
 
-    def _rank(self) -> None:
-        slots = most_worth_first(self._host, self._index)
+    def _rank_pool(self) -> list[RankedChunk]:
+        slots = most_worth_first(self._index, self._host.lock)
         parents = self._index.parents()
         with self._host.lock:
             key_at = {slot: key for slot in slots if (key := self._index.key_at(slot)) is not None}
-        self._parents = {
-            key_at[slot]: key_at[before] for slot, before in parents.items() if slot in key_at and before in key_at
-        }
-        self._order.extend(key_at.values())
-        self._state.chunks = self._state.left = len(self._order)
+        return [(key, key_at.get(parents.get(slot, -1))) for slot, key in key_at.items()]
 
-    def _fill(self) -> None:
-        """Have something to offer: of the next chunks those that no other host has."""
-        while self._order and not self._todo:
-            keys = self._here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
-            wanted = []
-            for key, is_there in zip(keys, self._elsewhere(keys), strict=True):
-                if is_there:
-                    self._settle(elsewhere=1)
-                else:
-                    wanted.append(key)
-            self._todo += self._offers_of(wanted, set())
+    def _rank(self, chunks: Iterable[RankedChunk]) -> None:
+        """Have these to offer, but for those that were ranked before."""
+        for key, parent in chunks:
+            if key not in self._ranked:
+                self._ranked.add(key)
+                self._order.append(key)
+                if parent is not None:
+                    self._parents[key] = parent
+        self._state.chunks = len(self._ranked)
+        self._state.left += len(self._order)
+        self._progress_s = time.monotonic()
+
+    def _fill(self) -> bool:
+        """Have something to offer, if some of the next chunks are on no other host. False: there are no next ones."""
+        if self._todo:
+            return True
+        if not self._order:
+            if not self._not_ranked:
+                return False
+            self._rank(self._not_ranked.popleft()())
+        keys = self._here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
+        wanted = []
+        for key, is_there in zip(keys, self._elsewhere(keys), strict=True):
+            if is_there:
+                self._settle(elsewhere=1)
+            else:
+                wanted.append(key)
+        self._todo += self._offers_of(wanted, set())
+        return True
 
     def _offers_of(self, keys: Sequence[ChunkKey], refused_by: set[str]) -> list[_Offer]:
         offers = []
@@ -205,9 +232,10 @@ class _Work:
 
     def _here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those that are here still."""
+        below = self._lower.held_here(keys)
         with self._host.lock:
             self._host.check_open()
-            here = [key for key in keys if self._index.find(key) is not None]
+            here = [k for k, is_below in zip(keys, below, strict=True) if is_below or self._index.find(k) is not None]
         self._settle(gone=len(keys) - len(here))
         return here
 
@@ -220,9 +248,8 @@ class _Work:
                 self._failed[tier.name] = str(error)
         return found
 
-    def _round(self) -> bool:
-        """Ask every peer how far it is, and offer it more. Whether anything came of it."""
-        settled = self._state.left
+    def _round(self) -> None:
+        """Ask every peer how far it is, and offer it more."""
         takers = {taker.name: taker for tier in self._tiers for taker in tier.takers()}
         for name in self._taken.keys() - takers.keys():
             for offer in self._taken.pop(name):  # it is down: somebody else may want them
@@ -235,9 +262,6 @@ class _Work:
         turns = list(takers.values())
         while turns and self._todo and not self._stop.is_set():  # one after the other, so that all have something to do
             turns = [taker for taker in turns if self._offer_next(taker, set(takers))]
-        if self._state.left < settled:
-            self._progress_s = time.monotonic()
-        return self._state.left < settled
 
     def _offer_next(self, taker: Taker, takers: set[str]) -> bool:
         """Offer a peer one more piece, if it has its hands free and there is one that it has not refused."""

@@ -16,7 +16,7 @@ from kv_core.testing import key_chain
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.side_by_side import side_by_side
-from kv_tiers.tier import ClearsTenants, NamesChunks, Read, ReadsPrefixes, Tier, TierContext, Write
+from kv_tiers.tier import ClearsTenants, NamesChunks, RanksChunks, Read, ReadsPrefixes, Tier, TierContext, Write
 
 CHUNK_BYTES = 10_000
 """No multiple of a page, on purpose."""
@@ -412,6 +412,19 @@ class BoundedTierContract(TierContract):
         whole = key_chain(6, branch="whole")
         self.store(whole)
         assert self.loaded(whole) == [True] * 6
+
+    def test_what_it_would_keep_longest_is_ranked_first(self) -> None:
+        if not isinstance(self.tier, RanksChunks):
+            pytest.skip("this tier does not rank chunks (`RanksChunks`): a host that leaves does not offer them")
+        one, two = key_chain(4, branch="one"), key_chain(4, branch="two")
+        self.store(one)
+        self.store(two)
+        assert self.loaded(one) == [True] * 4  # a use: what is left of the other leaves before it
+        ranked = self.tier.most_worth_first()
+        assert ranked == list(zip([*one, *two], [None, *one[:3], None, *two[:3]], strict=True))
+        assert self.tier.most_worth_first() == ranked  # it changed nothing
+        self.tier.discard(two[1:])
+        assert [key for key, _ in self.tier.most_worth_first()] == [*one, two[0]]
 
     def test_the_capacity_is_told(self) -> None:
         capacity = self.tier.usage().capacity_bytes

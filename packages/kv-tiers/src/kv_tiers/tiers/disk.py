@@ -39,6 +39,7 @@ from kv_tiers.tier import (
     ANY_CHUNKS,
     FileLease,
     FileReservation,
+    RankedChunk,
     Read,
     Tier,
     TierContext,
@@ -238,6 +239,9 @@ class DiskTier:
 
     def all_keys(self) -> list[ChunkKey]:
         return self._index.all_keys()
+
+    def most_worth_first(self) -> list[RankedChunk]:
+        return self._index.most_worth_first()
 
     def probe(self) -> None:
         """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped.

@@ -16,7 +16,7 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import ANY_CHUNKS, RankedChunk, Read, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.index import Extent, ExtentIndex
 from kv_tiers.tiers.space import Geometry, runs
 
@@ -122,6 +122,9 @@ class DramTier:
 
     def all_keys(self) -> list[ChunkKey]:
         return self._index.all_keys()
+
+    def most_worth_first(self) -> list[RankedChunk]:
+        return self._index.most_worth_first()
 
     def probe(self) -> None:
         return

@@ -19,7 +19,9 @@ from kv_core.keys import ChunkKey
 from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
+from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency
+from kv_tiers.tier import RankedChunk
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
 
 _GROWS_BY: Final = 1024
@@ -280,6 +282,12 @@ class ExtentIndex:
         """The keys of all chunks that are here or arriving."""
         with self._lock:
             return self._residency.held()
+
+    def most_worth_first(self) -> list[RankedChunk]:
+        """As for `RanksChunks`."""
+        entries = most_worth_first(self._residency, self._lock)
+        # Without the lock, of what may be millions: an entry may have become another chunk's, and its parent is a hint.
+        return [(key, self._parents[entry]) for entry in entries if (key := self._residency.key_at(entry)) is not None]
 
     def track(self, journal: Journal) -> None:
         """As for `TracksKeys`."""

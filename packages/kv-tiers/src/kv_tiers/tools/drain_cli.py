@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _ABOUT: Final = """\
 Prepare a kv-server's host to leave: it stores nothing new from now on and offers its peers (a tier of type peers) what
-its pool holds and no other host has, most worth first. They read it as they read any hit, into half of their pools at
-most. Engines of this host still load what it has. What is only on its disks is not offered.
+its pool holds and no other host has, most worth first, and then what only its disk and dram tiers hold. They read it as
+they read any hit, into half of their pools at most. Engines of this host still load what it has.
 
 The command waits until that is over. Stop the server then, or end the drain with --end.
 """

@@ -1,7 +1,6 @@
-"""The order in which a pool is drained, and the pieces of prompts that are offered."""
+"""The order in which a pool is drained."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +10,9 @@ from kv_testing.cache_servers import SLOT_BYTES
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.ranking import chains, most_worth_first
 from kv_tiers.config import HostConfig
 from kv_tiers.eviction import POLICY_NAMES
+from kv_tiers.index.ranking import most_worth_first
 
 
 def made(slots: int, policy: str) -> LocalCache:
@@ -27,7 +26,7 @@ def store(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
 
 
 def order_of(cache: LocalCache) -> list[ChunkKey]:
-    slots = most_worth_first(cache._host, cache._index)
+    slots = most_worth_first(cache._index, cache._host.lock)
     return [key for slot in slots if (key := cache._index.key_at(slot)) is not None]
 
 
@@ -73,28 +72,3 @@ def test_what_was_used_last_is_first_and_heads_are_before_their_tails() -> None:
         assert order_of(cache) == [*first, *third, *second]  # nor did it change that
     finally:
         cache.close()
-
-
-KEYS = key_chain(24)
-
-
-@given(
-    wanted=st.sets(st.integers(0, 23)),
-    parents=st.dictionaries(st.integers(0, 23), st.integers(0, 23), max_size=24),
-    most=st.integers(1, 6),
-)
-def test_every_key_is_in_one_piece_whatever_the_hints_say(wanted: set[int], parents: dict[int, int], most: int) -> None:
-    """They may branch, go round in circles, or name what is not wanted."""
-    of = {KEYS[key]: KEYS[parent] for key, parent in parents.items()}
-    pieces = list(chains([KEYS[number] for number in sorted(wanted)], of, most))
-    offered = [key for chain, first in pieces for key in chain[first:]]
-    assert sorted(offered) == sorted(KEYS[number] for number in wanted)
-    for chain, first in pieces:
-        assert 0 < len(chain) - first <= most
-        assert len(set(chain)) == len(chain)
-        assert all(of[key] == before for before, key in pairwise(chain))
-
-
-def test_a_prompt_is_offered_in_its_order_with_what_is_before() -> None:
-    of = dict(zip(KEYS[1:], KEYS, strict=False))
-    assert list(chains(KEYS[3:10], of, 4)) == [(KEYS[:7], 3), (KEYS[:10], 7)]

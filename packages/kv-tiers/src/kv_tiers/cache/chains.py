@@ -1,39 +1,8 @@
-"""The chunks of a pool in the order in which they are worth keeping, and how they follow each other."""
+"""Keys of prompts as the chains that their chunks form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from kv_core.keys import ChunkKey
-
-from kv_tiers.cache.host import AT_ONCE, HostTier
-from kv_tiers.index.residency import Residency
-
-
-def most_worth_first(host: HostTier, index: Residency) -> list[int]:
-    """The slots of all resident chunks, those that the policy would evict last first, and heads before their tails.
-
-    It takes the lock, for a few at a time. It asks the policy for one victim after the other: policies that judge by
-    age see all as used when it is over, so it is for a pool that is about to be given up.
-    """
-    order: dict[int, None] = {}
-    try:
-        while True:
-            with host.lock:
-                host.check_open()
-                some = index.set_aside(AT_ONCE)
-            if not some:
-                break
-            for slot in some:
-                order.pop(slot, None)  # it was used meanwhile
-                order[slot] = None
-    finally:
-        best_first = list(reversed(order))
-        for at in reversed(range(0, len(best_first), AT_ONCE)):
-            with host.lock:
-                index.take_back(best_first[at : at + AT_ONCE])
-    with host.lock:
-        everywhere = map(index.find, index.keys())
-        in_use = [slot for slot in everywhere if slot is not None and slot not in order]
-    return [*in_use, *best_first]
 
 
 def chains(

@@ -1,0 +1,36 @@
+"""The chunks of an index in the order in which they are worth keeping."""
+
+import threading
+from typing import Final
+
+from kv_tiers.index.residency import Residency
+
+_AT_ONCE: Final = 256
+"""Chunks that are ranked under the lock before others get it."""
+
+
+def most_worth_first(index: Residency, lock: threading.Lock) -> list[int]:
+    """The slots of all resident chunks, those that the policy would evict last first, and heads before their tails.
+
+    It takes the index's lock, for a few at a time. It asks the policy for one victim after the other: policies that
+    judge by age see all as used when it is over, so it is for a medium that is about to be given up.
+    """
+    order: dict[int, None] = {}
+    try:
+        while True:
+            with lock:
+                some = index.set_aside(_AT_ONCE)
+            if not some:
+                break
+            for slot in some:
+                order.pop(slot, None)  # it was used meanwhile
+                order[slot] = None
+    finally:
+        best_first = list(reversed(order))
+        for at in reversed(range(0, len(best_first), _AT_ONCE)):
+            with lock:
+                index.take_back(best_first[at : at + _AT_ONCE])
+    with lock:
+        everywhere = map(index.find, index.keys())
+        in_use = [slot for slot in everywhere if slot is not None and slot not in order]
+    return [*in_use, *best_first]
