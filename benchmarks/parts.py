@@ -1,6 +1,7 @@
 """What a tier gains that drops last parts before chunks: prefill seconds saved and KL divergence, at equal bytes.
 
     .venv/bin/python benchmarks/parts.py [--plot FILE]    (half a minute)
+    .venv/bin/python benchmarks/parts.py --tier DIRECTORY [--policy NAME]    (some minutes)
 
 A full tier of the codec `progressive` can make room in two ways: drop the chunk that was used longest ago, or keep its
 first part and drop the rest. A simulation over the traces of benchmarks/policy.py and of coding agents, least
@@ -11,8 +12,12 @@ Seconds are a model's, not measured: a chunk of 512 tokens at depth i takes 512 
 would. The KL divergence is that of docs/quality.md for a context of first parts alone, times the share of a prompt's
 chunks that were first parts: a chunk's harm is taken to be its share.
 
+With `--tier` the agents' trace is replayed against a real disk tier in that directory as well, with payloads of 44 KiB
+for chunks of 64 KiB, which with their headers take 12, 9 and 5 of 17 units: whole, as a half, as a quarter. The
+simulation beside it cuts to these 5 at once. What was cut to a half counts as a quarter in the KL divergence.
+
 Value and limit of a row: prefill seconds saved, and those that an unlimited tier would save, as parts of all. Ratio: to
-dropping chunks alone.
+dropping chunks alone. Of a row of the real tier the limit is the simulation's.
 """
 
 import sys
@@ -25,6 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_core.keys import ChunkKey
+from kv_core.outcome import Loaded
+from kv_tiers import chunk_header
+from kv_tiers.eviction.registry import make_policy
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.tier import Read, TierContext, WhenFull, Write
+from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tools import sim_plot
 from kv_tiers.watch.trace_file import Trace, read_trace
 
@@ -43,12 +54,13 @@ WARM_UP = 0.2
 
 @dataclass(frozen=True)
 class Keeping:
-    """stored: tenths of a bit that a number of a whole chunk takes. whole_share: the part of the tier's bytes for whole
-    chunks."""
+    """stored: what a whole chunk takes: tenths of a bit of each number, or units. whole_share: the part of the tier's
+    bytes for whole chunks. first: what a first part takes."""
 
     name: str
     stored: int
     whole_share: float
+    first: int = FIRST
 
 
 WAYS = (
@@ -106,7 +118,7 @@ class Parts:
 
     def _put(self, key: ChunkKey, *, whole: bool) -> None:
         self.is_whole[key] = whole
-        self._taken[whole] += self._way.stored if whole else FIRST
+        self._taken[whole] += self._way.stored if whole else self._way.first
 
     def _pop(self, *, whole: bool) -> ChunkKey | None:
         """Take out the one of these that was used longest ago."""
@@ -115,7 +127,7 @@ class Parts:
             used, key = heapq.heappop(heap)
             if self._used.get(key) == used and self.is_whole.get(key) is whole:
                 del self.is_whole[key]
-                self._taken[whole] -= self._way.stored if whole else FIRST
+                self._taken[whole] -= self._way.stored if whole else self._way.first
                 return key
         return None
 
@@ -137,6 +149,70 @@ def simulate(trace: Trace, capacity: float, way: Keeping) -> Outcome:
     return Outcome(saved_s / all_s, kl / counted)
 
 
+CONTEXT = TierContext(64 << 10, 64 << 10, "parts")
+STORED_BYTES, QUARTER_BYTES = 44 << 10, 16 << 10
+UNITS = {"drop_chunks": Keeping("", 12, 1.0, 5), "drop_parts": Keeping("", 12, 0.0, 5)}
+"""The same tier, for the simulation: a slot has 17 units."""
+
+
+def replay(trace: Trace, slots: int, when_full: WhenFull, policy: str, directory: Path) -> Outcome:
+    """Like `simulate`, with a real disk tier of so many slots."""
+    config = DiskConfig(
+        directory=str(directory / f"{when_full}-{slots}-{policy}"),
+        capacity_bytes=bytes_for(CONTEXT, slots),
+        durability="process",
+        direct="never",
+        when_full=when_full,
+    )
+    tier = DiskTier(config, CONTEXT, make_policy(policy, slots))
+    form, pages = chunk_header.format_id(CONTEXT.fingerprint), aligned_pages(CONTEXT.slot_bytes)
+    checksum, pieces = chunk_header.checksums_of(pages[:STORED_BYTES], CONTEXT.chunk_bytes)
+    size = CONTEXT.chunk_bytes
+
+    def write(key: ChunkKey, parent: ChunkKey | None) -> Write:
+        header = chunk_header.Header(key, parent, size, STORED_BYTES, form, "parts", checksum, None, pieces)
+        return Write(key, parent, chunk_header.make_header(header), pages, STORED_BYTES)
+
+    first_counted = int(WARM_UP * len(trace.prompts))
+    all_s = saved_s = kl = 0.0
+    counted = 0
+    for number, prompt in enumerate(trace.prompts):
+        keys = list(prompt)
+        held = tier.holds(keys)
+        hit = held.index(False) if False in held else len(keys)
+        reads = [Read(key, bytearray(chunk_header.HEADER_BYTES), pages, size) for key in keys[:hit]]
+        loaded = tier.load(reads)
+        if not all(isinstance(one, Loaded) for one in loaded):
+            raise RuntimeError("the tier has lost a chunk that it held")
+        if number >= first_counted and keys:
+            counted += 1
+            all_s += seconds(len(keys))
+            saved_s += seconds(hit)
+            kl += KL * sum(isinstance(one, Loaded) and one.nbytes < STORED_BYTES for one in loaded) / len(keys)
+        for start in range(hit, len(keys), 32):
+            parents = [keys[start - 1] if start else None, *keys[start:]]
+            tier.store([write(key, parent) for key, parent in zip(keys[start : start + 32], parents, strict=False)])
+    tier.close()
+    return Outcome(saved_s / all_s, kl / counted)
+
+
+def real_rows(directory: Path, policy: str) -> list[Row]:
+    """The agents' trace on a real tier."""
+    (path,) = TRACES.glob("agents/*.jsonl.gz")
+    trace = read_trace(str(path))
+    rows = []
+    for share in SHARES[:3]:
+        slots = int(share * trace.chunks_unique)
+        ways: tuple[WhenFull, ...] = ("drop_chunks", "drop_parts")
+        found = {way: replay(trace, slots, way, policy, directory) for way in ways}
+        for way, outcome in found.items():
+            simulated = simulate(trace, slots * 17, UNITS[way]).saved
+            gain = outcome.saved / found["drop_chunks"].saved
+            label = f"agents {share:.0%}, {slots} slots of a real disk tier, {policy}, {way}: KL {outcome.kl:.5f}"
+            rows.append(Row(label, outcome.saved, "", simulated, gain, 0, at_most=False))
+    return rows
+
+
 def seconds(chunks: int) -> float:
     """To compute so many leading chunks of a prompt."""
     tokens = chunks * CHUNK_TOKENS
@@ -146,7 +222,11 @@ def seconds(chunks: int) -> float:
 def main() -> int:
     made = parser(__doc__.split("\n\n")[0])
     made.add_argument("--plot", metavar="FILE", help="draw them; .svg, .png or .pdf")
+    made.add_argument("--tier", type=Path, metavar="DIRECTORY", help="replay the agents' trace on a disk tier there")
+    made.add_argument("--policy", default="lru", help="the eviction policy of that tier (default: lru)")
     options = made.parse_args()
+    if options.tier is not None:
+        return report(real_rows(options.tier, options.policy), options.json)
     if options.plot:
         sim_plot.check(options.plot)
     rows: list[Row] = []

@@ -1,7 +1,8 @@
 """The disk tier's promise, with the process killed and the power cut at any moment.
 
-After it, every chunk is found whose store was acknowledged, unless it was evicted or discarded since; each verifies;
-and nothing else is found. What was being done at that moment may have happened or not, chunk by chunk.
+After it, every chunk is found whose store was acknowledged, unless it was evicted or discarded since; each verifies, as
+far as it was not cut; and nothing else is found. What was being done at that moment may have happened or not, chunk by
+chunk.
 """
 
 import json
@@ -11,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_tiers.tiers.index import CUTS, cut_bytes
 
 CONTEXT = TierContext(9000, 12288, "crash")
 FORMAT = chunk_header.format_id("crash")
@@ -45,6 +48,9 @@ def open_tier(root: Path, directories: int, **settings: str) -> DiskTier:
 
 SIZES = (700, 4000, 8000, 2000, 6000, 9000)
 """Of the payloads of every second chain, as if a codec had made them: their chunks share slots, and lie in pieces."""
+
+
+SHARE_OF = {cut_bytes(CONTEXT.chunk_bytes, share): share for share in CUTS[1:]}
 
 
 def size_of(key: ChunkKey) -> int:
@@ -106,14 +112,15 @@ class Known:
         else:
             self.discarding = set(map(int, numbers))
 
-    def check(self, tier: DiskTier) -> int:
-        """Raise unless what the tier holds is right; how many chunks that is."""
+    def check(self, tier: DiskTier) -> Counter[int]:
+        """Raise unless what the tier holds is right; how many chunks of each share that is (`index.CUTS`)."""
         found = {number for number, held in enumerate(tier.holds(KEYS)) if held}
         assert tier.usage().chunks == len(found), "chunks are found that nobody ever stored"
         assert found <= self.held | self.storing, "chunks are found that were not there"
         lost = self.held - found - self.discarding
         # A store under way may have made room for itself, and one ahead of the next, of chunks a quarter as large.
         assert len(lost) <= (4 * (len(self.storing) + 1) if self.storing else 0), "acknowledged chunks are lost"
+        shares: Counter[int] = Counter()
         for number in found:
             read = Read(
                 KEYS[number],
@@ -121,14 +128,20 @@ class Known:
                 aligned_pages(CONTEXT.slot_bytes),
                 CONTEXT.chunk_bytes,
             )
-            size = size_of(read.key)
-            assert tier.load([read]) == [Loaded(size)]
-            found_header = chunk_header.verify(
-                read.header, read.pages[:size], key=read.key, format_id=FORMAT, decoded_bytes=CONTEXT.chunk_bytes
+            (loaded,) = tier.load([read])
+            assert isinstance(loaded, Loaded)
+            shares[SHARE_OF[loaded.nbytes] if loaded.nbytes != size_of(read.key) else 1] += 1
+            found_header = chunk_header.verify_prefix(
+                read.header,
+                read.pages[: loaded.nbytes],
+                key=read.key,
+                format_id=FORMAT,
+                decoded_bytes=CONTEXT.chunk_bytes,
             )
             assert isinstance(found_header, chunk_header.Header)
         self.held, self.storing, self.discarding = found, set(), set()
-        return len(found)
+        assert tier.usage().cut_chunks == shares.total() - shares[1]
+        return shares
 
 
 def live(tier: DiskTier, rng: random.Random, say: Callable[[str], object]) -> None:
@@ -175,7 +188,7 @@ def child_lives(root: Path, directories: int, settings: dict[str, str], seed: in
 def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str]) -> dict[str, int]:
     """Run in a process of its own without threads, as it forks."""
     rng = random.Random(f"{directories} {settings}")
-    known, chunks, interrupted = Known(), 0, 0
+    known, shares, interrupted = Known(), Counter[int](), 0
     for number in range(kills):
         reader, writer = os.pipe()
         child = os.fork()
@@ -196,15 +209,17 @@ def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str
             known.hear(line)
         interrupted += bool(known.storing)
         tier = open_tier(root, directories, **settings)
-        chunks += known.check(tier)
+        shares += known.check(tier)
         tier.close()
-    return {"kills": kills, "chunks": chunks, "interrupted": interrupted}
+    return {"kills": kills, "chunks": shares.total(), "cut": shares.total() - shares[1], "interrupted": interrupted}
 
 
 @pytest.mark.parametrize(
     ("directories", "settings"),
     [
         (1, {}),
+        (1, {"when_full": "drop_parts"}),
+        pytest.param(2, {"when_full": "drop_parts", "direct": "never"}, marks=pytest.mark.slow),
         pytest.param(2, {"direct": "never"}, marks=pytest.mark.slow),
         pytest.param(1, {"durability": "process"}, marks=pytest.mark.slow),
     ],
@@ -216,6 +231,7 @@ def test_killed_at_any_moment(tmp_path: Path, directories: int, settings: dict[s
     counted = json.loads(done.stdout)
     assert counted["interrupted"] > 10
     assert counted["chunks"] > counted["kills"] * 10
+    assert (counted["cut"] > counted["kills"]) == ("when_full" in settings)
 
 
 # Without power.
@@ -288,14 +304,24 @@ class Medium:
         return said
 
 
-@pytest.mark.parametrize("directories", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_power_lost_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directories: int) -> None:
+@pytest.mark.parametrize(
+    ("directories", "settings"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (2, {}),
+        (1, {"when_full": "drop_parts"}),
+        pytest.param(2, {"when_full": "drop_parts"}, marks=pytest.mark.slow),
+    ],
+)
+def test_power_lost_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directories: int, settings: dict[str, str]
+) -> None:
     medium, rng = Medium(), random.Random(directories)
     source = tmp_path / "source"
     source.mkdir()
     with monkeypatch.context() as patched:
         medium.record(patched)
-        tier = open_tier(source, directories, direct="never")
+        tier = open_tier(source, directories, direct="never", **settings)
 
         def say(said: str) -> None:
             medium.events.append(("said", said))
@@ -305,17 +331,18 @@ def test_power_lost_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(InterruptedError):
             live(tier, random.Random(7), say)
         tier.close()
-    chunks = 0
+    shares: Counter[int] = Counter()
     for number in range(150):
         target = tmp_path / f"after {number}"
         target.mkdir()
         known = Known()
         for line in medium.cut(rng.randrange(len(medium.events)), rng, source, target):
             known.hear(line)
-        tier = open_tier(target, directories, direct="never")
-        chunks += known.check(tier)
+        tier = open_tier(target, directories, direct="never", **settings)
+        shares += known.check(tier)
         tier.close()
-    assert chunks > 2000
+    assert shares.total() > 2000
+    assert (shares.total() - shares[1] > 150) == bool(settings)
 
 
 def test_power_lost_while_threads_store_and_discard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +390,7 @@ def test_power_lost_while_threads_store_and_discard(tmp_path: Path, monkeypatch:
             else:
                 possible -= set(numbers) - discarding.pop(seed)
         tier = open_tier(target, 2, direct="never")
-        chunks += Known(storing=possible).check(tier)
+        chunks += Known(storing=possible).check(tier).total()
         tier.close()
     assert chunks > 2000
 

@@ -2,7 +2,10 @@
 
 A tier with `approximate: true` returns what the first parts of exact chunks decode to, and whatever an engine computes
 from such a chunk is no longer exact either. So such a cache is separate as a whole: its fingerprint differs wherever
-caches are found by it (a named pool, a server), and none of it is ever written to a tier (docs/adr/0023).
+caches are found by it (a named pool, a server), and none of it is ever written where exact chunks are (docs/adr/0023).
+
+A tier that drops parts when it is full has only such chunks. It is written to, and is found by the cache's own
+fingerprint: no exact cache ever reads there (docs/adr/0043).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,18 +31,50 @@ def exact_fingerprint(fingerprint: str) -> str:
     return fingerprint.removesuffix(_MARK)
 
 
+def drops_parts(tier: Mapping[str, object]) -> bool:
+    """Whether this tier drops the last parts of chunks when it is full."""
+    return tier.get("when_full") == "drop_parts"
+
+
+def fingerprint_of_tier(tier: Mapping[str, object], fingerprint: str) -> str:
+    """The fingerprint under which a tier stores chunks. fingerprint: of the cache above it."""
+    return fingerprint if drops_parts(tier) else exact_fingerprint(fingerprint)
+
+
+def check_parts(tiers: Sequence[Mapping[str, object]]) -> None:
+    """
+    Raises:
+        ConfigError: a tier is to drop parts, and nobody could read what is left, or nothing could be stored there.
+    """
+    for number, tier in enumerate(tiers):
+        if not drops_parts(tier):
+            continue
+        if tier.get("approximate") is not True:
+            raise ConfigError(
+                f"tiers[{number}]: what is left of a chunk after when_full: drop_parts is an approximation: add "
+                "approximate: true if answers may differ a little, or leave out when_full"
+            )
+        if tier.get("write") == "never":
+            raise ConfigError(
+                f"tiers[{number}]: nothing is stored in a tier with write: never, so it is never full: leave out "
+                "when_full, or write"
+            )
+
+
 def check_approximate(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> None:
     """
     Raises:
         ConfigError: approximations could reach a tier, or an engine that did not allow them.
     """
+    check_parts(tiers)
     if not is_approximate(tiers):
         return
     for number, tier in enumerate(tiers):
-        if tier.get("write") != "never":
+        if tier.get("write") != "never" and not drops_parts(tier):
             raise ConfigError(
-                f"tiers[{number}]: a cache that reads approximations must not write any: give each of its tiers "
-                "write: never, and let engines without `approximate` fill them"
+                f"tiers[{number}]: a cache that reads approximations must not write any where exact chunks are: give "
+                "the tier write: never, and let engines without `approximate` fill it; only a tier with when_full: "
+                "drop_parts is the cache's own"
             )
     if exact_fingerprint(fingerprint) == fingerprint:
         raise ConfigError(

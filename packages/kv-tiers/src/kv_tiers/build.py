@@ -11,10 +11,10 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
-from kv_tiers.approximate import check_approximate, exact_fingerprint
+from kv_tiers.approximate import check_approximate, check_parts, drops_parts, fingerprint_of_tier
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
-from kv_tiers.codec import Codec
+from kv_tiers.codec import Codec, DecodesPrefixes
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.events.bus import Source
 from kv_tiers.eviction.coverage import BoundedGroups
@@ -81,7 +81,7 @@ def build_local_cache(
     bounded = BoundedGroups()
     try:
         for number, options in enumerate(tiers):
-            context = TierContext(chunk_bytes, pool.slot_bytes, exact_fingerprint(fingerprint), bounded)
+            context = TierContext(chunk_bytes, pool.slot_bytes, fingerprint_of_tier(options, fingerprint), bounded)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         cache = LocalCache(
@@ -115,11 +115,12 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
     check_capacity(config.capacity_bytes)
+    check_parts(tiers)
     names: list[str] = []
     for number, options in enumerate(tiers):
         where = f"tiers[{number}]"
         factory, lane_config, rest = _read_tier(options, where)
-        _codec(lane_config, ANY_CHUNKS, where)
+        _check_parts(options, _codec(lane_config, ANY_CHUNKS, where), where)
         if isinstance(factory, CheckedFactory):
             factory.check(rest)
         names.append(lane_config.name)
@@ -134,6 +135,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     """
     factory, lane_config, rest = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
+    _check_parts(options, codec, where)
     tier = factory(rest, context)
     tier.name = lane_config.name
     if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
@@ -145,6 +147,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         codec=codec,
         find_codec=lambda name: codec_factory(name)({}, context),
         approximate=lane_config.approximate,
+        drops_parts=drops_parts(options),
         only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides by itself
         threads=lane_config.threads,
     )
@@ -165,6 +168,13 @@ def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None
     if not isinstance(name, str):
         raise ConfigError(f"{where}: codec: say which, such as codec: zstd, or codec: {{type: zstd, level: 3}}")
     return codec_factory(name)(options, context)
+
+
+def _check_parts(options: Mapping[str, object], codec: Codec | None, where: str) -> None:
+    if drops_parts(options) and not isinstance(codec, DecodesPrefixes):
+        raise ConfigError(
+            f"{where}: when_full: drop_parts needs chunks that are stored in parts: add codec: progressive"
+        )
 
 
 def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, LaneConfig, dict[str, object]]:

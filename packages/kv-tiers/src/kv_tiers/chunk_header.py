@@ -36,6 +36,7 @@ _FIELDS: Final = struct.Struct(
 _NAMES: Final = struct.Struct("<HH")
 _NAMES_BYTES_AT: Final = 12
 _KEY_AT: Final = 56
+DECODED_BYTES_AT: Final = 16
 STORED_BYTES_AT: Final = 200
 _U64: Final = struct.Struct("<Q")
 
@@ -215,6 +216,11 @@ def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
 def stored_bytes_in(header: bytes | bytearray | memoryview, at: int = 0) -> int:
     """The size of the payload that the header at `at` names; of one that nothing vouches for, check it before use."""
     return int(_U64.unpack_from(header, at + STORED_BYTES_AT)[0])
+
+
+def decoded_bytes_in(header: bytes | bytearray | memoryview) -> int:
+    """The size of the chunk that the header names; of one that nothing vouches for, check it before use."""
+    return int(_U64.unpack_from(header, DECODED_BYTES_AT)[0])
 
 
 def verify(

@@ -80,7 +80,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     that are already there are read whatever their codec."""
     approximate: bool = False
     """Read only the first parts of chunks that the codec `progressive` stored, at least a quarter, which decodes to an
-    approximation: tokens may differ. `write` must be never in every tier of such a cache (docs/quality.md)."""
+    approximation: tokens may differ. `write` must be never in every tier of such a cache that does not drop parts
+    (docs/quality.md)."""
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -29,7 +29,7 @@ from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
-from kv_tiers.chunk_header import VERSION, format_id
+from kv_tiers.chunk_header import VERSION, decoded_bytes_in, format_id
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.index.journal import Journal
 
@@ -56,6 +56,12 @@ class Write:
     @property
     def payload(self) -> memoryview:
         return self.pages[: self.stored_bytes]
+
+
+def encoded_bytes(write: Write) -> int:
+    """Size of the chunk whose encoding this is, and which may be cut; 0 if it is stored as it is."""
+    decoded_bytes = decoded_bytes_in(write.header)
+    return decoded_bytes if write.stored_bytes < decoded_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ class TierUsage:
         tier that evicts to make room is not full.
     by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the medium does
         not report that, or stores nothing.
+    cut_chunks: those of `chunks` of which only first parts are left (`WhenFull`).
     """
 
     chunks: int | None = None
@@ -105,6 +112,15 @@ class TierUsage:
     capacity_bytes: int | None = None
     full: str = ""
     by_group: tuple[int, ...] = ()
+    cut_chunks: int = 0
+
+
+WhenFull = Literal["drop_chunks", "drop_parts"]
+"""The option `when_full` of a tier that evicts: whether it drops the last parts of chunks before it evicts any.
+
+What is left of a chunk is loaded as its first bytes: fewer than its header says, and as many as a reader of first parts
+may ask for (`chunk_header.prefix_bytes`). Only the tiers of a cache that may hold approximations may drop parts
+(`kv_tiers.approximate`)."""
 
 
 @dataclass(frozen=True, slots=True)

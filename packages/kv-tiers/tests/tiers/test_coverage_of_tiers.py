@@ -28,7 +28,7 @@ def index_of(slots: int, shape: ChunkShape) -> ExtentIndex:
 
 def put(index: ExtentIndex, keys: list[ChunkKey]) -> None:
     """As a lane stores them: each the parent of the next."""
-    places, _ = index.reserve(keys, [100] * len(keys), None)
+    places, _, _ = index.reserve(keys, [100] * len(keys), None)
     index.commit([place for place in places if place is not None], [None, *keys[:-1]])
 
 
@@ -68,12 +68,12 @@ def test_a_window_makes_room_for_what_comes_after_it() -> None:
     """A prefix never does: a chunk is worthless without it."""
     index, keys = index_of(2, WINDOWED), keys_for(WINDOWED, 3)
     put(index, keys[1:5:2])
-    places, _ = index.reserve(keys[5:], [100], keys[3])
+    places, _, _ = index.reserve(keys[5:], [100], keys[3])
     index.commit([place for place in places if place is not None], [keys[3]])
     assert index.holds(keys[1::2]) == [False, True, True]
     index = index_of(2, WINDOWED)
     put(index, keys[0:4:2])
-    places, _ = index.reserve(keys[4:5], [100], keys[2])
+    places, _, _ = index.reserve(keys[4:5], [100], keys[2])
     assert places == [None]
 
 

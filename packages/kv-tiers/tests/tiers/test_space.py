@@ -78,7 +78,7 @@ def test_an_index_never_gives_what_a_chunk_has(calls: list[tuple[int, int, bool]
             index.discard([keys[number]])
             kept.pop(keys[number], None)
             continue
-        places, evicted = index.reserve([keys[number]], [size], None)
+        places, evicted, _ = index.reserve([keys[number]], [size], None)
         kept = {key: place for key, place in kept.items() if place.entry not in evicted}
         if places[0] is None:
             assert keys[number] in kept
@@ -95,10 +95,10 @@ def test_an_index_never_gives_what_a_chunk_has(calls: list[tuple[int, int, bool]
 def test_a_whole_chunk_lies_in_one_piece_while_there_is_a_free_slot_and_in_pieces_when_there_is_not() -> None:
     index = ExtentIndex([2], GEOMETRY, LruPolicy())
     small, large = key_chain(4, branch="small"), key_chain(1, branch="large")
-    places, _ = index.reserve(small, [300] * 4, None)
+    places, _, _ = index.reserve(small, [300] * 4, None)
     index.commit([place for place in places if place], [None, *small[:3]])
     index.discard([small[0], small[2]])  # half of either slot is free
-    (place,), evicted = index.reserve(large, [600], None)
+    (place,), evicted, _ = index.reserve(large, [600], None)
     assert evicted == []
     assert place is not None and place.extent == Extent(place.extent.units, 600)
     assert isinstance(place.extent.units, tuple) and len(list(runs(place.extent.units))) == 2
@@ -110,7 +110,7 @@ def test_many_small_chunks_need_entries_too(size: int) -> None:
     keys = key_chain(100)
     index = ExtentIndex([4], GEOMETRY, LruPolicy())
     for key in keys:
-        (place,), _ = index.reserve([key], [size], None)
+        (place,), _, _ = index.reserve([key], [size], None)
         assert place is not None
         index.commit([place], [None])
     assert index.chunks == (16 if size == 100 else 4)

@@ -39,11 +39,13 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The outcome of loading one chunk. checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload)."""
+    """The outcome of loading one chunk. checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload).
+    is_approximate: it was loaded, and decoded from first parts alone."""
 
     key: ChunkKey
     outcome: LoadOutcome
     checksum: bytes = b""
+    is_approximate: bool = False
 
 
 @dataclass(slots=True)

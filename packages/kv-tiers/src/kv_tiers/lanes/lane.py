@@ -57,6 +57,7 @@ class Lane:
         codec: Codec | None = None,
         find_codec: FindCodec = no_codec,
         approximate: bool = False,
+        drops_parts: bool = False,
         only_hides: bool = False,
         threads: int = 2,
         max_load_chunks: int = 1024,
@@ -68,6 +69,7 @@ class Lane:
     ) -> None:
         """codec, find_codec: as for `Payloads`.
         approximate: first parts alone may be read of chunks that have parts. Only for a tier that `ReadsPrefixes`.
+        drops_parts: as for `Payloads`.
         only_hides: others fill this tier: what is discarded or cleared stays there, but is no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
         clock: for the back-off, and for calls that hang. Drains and closes use the system's clock."""
@@ -77,7 +79,7 @@ class Lane:
         self.events = UNWATCHED
         """Where its health and damage are published; set by the cache above."""
         self._noticed = Health.UP
-        self._payloads = Payloads(format_id, codec, find_codec)
+        self._payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
         """How much of a chunk may be read: one of so many equal shares of its size; 1 is all of it. All of it first."""
         self._least_share = self.shares[-1]
@@ -357,9 +359,7 @@ class Lane:
     def _load(self, job: Load) -> tuple[list[Arrival], list[str]]:
         """The outcome of each read; and why some could not be read, which is a fault of the device."""
         reads = job.reads
-        arrivals = []
-        wrong = []
-        failures = []
+        arrivals, wrong, failures = list[Arrival](), list[ChunkKey](), list[str]()
         with self._changed:
             # A load that follows from an answer of before these were discarded would bring them back.
             wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
@@ -390,7 +390,7 @@ class Lane:
         with self._changed:
             self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
-            self._counts.approximate += sum(isinstance(one.outcome, Loaded) for one in approximated.values())
+            self._counts.approximate += sum(arrival.is_approximate for arrival in arrivals)
             self._counts.damaged += len(wrong)
             self._counts.read_failed += len(failures)
         if wrong:

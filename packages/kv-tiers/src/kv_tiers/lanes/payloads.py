@@ -38,8 +38,19 @@ def no_codec(name: str) -> Codec:
 class Payloads:
     """Encodes and decodes for one lane. Thread-safe."""
 
-    def __init__(self, format_id: bytes, codec: Codec | None = None, find_codec: FindCodec = no_codec) -> None:
-        """codec: what encodes; None: chunks are stored as they are. find_codec: what decodes, asked once a name."""
+    def __init__(
+        self,
+        format_id: bytes,
+        codec: Codec | None = None,
+        find_codec: FindCodec = no_codec,
+        *,
+        drops_parts: bool = False,
+    ) -> None:
+        """codec: what encodes; None: chunks are stored as they are. find_codec: what decodes, asked once a name.
+        drops_parts: the tier may have only first parts of a chunk left, and these are wanted then. Elsewhere a payload
+            that is too short is damaged.
+        """
+        self._drops_parts = drops_parts
         self._format_id = format_id
         self._codec = codec
         self._find_codec = find_codec
@@ -55,6 +66,11 @@ class Payloads:
 
         name: the tier's, for the log.
         """
+        if self._drops_parts and loaded.nbytes < chunk_header.stored_bytes_in(read.header):
+            # A reader of payloads is not told how much there is of one.
+            left = Arrival(read.key, Absent()) if read.as_stored else self.approximation(read, loaded)
+            if left is not None:
+                return left
         payload = read.pages[: loaded.nbytes]
         header = chunk_header.verify(
             read.header,
@@ -106,7 +122,7 @@ class Payloads:
             codec.decode_prefix(self._copied(prefix, read), chunk := read.pages[:size])
         except CodecError as error:
             return Arrival(read.key, Damaged(f"{header.codec}: {error}"))
-        return Arrival(read.key, Loaded(size), checksum_of(chunk))
+        return Arrival(read.key, Loaded(size), checksum_of(chunk), is_approximate=True)
 
     def _write(self, chunk: Outgoing, at: int) -> Write:
         bytes_ = chunk.pages[: chunk.nbytes]

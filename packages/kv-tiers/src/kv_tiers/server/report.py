@@ -49,6 +49,7 @@ class TierReport:
     downs: how often it failed after it had served.
     by_group: chunks of each group of layers, each once, however many of its shards are stored; empty where the tier
         does not say, or stores nothing.
+    cut_chunks: those of `chunks` of which only first parts are left.
     directory: what a tier with a directory knows of other hosts.
     """
 
@@ -67,6 +68,7 @@ class TierReport:
     lost: int = 0
     downs: int = 0
     by_group: tuple[int, ...] = ()
+    cut_chunks: int = 0
     directory: DirectoryState | None = None
 
 

@@ -456,6 +456,7 @@ def _tiers(cache: LocalCache) -> list[TierReport]:
             lost=state.spill.lost,
             downs=state.lane.downs,
             by_group=state.usage.by_group,
+            cut_chunks=state.usage.cut_chunks,
             directory=state.directory,
         )
         for state in cache.lower.states()

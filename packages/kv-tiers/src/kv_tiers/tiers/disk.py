@@ -44,8 +44,10 @@ from kv_tiers.tier import (
     Tier,
     TierContext,
     TierUsage,
+    WhenFull,
     Write,
     checked,
+    encoded_bytes,
 )
 from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
 from kv_tiers.tiers.disk_directory import check_place
@@ -76,6 +78,9 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How long a store waits for room while every chunk is being read or written."""
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy."""
+    when_full: WhenFull = "drop_chunks"
+    """drop_parts: keep the first half and then the first quarter of chunks before evicting any. What is left is an
+    approximation, so the tier needs `codec: progressive` and `approximate: true` (docs/quality.md)."""
 
     @property
     def directories(self) -> list[str]:
@@ -154,11 +159,13 @@ class DiskTier:
             policy,
             direct=config.direct,
             syncs=config.durability == "power",
+            drops_parts=config.when_full == "drop_parts",
             clock=self._clock,
         )
         self._index = self._chunks.index
         self._lent = LentExtents(self._chunks)
         self._reads_failed = False
+        self._drops_parts = config.when_full == "drop_parts"
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         held = self._index.holds(keys)
@@ -203,7 +210,8 @@ class DiskTier:
         while left:
             releases = self._index.releases
             sizes = [write.stored_bytes for write in left]
-            places = self._chunks.reserve([write.key for write in left], sizes, left[0].parent)
+            decoded = [encoded_bytes(write) for write in left] if self._drops_parts else ()
+            places = self._chunks.reserve([write.key for write in left], sizes, left[0].parent, decoded)
             taken = [(write, place) for write, place in zip(left, places, strict=True) if place is not None]
             written = self._write(taken)
             if len(written) == len(writes):
@@ -257,7 +265,7 @@ class DiskTier:
     def usage(self) -> TierUsage:
         capacity_bytes = self._index.slots * bytes_for(self._context, 1, 0)
         usage = (self._index.chunks, self._chunks.used_bytes, capacity_bytes, self._chunks.full)
-        return TierUsage(*usage, self._index.by_group())
+        return TierUsage(*usage, self._index.by_group(), self._index.chunks_cut)
 
     def close(self) -> None:
         self._chunks.close()

@@ -8,8 +8,9 @@ into the page cache, never while a chunk's bytes move, and never during an fsync
 import errno
 import gc
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Final, Literal
 
 from kv_core.clock import Clock
@@ -21,8 +22,9 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import TierContext
-from kv_tiers.tiers.disk_directory import RECORD_BYTES, DiskDirectory
+from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes, free_bytes
+from kv_tiers.tiers.disk_record import RECORD_BYTES
 from kv_tiers.tiers.disk_records import ChunkRecords
 from kv_tiers.tiers.disk_transfer import Carried, HeaderPages, Run, Segment, bytes_in_files, new_filler, runs_of
 from kv_tiers.tiers.index import Extent, ExtentIndex, Place
@@ -75,9 +77,12 @@ class DiskChunks:
         *,
         direct: Literal["auto", "always", "never"],
         syncs: bool,
+        drops_parts: bool,
         clock: Clock,
     ) -> None:
         """
+        drops_parts: as for `ExtentIndex`.
+
         Raises:
             ConfigError: a directory cannot be used.
         """
@@ -85,10 +90,16 @@ class DiskChunks:
         self.context = context
         self.clock = clock
         self._paths, self._direct, self._syncs = list(paths), direct, syncs
+        self._drops_parts = drops_parts
         self._geometry = geometry_of(context)
         self._slots_of = [-(-(slots - at) // len(paths)) for at in range(len(paths))]
         self.index = ExtentIndex(
-            self._slots_of, self._geometry, policy, overhead_bytes=PAGE_BYTES, bounded=context.bounded
+            self._slots_of,
+            self._geometry,
+            policy,
+            overhead_bytes=PAGE_BYTES,
+            bounded=context.bounded,
+            drops_parts=drops_parts,
         )
         self._slots_ahead = min(_MAX_SLOTS_AHEAD, slots // 24) if syncs else 0
         slack_bytes = self._geometry.slot_bytes - PAGE_BYTES - context.slot_bytes
@@ -158,10 +169,17 @@ class DiskChunks:
     # A chunk's way in, in this order.
 
     def reserve(
-        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None, *, lasting: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        stored_bytes: Sequence[int],
+        parent: ChunkKey | None,
+        decoded_bytes: Sequence[int] = (),
+        *,
+        lasting: bool = False,
     ) -> list[Place | None]:
         """Places for those that get one, and no record of what was there.
 
+        decoded_bytes: as for `ExtentIndex`.
         lasting: return when it lasts that what was evicted has left. If not, the sync of the records that follow makes
         it last; none follow where there is no place.
 
@@ -174,15 +192,16 @@ class DiskChunks:
                 self.index.resume()
             if self._unreadable and (unreadable := [key for key in keys if key in self._unreadable]):
                 self.discard(unreadable)  # here are its bytes again, and new ones may be readable
-            places, evicted = self.index.reserve(keys, stored_bytes, parent)
+            room = self.index.reserve(keys, stored_bytes, parent, decoded_bytes)
+            places = room.places
             taken = [place for place in places if place is not None]
             self._arriving.update((place.entry, place.key) for place in taken)
             try:
-                self._records.wipe([*evicted, *(place.entry for place in taken)])
+                self._wipe([*room.evicted, *(place.entry for place in taken)], room.cut)
             except OSError as error:
                 self.abort(taken)
                 raise self.down(error) from error
-        if evicted and (lasting or not taken):
+        if (room.evicted or room.cut) and (lasting or not taken):
             with self.aborting(taken):
                 self.sync_all_wipes()
         return places
@@ -258,7 +277,8 @@ class DiskChunks:
         with self.lock:
             self._records.write((place, header) for place, header in chunks if place.entry in self._arriving)
             # What the next store will replace is wiped now, so that one sync makes both durable.
-            self._wipe_if_possible(self.index.evict_ahead(self._slots_ahead, parent))
+            ahead = self.index.evict_ahead(self._slots_ahead, parent)
+            self._wipe_if_possible(ahead.evicted, ahead.cut)
         self._records.sync(place.entry for place, _ in chunks)
 
     def make_findable(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> None:
@@ -308,9 +328,13 @@ class DiskChunks:
         self._full_until_s = None
         self.index.resume()
 
-    def _wipe_if_possible(self, entries: Iterable[int]) -> bool:
+    def _wipe(self, entries: Iterable[int], cut: Mapping[int, int]) -> None:
+        """No record names what these entries held, or what was cut off these."""
+        self._records.wipe(entries, {entry: (share, self.index.extent(entry)) for entry, share in cut.items()})
+
+    def _wipe_if_possible(self, entries: Iterable[int], cut: Mapping[int, int] = MappingProxyType({})) -> bool:
         try:
-            self._records.wipe(entries)
+            self._wipe(entries, cut)
         except OSError as error:
             _log.warning("disk tier %s: records could not be wiped yet: %s", self.name, error.strerror)
             return False
@@ -362,7 +386,7 @@ class DiskChunks:
                 )
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
-                self.index.adopt(records.take_over())
+                self.index.adopt(records.take_over(cut=self._drops_parts))
             self.directories, self._devices, self._records = opened, devices, records
         except BaseException as error:
             for directory in opened:

@@ -6,7 +6,7 @@
 
     header  magic 8 | version u32 | record's bytes u32 | unit's bytes u64 | units of a slot u32 | zero u32
             | slab's slots u64 | namespace 16 | xxh3_64 of the above
-    record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
+    records: `kv_tiers.tiers.disk_record`
 
 Everything is little-endian. A record lists the units of its chunk in the order of the bytes; their number follows from
 the payload's size. It vouches for the units as they were when it was written, so it must be wiped (with zeros) before
@@ -30,39 +30,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from kv_core.errors import ConfigError
 
-from kv_tiers import chunk_header
-from kv_tiers.chunk_header import names_in
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import open_own_directory
-from kv_tiers.sealed import SEAL_BYTES, intact, seal, unseal
+from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File
-from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, runs
+from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, runs
 
 VERSION: Final = 2
-RECORD_BYTES: Final = 512
-
 _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQI4xQ16s")
-_RECORD_MAGIC: Final = b"kvslot\r\n"
-_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{4 * MAX_UNITS}s")
-_UNITS: Final = tuple(struct.Struct(f"<{count}I") for count in range(MAX_UNITS + 1))
-_RECORD_HEADER_AT: Final = 24
-_RECORD_LAYOUT: Final = np.dtype(
-    [
-        ("magic", "S8"),
-        ("number", "<u8"),
-        ("entry", "<u8"),
-        ("before", f"V{chunk_header.STORED_BYTES_AT}"),
-        ("stored_bytes", "<u8"),
-        ("after", f"V{chunk_header.HEADER_BYTES - chunk_header.STORED_BYTES_AT - 8}"),
-        ("units", "<u4", MAX_UNITS),
-        ("checksum", "<u8"),
-    ]
-)
 _SLAB_BYTES: Final = 1 << 30
 _MAX_SLABS: Final = 64
 """Larger directories have larger slabs, because every slab is an open file."""
@@ -134,68 +114,30 @@ class DiskDirectory:
             return True
         return (found.st_ino, found.st_dev) != self._lock_is
 
-    def records(self, at: int, directories: int) -> Iterator[tuple[int, int, bytes, bytes | None, int, PackedUnits]]:
-        """Number, entry, key, parent, stored bytes and units of every record that reads well. Other entries are free.
+    def records(self, at: int, directories: int) -> Iterator[Found]:
+        """Every record that reads well. Other entries are free.
 
         at, directories: which directory of the tier this is, of how many; entries are the tier's.
-
-        number: counts commits, so what was committed later has the larger one. units: empty where they are not within
-        the room that there is, as after a slab was lost.
         """
-        # Plain tuples of plain bytes: the garbage collector would spend half a second on a hundred thousand records.
         piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
-        records = np.frombuffer(piece, _RECORD_LAYOUT)
-        slot_units, entries = self._geometry.slot_units, CHUNKS_A_SLOT * self.slots
-        unit_bytes = self._geometry.unit_bytes
-        backed = np.zeros(self.slots, bool)
-        for number, nbytes in self._backed.items():
-            first_slot = number * self._slab_slots
-            backed[first_slot : first_slot + nbytes // self._geometry.slot_bytes] = True
-        backed_slots = set(np.nonzero(backed)[0].tolist())
+        entries = CHUNKS_A_SLOT * self.slots
+        backed = [
+            range(number * self._slab_slots, number * self._slab_slots + nbytes // self._geometry.slot_bytes)
+            for number, nbytes in self._backed.items()
+        ]
+        reader = RecordReader(self._geometry, self.slots, backed, at, directories)
         for start in range(0, entries, _RECORDS_AT_ONCE):
             got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
-            found = records[: min(got, entries - start)]
-            if not len(found):
+            count = min(got, entries - start)
+            if not count:
                 return
-            ours = (found["magic"] == _RECORD_MAGIC) & (found["entry"] == np.arange(start, start + len(found)))
-            (here,) = np.nonzero(ours)
-            units = found["units"][here, :slot_units]
-            first = units[:, 0]
-            slots = first // slot_units
-            is_slot = (first % slot_units == 0) & (slots < len(backed)) & backed[np.minimum(slots, len(backed) - 1)]
-            is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
-            stored = found["stored_bytes"][here]
-            counts = (PAGE_BYTES + stored.astype(np.int64) + unit_bytes - 1) // unit_bytes
-            is_slot &= counts == slot_units
-            starts = here * RECORD_BYTES
-            tier_entries = (start + here) * directories + at
-            columns = (tier_entries, starts, found["number"][here], stored, counts, first, is_slot)
-            rows = zip(
-                *(column.tolist() for column in columns),
-                intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
-                strict=True,
-            )
-            data = bytes(piece)  # keys are cut out of it, and a bytearray's would be bytearrays
-            for row, (entry, begins, number, stored_bytes, count, first_unit, is_whole, is_intact) in enumerate(rows):
-                if not is_intact:
-                    continue
-                where: PackedUnits = first_unit
-                if not is_whole:
-                    where = tuple(units[row, :count].tolist())
-                    if count > slot_units or not all(unit // slot_units in backed_slots for unit in where):
-                        where = ()
-                key, parent = names_in(data, begins + _RECORD_HEADER_AT)
-                yield number, entry, key, parent, stored_bytes, where
+            yield from reader.found_in(piece, start, count)
 
-    def header_in(self, entry: int) -> bytes | None:
-        """The chunk's header in this record; None if the record does not read well."""
+    def record_at(self, entry: int) -> bytearray:
+        """The record as it is there; of none, what `header_of` and `shortened` refuse."""
         found = bytearray(RECORD_BYTES)
-        got = self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
-        fields = unseal(found)
-        if got < RECORD_BYTES or fields is None:
-            return None
-        magic, _, place, header, _ = _RECORD.unpack(fields)
-        return bytes(header) if magic == _RECORD_MAGIC and place == entry else None
+        self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
+        return found
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """By entry; neighbours in one call."""
@@ -436,14 +378,6 @@ def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
             if error.errno not in NO_ROOM or most == least:
                 raise
             most = least + (most - least) // step // 2 * step
-
-
-BLANK_RECORD: Final = bytes(RECORD_BYTES)
-
-
-def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
-    """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
-    return seal(_RECORD.pack(_RECORD_MAGIC, number, entry, header, _UNITS[len(units)].pack(*units)))
 
 
 def _version_of(index: Path) -> int | None:

@@ -18,6 +18,7 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.tier import FileLease, FileReservation
 from kv_tiers.tiers.disk_chunks import DiskChunks
 from kv_tiers.tiers.disk_files import File
+from kv_tiers.tiers.disk_record import header_of
 from kv_tiers.tiers.disk_transfer import HeaderPages
 from kv_tiers.tiers.index import Extent, Place
 
@@ -147,7 +148,8 @@ class LentExtents:
         extent = self._chunks.index.extent(entry)
         if not isinstance(extent.units, range):
             return None
-        found = self._chunks.directory(entry).header_in(entry // len(self._chunks.directories))
+        local = entry // len(self._chunks.directories)
+        found = header_of(self._chunks.directory(entry).record_at(local), local)
         header = None if found is None else chunk_header.read_header(found)
         if not isinstance(header, chunk_header.Header) or header.key != key or header.codec:
             return None

@@ -2,21 +2,24 @@
 
 A record is in one of three states: present, wiped but perhaps only in the page cache, or durably absent. Only in the
 last may the bytes be replaced that it vouched for. Wipes are counted: a number per slot says since which wipe no record
-vouches for any part of it, and a number per directory which wipes are durable.
+vouches for any part of it, and a number per directory which wipes are durable. A record that is shortened, because its
+chunk was cut, counts as a wipe for the units that it names no more.
 
 Entry e of the tier is entry e // n of directory e % n, and the same holds for slots. The tier holds its lock around
 every call except those that make writes durable (`sync…`), which any thread may make at any time.
 """
 
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
-from kv_tiers.tiers.disk_directory import BLANK_RECORD, DiskDirectory, pack_record
+from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import File
-from kv_tiers.tiers.index import Place
+from kv_tiers.tiers.disk_record import BLANK_RECORD, Found, pack_record, shortened
+from kv_tiers.tiers.index import Extent, Place, Stored
 from kv_tiers.tiers.space import PackedUnits, pack
 
 
@@ -30,6 +33,7 @@ class ChunkRecords:
         self._syncs = syncs
         self._recorded: dict[int, PackedUnits] = {}
         """By entry that has a record: the units that it names, of its directory."""
+        self._shortened: set[int] = set()  # entries whose record names less than it once did
         self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
         slots = max(directory.slots for directory in directories) * len(directories)
         # Takes memory where it is written to.
@@ -42,36 +46,39 @@ class ChunkRecords:
         """By directory: wipes up to this number are durable."""
         self._next_number = 0
 
-    def take_over(self) -> Iterator[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]:
-        """Key, parent, entry, stored bytes and units of every recorded chunk, those worth least first. Once.
+    def take_over(self, *, cut: bool) -> Iterator[Stored]:
+        """Every recorded chunk, those worth least first. Once.
+
+        cut: those too of which only first parts are left; else they are wiped.
 
         Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
         """
         count = len(self._directories)
         found = [record for at, directory in enumerate(self._directories) for record in directory.records(at, count)]
         found.sort(reverse=True)
-        self._recorded = {record[1]: record[5] for record in found}
-        self._next_number = found[0][0] + 1 if found else 0
+        self._recorded = {record.entry: record.units for record in found}
+        self._next_number = found[0].number + 1 if found else 0
         entry_of: dict[bytes | None, int] = {}
-        live = {}
+        live: dict[int, Found] = {}
         take = [_Taken(self._slot_units).take for _ in self._directories]
         for record in found:
-            _, entry, key, _, _, units = record
-            if key in entry_of or units == () or not take[entry % count](units):
+            _, entry, key, _, _, units, _, share = record
+            is_unusable = units == () or (share > 1 and not cut)
+            if key in entry_of or is_unusable or not take[entry % count](units):
                 self._stale.add(entry)
                 continue
             entry_of[key], live[entry] = entry, record
         self.wipe(())
-        number_of = {entry: record[0] for entry, record in live.items()}
-        parent_of = {entry: entry_of.get(record[3], NO_PARENT) for entry, record in live.items()}
-        keys = {entry: ChunkKey(record[2]) for entry, record in live.items()}
+        number_of = {entry: record.number for entry, record in live.items()}
+        parent_of = {entry: entry_of.get(record.parent, NO_PARENT) for entry, record in live.items()}
+        keys = {entry: ChunkKey(record.key) for entry, record in live.items()}
         for entry in slots_least_worth_first(number_of, parent_of):
-            _, _, _, parent, stored_bytes, units = live[entry]
+            _, _, _, parent, stored_bytes, units, decoded_bytes, share = live[entry]
             # Its parent's own object, where that is here: half as many, and equal at a glance.
             parent_key = keys.get(parent_of[entry])
             if parent_key is None and parent is not None:
                 parent_key = ChunkKey(parent)
-            yield keys[entry], parent_key, entry, stored_bytes, units
+            yield Stored(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
 
     def write(self, chunks: Iterable[tuple[Place, bytes]]) -> None:
         """Vouch for the chunks whose headers and payloads are in their places."""
@@ -80,15 +87,23 @@ class ChunkRecords:
         for (_, entry, (units, _)), header in chunks:
             self._recorded[entry] = pack(units)
             self._stale.discard(entry)
+            self._shortened.discard(entry)
             local, at = divmod(entry, count)
             records.setdefault(at, []).append((local, pack_record(local, self._next_number, header, units)))
             self._next_number += 1
         for at, those in records.items():
             self._directories[at].write_records(those)
 
-    def wipe(self, entries: Iterable[int]) -> None:
-        """No restart of this process finds what these entries, and those where it failed before, had a record of."""
+    def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
+        """No restart of this process finds what these entries, and those where it failed before, had a record of.
+
+        cut: entries of which a restart finds less than before: the share of `index.CUTS` that is left, and where it is.
+            Of an entry whose record cannot be shortened it finds nothing.
+        """
         self._stale.update(self._recorded.keys() & entries)
+        if cut:
+            recorded = self._recorded.keys() - self._stale
+            self._shorten({entry: left for entry, left in cut.items() if entry in recorded})
         if not self._stale:
             return
         count, stale = len(self._directories), self._stale
@@ -99,15 +114,44 @@ class ChunkRecords:
         # Counted when it is done: the thread that makes records durable reads the count first.
         self._wipes += 1
         for entry in stale:
-            units = self._recorded.pop(entry, ())
-            for slot in self._slots(entry, units) if self._syncs else ():
-                self._wiped[slot] = self._wipes
+            self._note_wiped(entry, self._recorded.pop(entry, ()))
         self._stale = set()
+
+    def _shorten(self, cut: Mapping[int, tuple[int, Extent]]) -> None:
+        """Write the records anew, for what is left. Those of which that was not done are stale."""
+        self._stale.update(cut)
+        count = len(self._directories)
+        for at, directory in enumerate(self._directories):
+            records = {}
+            for entry, (share, (units, _)) in cut.items():
+                if entry % count == at:
+                    local = entry // count
+                    record = shortened(directory.record_at(local), local, share, units)
+                    if record is not None:
+                        records[entry] = record
+            if not records:
+                continue
+            directory.write_records([(entry // count, record) for entry, record in records.items()])
+            self._last_wipe[at] = self._wipes + 1
+            self._wipes += 1
+            for entry in records:
+                self._note_wiped(entry, self._recorded[entry])
+                self._recorded[entry] = pack(cut[entry][1].units)
+            self._stale.difference_update(records)
+            self._shortened.update(records)
+
+    def _note_wiped(self, entry: int, units: PackedUnits) -> None:
+        """The wipe that was counted last was of a record of this entry that named these."""
+        for slot in self._slots(entry, units) if self._syncs else ():
+            self._wiped[slot] = self._wipes
 
     def mend(self) -> None:
         """After a sync that failed: write anew what may not have reached the medium, and try it."""
         doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
         if doubted:
+            # A record that was shortened may be the longer one again: it is given up.
+            self._stale.update(self._shortened & self._recorded.keys())
+            self._shortened.clear()
             # Any wipe since the start may be among it, of any entry that has no record now. Records are not: the stores
             # that they belong to have failed.
             for directory_number, directory in enumerate(self._directories):

@@ -16,7 +16,18 @@ from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.tier import ANY_CHUNKS, RankedChunk, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import (
+    ANY_CHUNKS,
+    RankedChunk,
+    Read,
+    Tier,
+    TierContext,
+    TierUsage,
+    WhenFull,
+    Write,
+    checked,
+    encoded_bytes,
+)
 from kv_tiers.tiers.index import Extent, ExtentIndex
 from kv_tiers.tiers.space import Geometry, runs
 
@@ -31,6 +42,8 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     capacity_bytes: int
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy."""
+    when_full: WhenFull = "drop_chunks"
+    """drop_parts: as for the disk tier."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -48,7 +61,8 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
     pool = HostPool.anonymous("dram", context.chunk_bytes, slots)
-    return DramTier(pool, make_policy(config.policy, slots), bounded=context.bounded)
+    drops_parts = config.when_full == "drop_parts"
+    return DramTier(pool, make_policy(config.policy, slots), bounded=context.bounded, drops_parts=drops_parts)
 
 
 def _slots_for(config: DramConfig, context: TierContext) -> int:
@@ -64,15 +78,23 @@ class DramTier:
     holds_is_local = True
 
     def __init__(
-        self, pool: HostPool, policy: EvictionPolicy, *, name: str = "dram", bounded: BoundedGroups | None = None
+        self,
+        pool: HostPool,
+        policy: EvictionPolicy,
+        *,
+        name: str = "dram",
+        bounded: BoundedGroups | None = None,
+        drops_parts: bool = False,
     ) -> None:
         """pool: anonymous, with slots of the size of the host pool's. The tier closes it.
         bounded: as for `TierContext`.
+        drops_parts: as for `ExtentIndex`.
         """
         self.name = name
         self._pool = pool
         self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
-        self._index = ExtentIndex([pool.slots], Geometry(self._unit_bytes, _SLOT_UNITS), policy, bounded=bounded)
+        geometry = Geometry(self._unit_bytes, _SLOT_UNITS)
+        self._index = ExtentIndex([pool.slots], geometry, policy, bounded=bounded, drops_parts=drops_parts)
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 
@@ -93,7 +115,8 @@ class DramTier:
         if not writes:
             return []
         sizes = [write.stored_bytes for write in writes]
-        places, _ = self._index.reserve([write.key for write in writes], sizes, writes[0].parent)
+        decoded = [encoded_bytes(write) for write in writes]
+        places, _, _ = self._index.reserve([write.key for write in writes], sizes, writes[0].parent, decoded)
         outcomes: list[StoreOutcome] = []
         for write, place in zip(writes, places, strict=True):
             if place is not None:
@@ -132,7 +155,8 @@ class DramTier:
     def usage(self) -> TierUsage:
         used_bytes = self._index.used_units * self._unit_bytes
         capacity_bytes = self._pool.slots * self._pool.slot_bytes
-        return TierUsage(self._index.chunks, used_bytes, capacity_bytes, by_group=self._index.by_group())
+        by_group, cut = self._index.by_group(), self._index.chunks_cut
+        return TierUsage(self._index.chunks, used_bytes, capacity_bytes, by_group=by_group, cut_chunks=cut)
 
     def close(self) -> None:
         with self._closing:

@@ -7,16 +7,24 @@ follows parents so that heads do not leave before their tails. Windows and state
 
 A chunk has an *entry*, a number that identifies it, and an *extent*, the units of its payload. A tier may have several
 media (directories): entry e and its units belong to medium e % n.
+
+A tier that drops parts makes room by cutting chunks before it evicts any: of an encoded chunk the first units stay, and
+the others are free, so no byte is moved. What is left is as long as a reader of first parts may ask for
+(`cut_bytes`), and the chunk's entry remains.
 """
 
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kv_core.keys import ChunkKey
 
+from kv_tiers import chunk_header
+from kv_tiers.codec import PREFIX_SHARES
 from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
+from kv_tiers.eviction.parts import PartsPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.ranking import most_worth_first
@@ -28,11 +36,46 @@ _GROWS_BY: Final = 1024
 """Entries for which room is made at a time, at least."""
 
 
+CUTS: Final = (1, *PREFIX_SHARES)
+"""How a chunk becomes smaller: whole, then one of so many equal shares of its size, and then one of more."""
+
+
+def cut_bytes(decoded_bytes: int, share: int) -> int:
+    """The size of what is left of a payload that was cut. decoded_bytes: the chunk's. share: of `CUTS`, but not 1."""
+    return chunk_header.prefix_bytes(decoded_bytes // share, decoded_bytes)
+
+
 class Extent(NamedTuple):
-    """Where a payload is. units: of its entry's medium, in the order of the bytes. stored_bytes: the payload's size."""
+    """Where a payload is. units: of its entry's medium, in the order of the bytes. stored_bytes: the payload's size, or
+    of what is left of it."""
 
     units: Sequence[int]
     stored_bytes: int
+
+
+class Stored(NamedTuple):
+    """A chunk that was there before. share: of `CUTS`, what is left of it. decoded_bytes: as for `reserve`."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    entry: int
+    stored_bytes: int
+    units: PackedUnits
+    decoded_bytes: int = 0
+    share: int = 1
+
+
+class Room(NamedTuple):
+    """What was done to make room.
+
+    places: for each chunk, unless there is none for it.
+    evicted: entries whose chunks have left.
+    cut: entries of which less is stored than before, and the share of `CUTS` that is left.
+    """
+
+    places: list["Place | None"]
+    evicted: list[int]
+    cut: dict[int, int]
 
 
 class Place(NamedTuple):
@@ -41,6 +84,35 @@ class Place(NamedTuple):
     key: ChunkKey
     entry: int
     extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class _Protected:
+    """Entries that must not leave. Parts of them may be dropped."""
+
+    entries: set[int]
+    parts: PartsPolicy | None
+
+    def __contains__(self, entry: object) -> bool:
+        if not isinstance(entry, int) or entry not in self.entries:
+            return False
+        return self.parts is None or self.parts.is_lowest(entry)
+
+
+@dataclass(slots=True)
+class _Search:
+    """For room, in one call.
+
+    protected: entries that must stay.
+    skipped: those of them that were met, and are put back in the policy's order when the call ends.
+    evicted: as for `Room`.
+    cut: entries of which less is stored than before; they may have been evicted since.
+    """
+
+    protected: _Protected
+    skipped: set[int] = field(default_factory=set)
+    evicted: list[int] = field(default_factory=list)
+    cut: set[int] = field(default_factory=set)
 
 
 class ExtentIndex:
@@ -54,10 +126,12 @@ class ExtentIndex:
         *,
         overhead_bytes: int = 0,
         bounded: BoundedGroups | None = None,
+        drops_parts: bool = False,
     ) -> None:
         """slots: of each medium.
         overhead_bytes: what the medium stores with each payload.
         bounded: as for `TierContext`.
+        drops_parts: cut chunks before any is evicted. Only for readers of first parts.
         """
         self.slots = sum(slots)
         self._media = len(slots)
@@ -66,7 +140,10 @@ class ExtentIndex:
         self._let_go = threading.Condition(self._lock)
         self._bounded = BoundedGroups() if bounded is None else bounded
         self._policy = CoveragePolicy(policy, self._bounded)
-        self._residency = Residency(0, self._policy)
+        self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
+        self._residency = Residency(0, self._parts or self._policy)
+        self._decoded_bytes: dict[int, int] = {}  # of the chunks that can be cut
+        self._cut: dict[int, int] = {}  # entries of which less is left than was stored, and the share of `CUTS` that is
         self._parents: list[ChunkKey | None] = []
         self._stored_bytes = array("q")
         self._units: list[PackedUnits] = []
@@ -84,6 +161,11 @@ class ExtentIndex:
     def chunks(self) -> int:
         return self._residency.chunks_resident
 
+    @property
+    def chunks_cut(self) -> int:
+        """Chunks of which less is left than was stored."""
+        return len(self._cut)
+
     def by_group(self) -> tuple[int, ...]:
         """As for `TierUsage`."""
         with self._lock:
@@ -100,15 +182,16 @@ class ExtentIndex:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Iterable[tuple[ChunkKey, ChunkKey | None, int, int, PackedUnits]]) -> None:
-        """Take over (key, parent, entry, stored bytes, units) that were there before, those worth least first. Of an
-        idle index."""
+    def adopt(self, chunks: Iterable[Stored]) -> None:
+        """Take over those that were there before, those worth least first. Of an idle index."""
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
             self._forget_places()
             self._withheld = None
-            for key, parent, entry, stored_bytes, units in chunks:
+            self._decoded_bytes.clear()
+            self._cut.clear()
+            for key, parent, entry, stored_bytes, units, decoded_bytes, share in chunks:
                 number, medium = divmod(entry, self._media)
                 taken[medium].append(units)
                 used[medium].add(number)
@@ -116,6 +199,11 @@ class ExtentIndex:
                 self._residency.adopt(key, entry)
                 self._parents[entry] = parent
                 self._units[entry], self._stored_bytes[entry] = units, stored_bytes
+                if self._parts is not None and decoded_bytes:
+                    self._decoded_bytes[entry] = decoded_bytes
+                    if share > 1:
+                        self._parts.lower(entry, CUTS.index(share))
+                        self._cut[entry] = share
             for medium, space in enumerate(self._spaces):
                 space.adopt(taken[medium])
                 self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
@@ -145,32 +233,36 @@ class ExtentIndex:
             self._notify()
 
     def reserve(
-        self, keys: Sequence[ChunkKey], stored_bytes: Sequence[int], parent: ChunkKey | None
-    ) -> tuple[list[Place | None], list[int]]:
+        self,
+        keys: Sequence[ChunkKey],
+        stored_bytes: Sequence[int],
+        parent: ChunkKey | None,
+        decoded_bytes: Sequence[int] = (),
+    ) -> Room:
         """Room for payloads of these sizes, for those of `keys` that are neither here nor arriving; None for the
         others, and for all after the first that finds no room (`holds_or_writes` tells them apart). In the prompt's
-        order; `parent` is the first's. Also the entries of all that was evicted for it.
+        order; `parent` is the first's.
 
-        A chunk never makes room for its own descendants.
+        decoded_bytes: sizes of the chunks whose payloads can be cut, 0 for the others; empty: none can.
+
+        A chunk never leaves for its own descendants, but parts of it may be dropped for them.
         """
         places: list[Place | None] = []
-        evicted: list[int] = []
         with self._lock:
             _, here = self._residency.resident(keys)
-            protected = {*self._entries_above(parent), *here}
-            skipped: set[int] = set()
+            search = _Search(_Protected({*self._entries_above(parent), *here}, self._parts))
             missing = set(self._residency.not_held(keys))
-            for key, nbytes in zip(keys, stored_bytes, strict=True):
+            for at, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
                 place = None
                 if key in missing:
-                    place = self._room(key, nbytes, protected, skipped, evicted)
+                    place = self._room(key, nbytes, search)
                     missing.discard(key) if place is not None else missing.clear()
                 places.append(place)
+                if place is not None and self._parts is not None and decoded_bytes and decoded_bytes[at]:
+                    self._decoded_bytes[place.entry] = decoded_bytes[at]
             taken = [place for place in places if place is not None]
             self._residency.reserve([place.key for place in taken], [place.entry for place in taken])
-            if skipped:
-                self._residency.reinsert(sorted(skipped))
-        return places, evicted
+            return self._ended(search, places)
 
     def holds_or_writes(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -204,29 +296,30 @@ class ExtentIndex:
                 self._free(place.entry)
             self._notify()
 
-    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> list[int]:
-        """Keep this many slots free ahead of demand, unless some were never used. Returns the entries that were evicted
-        for it.
+    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> Room:
+        """Keep this many slots free ahead of demand, unless some were never used.
 
         parent: of the chunk that is being stored; nothing of its prompt is evicted.
         """
         with self._lock:
             if any(space.has_untouched() for space in self._spaces):
-                return []
-            skipped: set[int] = set()
-            emptied: list[int] = []
+                return Room([], [], {})
+            search = _Search(_Protected(set(), self._parts))
             wanted = free_slots * self._geometry.slot_units
             missing = wanted - sum(space.free_units for space in self._spaces)
-            protected = set(self._entries_above(parent)) if missing > 0 else set()
-            while missing > 0 and (entry := self._residency.victim(protected, skipped)) is not None:
+            if missing > 0:
+                search.protected.entries.update(self._entries_above(parent))
+            while missing > 0 and (entry := self._residency.victim(search.protected, search.skipped)) is not None:
+                units = len(self.extent(entry).units)
+                if self._shrink(entry, search.cut, last=True):
+                    missing -= units - len(self.extent(entry).units)
+                    continue
                 self._empty(entry)
-                missing -= len(self.extent(entry).units)
+                missing -= units
                 # Taken last: whatever must happen to it first gets the time for it.
                 self._free(entry, last=True)
-                emptied.append(entry)
-            if skipped:
-                self._residency.reinsert(sorted(skipped))
-            return emptied
+                search.evicted.append(entry)
+            return self._ended(search, [])
 
     def withhold(self, places: Sequence[Place]) -> None:
         """Abort these for want of space on the medium: neither they nor room never used are given until `resume`."""
@@ -305,9 +398,7 @@ class ExtentIndex:
         self._free_entries = [[] for _ in self._spaces]
         self._untouched_entries = [0] * self._media
 
-    def _room(
-        self, key: ChunkKey, stored_bytes: int, protected: set[int], skipped: set[int], evicted: list[int]
-    ) -> Place | None:
+    def _room(self, key: ChunkKey, stored_bytes: int, search: _Search) -> Place | None:
         units = self._geometry.units_for(self._overhead_bytes + stored_bytes)
         while True:
             for turn in range(self._turn, self._turn + self._media):
@@ -320,16 +411,49 @@ class ExtentIndex:
                 self._turn = medium + 1
                 self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
                 return Place(key, entry, Extent(taken, stored_bytes))
-            victim = self._residency.victim(protected, skipped)
+            victim = self._residency.victim(search.protected, search.skipped)
             if victim is None:
                 return None
+            if self._shrink(victim, search.cut):
+                continue
             self._empty(victim)
-            evicted.append(victim)
+            search.evicted.append(victim)
             first = self._units[victim]
             if units == self._geometry.slot_units and isinstance(first, int):
+                self._decoded_bytes.pop(victim, None)
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
                 return Place(key, victim, Extent(range(first, first + units), stored_bytes))
             self._free(victim)
+
+    def _ended(self, search: _Search, places: list[Place | None]) -> Room:
+        if search.skipped:
+            self._residency.reinsert(sorted(search.skipped))
+        # Without those that left after all, whatever their entries are for now.
+        cut = {entry: share for entry in search.cut if (share := self._cut.get(entry)) is not None}
+        return Room(places, search.evicted, cut)
+
+    def _shrink(self, entry: int, cut: set[int], *, last: bool = False) -> bool:
+        """Drop the next part of the victim instead of evicting it, or at least its turn. False: it has had all of them.
+
+        cut: receives it if units are free by it. last: as for `Space.give`.
+        """
+        if self._parts is None or self._parts.is_lowest(entry):
+            return False
+        step = self._parts.step(entry) + 1
+        decoded_bytes = self._decoded_bytes.get(entry, 0)
+        if not decoded_bytes:
+            self._parts.lower(entry, len(CUTS) - 1)
+            return True
+        self._parts.lower(entry, step)
+        kept_bytes = cut_bytes(decoded_bytes, CUTS[step])
+        units = tuple(self.extent(entry).units)  # and no range, which would be a whole slot
+        kept = self._geometry.units_for(self._overhead_bytes + kept_bytes)
+        if kept_bytes < self._stored_bytes[entry] and kept < len(units):
+            self._spaces[entry % self._media].give(units[kept:], last=last)
+            self._units[entry], self._stored_bytes[entry] = units[:kept], kept_bytes
+            self._cut[entry] = CUTS[step]
+            cut.add(entry)
+        return True
 
     def _empty(self, entry: int) -> None:
         """Evict this one."""
@@ -361,6 +485,8 @@ class ExtentIndex:
 
     def _free(self, entry: int, *, last: bool = False) -> None:
         number, medium = divmod(entry, self._media)
+        self._decoded_bytes.pop(entry, None)
+        self._cut.pop(entry, None)
         self._spaces[medium].give(self.extent(entry).units, last=last)
         self._free_entries[medium].append(number)
 

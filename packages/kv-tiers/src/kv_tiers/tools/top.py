@@ -11,6 +11,7 @@ from kv_tiers.server.report import CacheReport, Report, TierReport
 class TierRow:
     """chunks: each once, however many groups and shards are stored of it, if the tier says which.
     by_group: of each group of layers; empty if it does not say.
+    cut_chunks: of which only first parts are left, every group and shard counted.
     in_bytes_s, out_bytes_s: stored there and loaded from there a second, None while that is not known.
     """
 
@@ -23,6 +24,7 @@ class TierRow:
     out_bytes_s: float | None
     waiting_chunks: int
     by_group: tuple[int, ...] = ()
+    cut_chunks: int = 0
 
     @property
     def is_up(self) -> bool:
@@ -110,6 +112,7 @@ def _tier_row(tier: TierReport, before: TierReport | None, nbytes: float, second
         None if before is None else (tier.loaded - before.loaded) * nbytes / seconds,
         tier.waiting + tier.under_way,
         tier.by_group,
+        tier.cut_chunks,
     )
 
 

@@ -148,7 +148,8 @@ def _plain(text: str) -> Text:
 
 def _chunks(tier: TierRow) -> str:
     by_group = f" ({' / '.join(f'{chunks:,}' for chunks in tier.by_group)})" if len(tier.by_group) > 1 else ""
-    return "–" if tier.chunks is None else f"{tier.chunks:,}{by_group}"
+    cut = f", {tier.cut_chunks:,} cut" if tier.cut_chunks else ""
+    return "–" if tier.chunks is None else f"{tier.chunks:,}{by_group}{cut}"
 
 
 def _bar(tier: TierRow) -> str:

@@ -287,6 +287,7 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         "Chunks that the tier holds of a group of layers, each once, if it says.",
         labels=(*labels, "group"),
     )
+    cut = GaugeMetricFamily("kv_tier_cut_chunks", "Those of which only first parts are left.", labels=labels)
     used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
     capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
     queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue before the tier.", labels=labels)
@@ -305,6 +306,7 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         full.add_metric(place, float(state.health is Health.FULL))
         for family, value in (
             (chunks, state.usage.chunks),
+            (cut, None if state.usage.chunks is None else state.usage.cut_chunks),
             (used, state.usage.used_bytes),
             (capacity, state.usage.capacity_bytes),
         ):
@@ -319,7 +321,7 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
         downs[place], lost[place] = state.lane.downs, state.spill.lost
         unread[place], approximate[place] = state.lane.read_failed, state.lane.approximate
-    yield from (healthy, full, chunks, of_group, used, capacity, queued, speed, waiting)
+    yield from (healthy, full, chunks, of_group, cut, used, capacity, queued, speed, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
     yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")

@@ -1,0 +1,74 @@
+"""Eviction in steps: chunks that can lose their last parts become smaller before any chunk leaves.
+
+Each step has its own order. Chunks that are whole are ranked by the tier's policy; those that became smaller by their
+last use, because a policy that learns from whole prompts would be misled by what is left of them. Victims come from the
+first order that has any, so every chunk takes the first step before any takes the second, and leaves only after the
+last.
+"""
+
+from collections.abc import Sequence
+
+from kv_core.keys import ChunkKey
+
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.eviction.policy import EvictionPolicy
+
+
+class PartsPolicy:
+    """An `EvictionPolicy` around another."""
+
+    def __init__(self, policy: EvictionPolicy, steps: int) -> None:
+        """steps: how often a chunk can be lowered."""
+        self._orders: list[EvictionPolicy] = [policy, *(LruPolicy() for _ in range(steps))]
+        self._step_of: dict[int, int] = {}  # of the slots that were lowered
+
+    def step(self, slot: int) -> int:
+        """How often this chunk was lowered."""
+        return self._step_of.get(slot, 0)
+
+    def is_lowest(self, slot: int) -> bool:
+        """Whether it was lowered as often as it can be."""
+        return self.step(slot) == len(self._orders) - 1
+
+    def lower(self, slot: int, step: int) -> None:
+        """Rank this chunk, which is not excluded, among those of a later step from now on."""
+        self.removed(slot)
+        self._step_of[slot] = step
+        self._orders[step].added((), [slot])
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._orders[0].added(keys, slots)
+
+    def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for step, its_keys, its_slots in self._by_step(keys, slots):
+            self._orders[step].used(its_keys, its_slots)
+
+    def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for step, its_keys, its_slots in self._by_step(keys, slots):
+            self._orders[step].extended(its_keys, its_slots)
+
+    def removed(self, slot: int) -> None:
+        self._orders[self._step_of.pop(slot, 0)].removed(slot)
+
+    def victim(self) -> int | None:
+        return next((slot for order in self._orders if (slot := order.victim()) is not None), None)
+
+    def exclude(self, slot: int) -> None:
+        self._orders[self.step(slot)].exclude(slot)
+
+    def reinsert(self, slots: Sequence[int]) -> None:
+        for step, _, its_slots in self._by_step((), slots):
+            self._orders[step].reinsert(its_slots)
+
+    def _by_step(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int]
+    ) -> list[tuple[int, Sequence[ChunkKey], Sequence[int]]]:
+        """Steps, and their chunks. keys: of the slots, and perhaps further ones of the prompt; or none."""
+        if self._step_of.keys().isdisjoint(slots):
+            return [(0, keys, slots)] if slots else []
+        found: list[tuple[int, Sequence[ChunkKey], Sequence[int]]] = []
+        for step in range(len(self._orders)):
+            at = [number for number, slot in enumerate(slots) if self.step(slot) == step]
+            if at:
+                found.append((step, [keys[number] for number in at] if keys else (), [slots[number] for number in at]))
+        return found

@@ -1,0 +1,166 @@
+"""The records in a disk tier's index file: what one says, and reading many at a time.
+
+    record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
+
+The magic says how much of the payload is there: all of it, its first half or its first quarter (`index.CUTS`). A
+release that knows no cut chunks takes a record of one for none.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kv_tiers import chunk_header
+from kv_tiers.chunk_header import names_in
+from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.sealed import intact, seal, unseal
+from kv_tiers.tiers.index import CUTS, cut_bytes
+from kv_tiers.tiers.space import MAX_UNITS, Geometry, PackedUnits
+
+RECORD_BYTES: Final = 512
+BLANK_RECORD: Final = bytes(RECORD_BYTES)
+
+_MAGIC_OF: Final = dict(zip(CUTS, (b"kvslot\r\n", b"kvhalf\r\n", b"kvquar\r\n"), strict=True))
+_SHARE_OF: Final = {magic: share for share, magic in _MAGIC_OF.items()}
+_RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{4 * MAX_UNITS}s")
+_UNITS: Final = tuple(struct.Struct(f"<{count}I") for count in range(MAX_UNITS + 1))
+_HEADER_AT: Final = 24
+_LAYOUT: Final = np.dtype(
+    {
+        "names": ["magic", "number", "entry", "decoded_bytes", "stored_bytes", "units"],
+        "formats": ["S8", "<u8", "<u8", "<u8", "<u8", ("<u4", MAX_UNITS)],
+        "offsets": [
+            0,
+            8,
+            16,
+            _HEADER_AT + chunk_header.DECODED_BYTES_AT,
+            _HEADER_AT + chunk_header.STORED_BYTES_AT,
+            _HEADER_AT + chunk_header.HEADER_BYTES,
+        ],
+        "itemsize": RECORD_BYTES,
+    }
+)
+
+
+class Found(NamedTuple):
+    """What a record says. It is compared by its number, which is larger for chunks stored later.
+
+    entry: of the tier.
+    key, parent: bytes for `ChunkKey`.
+    stored_bytes: of the payload, or of what is left of it.
+    units: empty where they are not within the room that there is, as after a slab was lost.
+    decoded_bytes: size of the chunk; 0 if it is stored as it is, and cannot be cut.
+    share: of `CUTS`.
+    """
+
+    number: int
+    entry: int
+    key: bytes
+    parent: bytes | None
+    stored_bytes: int
+    units: PackedUnits
+    decoded_bytes: int
+    share: int
+
+
+def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
+    """entry: of its directory. header: the chunk's own (`kv_tiers.chunk_header`). units: where its payload is."""
+    return seal(_RECORD.pack(_MAGIC_OF[1], number, entry, header, _UNITS[len(units)].pack(*units)))
+
+
+def shortened(record: bytes | bytearray, entry: int, share: int, units: Sequence[int]) -> bytes | None:
+    """The same record for a chunk of which only this share is left, in these units. None: it does not read well."""
+    fields = unseal(record)
+    if fields is None:
+        return None
+    magic, number, place, header, _ = _RECORD.unpack(fields)
+    if magic not in _SHARE_OF or place != entry:
+        return None
+    return seal(_RECORD.pack(_MAGIC_OF[share], number, entry, header, _UNITS[len(units)].pack(*units)))
+
+
+def header_of(record: bytes | bytearray, entry: int) -> bytes | None:
+    """The header of the whole chunk that this record is of; None if there is none, or it does not read well."""
+    fields = unseal(record)
+    if fields is None:
+        return None
+    magic, _, place, header, _ = _RECORD.unpack(fields)
+    return bytes(header) if magic == _MAGIC_OF[1] and place == entry else None
+
+
+class RecordReader:
+    """Reads the records of one directory of a tier."""
+
+    def __init__(self, geometry: Geometry, slots: int, backed: Iterable[range], at: int, directories: int) -> None:
+        """slots: of the directory. backed: those that have room on the medium. at, directories: which directory of the
+        tier this is, of how many.
+        """
+        self._geometry = geometry
+        self._backed = np.zeros(slots, bool)
+        for run in backed:
+            self._backed[run.start : run.stop] = True
+        self._backed_slots = set(np.nonzero(self._backed)[0].tolist())
+        self._at, self._directories = at, directories
+
+    def found_in(self, piece: bytearray, start: int, count: int) -> Iterator[Found]:
+        """Of the first `count` records in this memory, those that read well. start: the entry of the first."""
+        # The garbage collector would spend half a second on a hundred thousand records of other than plain objects.
+        slot_units, unit_bytes = self._geometry.slot_units, self._geometry.unit_bytes
+        found = np.frombuffer(piece, _LAYOUT)[:count]
+        ours = np.isin(found["magic"], list(_SHARE_OF)) & (found["entry"] == np.arange(start, start + count))
+        (here,) = np.nonzero(ours)
+        shares = [_SHARE_OF[magic] for magic in found["magic"][here].tolist()]
+        decoded, stored = found["decoded_bytes"][here].astype(np.int64), found["stored_bytes"][here].astype(np.int64)
+        encoded = np.where(stored < decoded, decoded, 0)
+        for row, share in enumerate(shares):
+            if share > 1:
+                stored[row] = min(stored[row], cut_bytes(int(decoded[row]), share))
+        units = found["units"][here, :slot_units]
+        first = units[:, 0]
+        slots = first // slot_units
+        last_slot = len(self._backed) - 1
+        is_slot = (first % slot_units == 0) & (slots <= last_slot) & self._backed[np.minimum(slots, last_slot)]
+        is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
+        counts = (PAGE_BYTES + stored + unit_bytes - 1) // unit_bytes
+        is_slot &= counts == slot_units
+        starts = here * RECORD_BYTES
+        columns = (
+            (start + here) * self._directories + self._at,
+            starts,
+            found["number"][here],
+            stored,
+            counts,
+            first,
+            is_slot,
+            encoded,
+        )
+        rows = zip(
+            *(column.tolist() for column in columns),
+            shares,
+            intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
+            strict=True,
+        )
+        data = bytes(piece)  # keys are cut out of it, and a bytearray's would be bytearrays
+        for row, (
+            entry,
+            begins,
+            number,
+            stored_bytes,
+            count_,
+            first_unit,
+            is_whole,
+            chunk,
+            share,
+            is_intact,
+        ) in enumerate(rows):
+            if not is_intact:
+                continue
+            where: PackedUnits = first_unit
+            if not is_whole:
+                where = tuple(units[row, :count_].tolist())
+                if count_ > slot_units or not all(unit // slot_units in self._backed_slots for unit in where):
+                    where = ()
+            key, parent = names_in(data, begins + _HEADER_AT)
+            yield Found(number, entry, key, parent, stored_bytes, where, chunk, share)
