@@ -30,7 +30,7 @@ from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
-from kv_tiers.tiers.index import CUTS, cut_bytes
+from kv_tiers.tiers.extents import CUTS, cut_bytes
 
 CONTEXT = TierContext(9000, 12288, "crash")
 FORMAT = chunk_header.format_id("crash")
@@ -113,7 +113,7 @@ class Known:
             self.discarding = set(map(int, numbers))
 
     def check(self, tier: DiskTier) -> Counter[int]:
-        """Raise unless what the tier holds is right; how many chunks of each share that is (`index.CUTS`)."""
+        """Raise unless what the tier holds is right; how many chunks of each share that is (`extents.CUTS`)."""
         found = {number for number, held in enumerate(tier.holds(KEYS)) if held}
         assert tier.usage().chunks == len(found), "chunks are found that nobody ever stored"
         assert found <= self.held | self.storing, "chunks are found that were not there"

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.tiers.index import Extent, ExtentIndex, Place
+from kv_tiers.tiers.extents import Extent, Place
+from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import MAX_UNITS, Geometry, Space, pack, runs
 
 PAGE = 4096

@@ -54,7 +54,7 @@ from kv_tiers.tiers.disk_directory import check_place
 from kv_tiers.tiers.disk_extents import LentExtents
 from kv_tiers.tiers.disk_files import NO_ROOM, File
 from kv_tiers.tiers.disk_transfer import Carried
-from kv_tiers.tiers.index import Place
+from kv_tiers.tiers.extents import Place
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
 """Errors of devices and file systems for bytes that cannot be read, where others perhaps can."""

@@ -27,7 +27,8 @@ from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes, free_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES
 from kv_tiers.tiers.disk_records import ChunkRecords
 from kv_tiers.tiers.disk_transfer import Carried, HeaderPages, Run, Segment, bytes_in_files, new_filler, runs_of
-from kv_tiers.tiers.index import Extent, ExtentIndex, Place
+from kv_tiers.tiers.extents import Extent, Place
+from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry
 
 _log = limited_logger(__name__)

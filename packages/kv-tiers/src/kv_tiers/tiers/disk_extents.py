@@ -20,7 +20,7 @@ from kv_tiers.tiers.disk_chunks import DiskChunks
 from kv_tiers.tiers.disk_files import File
 from kv_tiers.tiers.disk_record import header_of
 from kv_tiers.tiers.disk_transfer import HeaderPages
-from kv_tiers.tiers.index import Extent, Place
+from kv_tiers.tiers.extents import Extent, Place
 
 
 @dataclass(frozen=True, slots=True)

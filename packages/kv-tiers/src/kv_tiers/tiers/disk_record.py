@@ -2,7 +2,7 @@
 
     record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
 
-The magic says how much of the payload is there: all of it, its first half or its first quarter (`index.CUTS`). A
+The magic says how much of the payload is there: all of it, its first half or its first quarter (`extents.CUTS`). A
 release that knows no cut chunks takes a record of one for none.
 """
 
@@ -16,7 +16,7 @@ from kv_tiers import chunk_header
 from kv_tiers.chunk_header import names_in
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.sealed import intact, seal, unseal
-from kv_tiers.tiers.index import CUTS, cut_bytes
+from kv_tiers.tiers.extents import CUTS, cut_bytes
 from kv_tiers.tiers.space import MAX_UNITS, Geometry, PackedUnits
 
 RECORD_BYTES: Final = 512

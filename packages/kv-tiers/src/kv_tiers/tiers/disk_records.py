@@ -19,7 +19,7 @@ from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import File
 from kv_tiers.tiers.disk_record import BLANK_RECORD, Found, pack_record, shortened
-from kv_tiers.tiers.index import Extent, Place, Stored
+from kv_tiers.tiers.extents import Extent, Place, Stored
 from kv_tiers.tiers.space import PackedUnits, pack
 
 
@@ -97,8 +97,8 @@ class ChunkRecords:
     def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
         """No restart of this process finds what these entries, and those where it failed before, had a record of.
 
-        cut: entries of which a restart finds less than before: the share of `index.CUTS` that is left, and where it is.
-            Of an entry whose record cannot be shortened it finds nothing.
+        cut: entries of which a restart finds less than before: the share of `extents.CUTS` that is left, and where. Of
+            one whose record cannot be shortened it finds nothing.
         """
         self._stale.update(self._recorded.keys() & entries)
         if cut:

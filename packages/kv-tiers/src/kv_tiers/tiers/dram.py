@@ -28,7 +28,8 @@ from kv_tiers.tier import (
     checked,
     encoded_bytes,
 )
-from kv_tiers.tiers.index import Extent, ExtentIndex
+from kv_tiers.tiers.extents import Extent
+from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import Geometry, runs
 
 _SLOT_UNITS: Final = 16
