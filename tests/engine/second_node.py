@@ -19,17 +19,17 @@ import pytest
 from engines import Engine, started
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder, LoadFailed, ReadLease
-from kv_testing.vllm_inspect import Inspect
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.remote_cache import RemoteCache
+from stages import Stages
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-class OnNode(Inspect):
+class OnNode(Stages):
     """For `worker_extension_cls`: what the tests do on either node."""
 
-    kv_leaves_weights_alone = Inspect.kv_leaves_weights_alone | {"kv_on_node"}
+    kv_leaves_weights_alone = Stages.kv_leaves_weights_alone | {"kv_on_node"}
 
     def kv_on_node(self, what: str, keys: Sequence[str] = ()) -> list[str]:
         """what: `follow`, which returns the keys that have entered this node's pool since the first such call, or what

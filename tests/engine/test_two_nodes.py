@@ -1,4 +1,4 @@
-"""Real vLLM with tensor parallelism over two nodes: a rank uses its own node's server, and a hit is what both hold."""
+"""Real vLLM over two nodes, a rank or a stage on each: it uses its own node's server, and a hit is what both hold."""
 
 import os
 import signal
@@ -126,6 +126,49 @@ def test_a_hit_is_what_both_nodes_hold(
         assert_at_rest(engine)
 
         # The control.
+        on_second(engine, "corrupt")
+        assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != expected[:4]
+
+
+@pytest.mark.long
+def test_a_stage_on_each_node_keeps_its_layers_there(
+    tiny_llama: str, reference: list[Answer], servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    expected = [answer[:TOKENS] for answer in reference]
+    caches = tuple({"server": {"socket": str(server.socket), "answer_s": 20}} for server in servers)
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    with two_nodes(tiny_llama, free_port(), (caches[0], caches[1]), **stages) as engine:
+        engine.inside_all("kv_make_buffers")
+        on_second(engine, "follow")
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == COLD_HITS
+        assert workers(engine, "chunks_stored") == [CHUNKS, CHUNKS]
+        here, there = on_second(engine, "follow")
+        assert len(here) == len(there) == CHUNKS and not {*here} & {*there}
+        before = workers(engine, "bytes_loaded")
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == WARM_HITS
+        one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
+        assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
+        assert_at_rest(engine)
+
+        # Half of its layers' chunks leave the second node: a hit ends there, whatever the first has.
+        on_second(engine, "evict", there[1::2])
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == [256, 512, 768, 768, 0, 256]
+        assert workers(engine, "loads_failed") == [0, 0]
+
+        # Its server dies, and comes back with what was on its disk.
+        until(lambda: has_stored_below(servers[1]), within_s=60)
+        os.kill(servers[1].pid, signal.SIGKILL)
+        servers[1].stop()
+        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+        assert engine.hits == [0] * len(PROMPTS)
+        servers[1] = serve(tmp_path, 1)
+        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+        assert_at_rest(engine)
+
+        # The control: one stage's bytes alone are changed.
         on_second(engine, "corrupt")
         assert engine.ask_in_turn(PROMPTS, TOKENS)[:4] != expected[:4]
 
