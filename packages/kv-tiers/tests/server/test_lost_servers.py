@@ -1,11 +1,14 @@
 """Servers that go, hang or come back: a miss, and nothing else."""
 
+import contextlib
 import logging
 import os
 import random
 import signal
+import socket
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -212,6 +215,39 @@ def test_a_new_pool_that_is_of_no_use_is_tried_again(home: Path, caplog: pytest.
     assert cache.generation == 1
     cache.close()
     server.stop()
+
+
+def test_a_successor_of_another_version_is_named_in_the_log(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that runs while its server is upgraded goes on without a cache, and says why, once."""
+    server = start_server(home)
+    cache = join_server(home)
+    kill_server(server)
+    (home / "s").unlink(missing_ok=True)
+    with closing(socket.socket(socket.AF_UNIX)) as upgraded:
+        upgraded.bind(str(home / "s"))
+        upgraded.listen()
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = upgraded.accept()
+                    with client:
+                        client.sendall(wire.HEADER.pack(4, wire.VERSION + 1) + bytes(4))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+
+        def tries() -> int:
+            assert cache.lookup(key_chain(1), "r").ended is not Ended.PENDING
+            return sum("still cannot be used" in record.message for record in caplog.records)
+
+        with caplog.at_level(logging.DEBUG, "kv_tiers.server.link"):
+            until(lambda: tries() > 2)
+        upgraded.shutdown(socket.SHUT_RDWR)
+        joined(thread)
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in said if f"the other {wire.VERSION + 1}" in line]) == 1, said
+    cache.close()
 
 
 def test_a_new_pool_waits_for_copies_that_cannot_be_taken_back(home: Path) -> None:

@@ -5,6 +5,7 @@ ever less often, and never wait longer than connecting to a local socket takes; 
 once it has arrived.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -59,6 +60,8 @@ class Link:
         self.connection: Connection | None = None
         self.nobody_listens = False
         """The last attempt found no server at the socket."""
+        self._why_refused = ""
+        """Why the server that is there was of no use at the last attempt: of another version, say."""
         self._opening: Opening | None = None
         self._opened_s = self._retry_s = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
@@ -106,7 +109,10 @@ class Link:
             self._connected(self._opening, answer)
         except (TierDown, ConfigError) as why:
             self.nobody_listens = isinstance(why, NobodyListens)
-            _log.debug("the cache server at %s is still away: %s", self._path, why)
+            is_news = not self.nobody_listens and str(why) != self._why_refused
+            self._why_refused = str(why)
+            level = logging.WARNING if is_news else logging.DEBUG
+            _log.log(level, "the cache server at %s still cannot be used: %s", self._path, why)
             self._give_up_opening()
             self.back_off(self._back_off_s)
             self._back_off_s = min(2 * self._back_off_s, MAX_BACK_OFF_S)
@@ -174,6 +180,7 @@ class Link:
         opening.connection.timeout_s = self._timeout_s
         self.connection, self._opening = opening.connection, None
         self._back_off_s = FIRST_BACK_OFF_S
+        self._why_refused = ""
 
     def _give_up_opening(self) -> None:
         if self._opening is not None:
