@@ -120,6 +120,7 @@ class Oracle:
         self.kinds = tuple(kinds)
         self.guesses = guesses
         self._guessed_states = GuessedStates(BLOCK_TOKENS)
+        self._first_layer = 0  # what layers are counted from, in what they write
         self._tables = BlockTables()
         self._steps_ahead = StepsAhead()
         self.names = [[f"group.{group}.layer.{layer}" for layer in range(LAYERS)] for group in range(len(kinds))]
@@ -138,9 +139,7 @@ class Oracle:
                     self.caches[name], self.layers[name] = _state_layer(blocks) if kind == "state" else _layer(blocks)
         self.worker: KVTiersConnector | None = None
         if connector:
-            self.vllm_config.compilation_config.static_forward_context.update(self.layers)
-            self.worker = KVTiersConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config)
-            self.worker.register_kv_caches(self.caches)
+            self._start_worker()
         self.asynchronous = asynchronous
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=self.vllm_config,
@@ -159,6 +158,11 @@ class Oracle:
         """By request, the `kv_transfer_params` that its proxy gets."""
         self._pending: deque[tuple[Any, list[Work], bool]] = deque()
         """Steps that were scheduled, and whether that was before the one before them was executed."""
+
+    def _start_worker(self) -> None:
+        self.vllm_config.compilation_config.static_forward_context.update(self.layers)
+        self.worker = KVTiersConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config)
+        self.worker.register_kv_caches(self.caches)
 
     @property
     def engine(self) -> Attached:
@@ -258,6 +262,31 @@ class Oracle:
     def _execute(self, output: Any, works: list[Work], ahead: bool) -> None:
         if self.asynchronous and self.guesses:
             works = [self._steps_ahead.corrected(work, output, ahead=ahead) for work in works]
+        sampled = [self._sampled(work) if work.samples else [] for work in works]
+        result = self._forward(output, works, sampled)
+        if result is None:
+            return
+        if self.guesses:  # after the stores, as the sampler's answer comes after the forward pass
+            for work, tokens in zip(works, sampled, strict=True):
+                self._settle_states(work, max(1, len(tokens)))
+            self._steps_ahead.executed(works, sampled)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for entry in outputs.outputs:
+                if entry.request_id in self.generated:
+                    self.generated[entry.request_id] += entry.new_token_ids
+                    if entry.kv_transfer_params is not None:
+                        self.answers[entry.request_id] = entry.kv_transfer_params
+                    if entry.finish_reason is not None and str(entry.finish_reason) == "error":
+                        self.errors.add(entry.request_id)
+        if self.guesses:
+            drafts = {work.request_id: self._guesses(work.request_id) for work in works if work.samples}
+            if self.asynchronous:  # the scheduler does not hear of them
+                self._steps_ahead.drafted(drafts)
+            else:
+                self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
+
+    def _forward(self, output: Any, works: list[Work], sampled: list[list[int]]) -> ModelRunnerOutput | None:
+        """What the worker does in a step. None: vLLM would not have called it."""
         if self.worker is not None:
             self.worker.handle_preemptions(output.kv_connector_metadata)
             self.worker.bind_connector_metadata(output.kv_connector_metadata)
@@ -276,34 +305,17 @@ class Oracle:
             if not output.has_sync_kv_loads:
                 raise
             failure = error  # for vLLM may hear of it at the step's end, and drop what was computed
-        sampled = [self._sampled(work) if work.samples else [] for work in works]
-        if works or self.worker is not None:
-            result = ModelRunnerOutput(
-                req_ids=[work.request_id for work in works],
-                req_id_to_index={work.request_id: index for index, work in enumerate(works)},
-                sampled_token_ids=sampled,
-                kv_connector_output=self._connector_output(output),
-            )
-            if failure is not None and not result.kv_connector_output.invalid_block_ids:
-                raise failure
-            if self.guesses:  # after the stores, as the sampler's answer comes after the forward pass
-                for work, tokens in zip(works, sampled, strict=True):
-                    self._settle_states(work, max(1, len(tokens)))
-                self._steps_ahead.executed(works, sampled)
-            for outputs in self.scheduler.update_from_output(output, result).values():
-                for entry in outputs.outputs:
-                    if entry.request_id in self.generated:
-                        self.generated[entry.request_id] += entry.new_token_ids
-                        if entry.kv_transfer_params is not None:
-                            self.answers[entry.request_id] = entry.kv_transfer_params
-                        if entry.finish_reason is not None and str(entry.finish_reason) == "error":
-                            self.errors.add(entry.request_id)
-            if self.guesses:
-                drafts = {work.request_id: self._guesses(work.request_id) for work in works if work.samples}
-                if self.asynchronous:  # the scheduler does not hear of them
-                    self._steps_ahead.drafted(drafts)
-                else:
-                    self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
+        if not works and self.worker is None:
+            return None
+        result = ModelRunnerOutput(
+            req_ids=[work.request_id for work in works],
+            req_id_to_index={work.request_id: index for index, work in enumerate(works)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self._connector_output(output),
+        )
+        if failure is not None and not result.kv_connector_output.invalid_block_ids:
+            raise failure
+        return result
 
     def _sampled(self, work: Work) -> list[int]:
         """What comes after the first token that is no guess, and after each guess that is right."""
@@ -363,7 +375,7 @@ class Oracle:
                 [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
             )
             rows = _rows(self._differing(kind, work, values)[work.start :])
-            for number, name in enumerate(names):
+            for number, name in enumerate(names, self._first_layer):
                 layer = self.layers[name]
                 layer.impl.do_kv_cache_update(layer, rows + number, -rows - number, self.caches[name], slots)
 
@@ -410,7 +422,7 @@ class Oracle:
             if kind == "state":
                 continue  # it was looked at before it was written over
             expected = [_rows(self._differing(kind, *each)) for each in zip(works, values, strict=True)]
-            for number, name in enumerate(names):
+            for number, name in enumerate(names, self._first_layer):
                 if self.worker is not None and works:
                     self.worker.wait_for_layer_load(name)
                 for work, rows in zip(works, expected, strict=True):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.inputs import RequestTokens, Scheduled
-from kv_core.connect.layerwise import LayerwiseRule
+from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
+from kv_core.connect.layerwise_promises import LayerwiseRule, RanksReports
 from kv_core.connect.request import Phase
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
@@ -63,7 +64,7 @@ class Halves:
         self.scheduler.loads_ended(report.ended, report.failed)
 
     def is_at_rest(self) -> bool:
-        return not (self.service.promised or self.scheduler.is_filling or self.queue.pending)
+        return not (self.service.promised or self.queue.pending)
 
 
 def test_chunks_are_leased_until_their_copies_have_ended() -> None:
@@ -156,3 +157,59 @@ def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
     plain["loads"][0][-1] = [extent]
     with pytest.raises(InputError):
         StepPlan.from_plain(plain)
+
+
+def test_a_load_has_ended_when_it_has_on_every_rank() -> None:
+    reports = RanksReports()
+    a, b = frozenset("a"), frozenset("b")
+    assert reports.heard({0: LayerwiseReport(a)}, ranks=2) == NONE_ENDED
+    assert reports.heard({0: LayerwiseReport(b)}, ranks=2) == NONE_ENDED
+    assert reports.heard({1: LayerwiseReport(b, b)}, ranks=2) == LayerwiseReport(b, b)
+    assert reports.heard({1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+    assert reports.heard({0: LayerwiseReport(a), 1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+
+
+def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:
+    space = KeySpace("model", "r1", "float32", "f", 2, "sha256:4")
+    shape = ConnectShape(ChainScheme(chunk_tokens=4), space, (GroupShape(2),), shards=2)
+    service = DictService()
+    copiers = [DictCopier({slot: f"{shard}: {slot}" for slot in range(2, 10)}) for shard in range(2)]
+    rule = LayerwiseRule(True, lambda _extents: True)
+    scheduler = SchedulerHalf(service, shape, name="e", layerwise=rule)
+    ranks = [WorkerHalf(service, shape, [copier], shard=shard, name="e") for shard, copier in enumerate(copiers)]
+    stores = RequestTokens("stores", TOKENS, 8)
+    scheduler.match(stores, 0)
+    scheduler.allocated("stores", 0, ())
+    plan = scheduler.build_step([Scheduled(stores, 8, BLOCKS)])
+    for rank, copier in zip(ranks, copiers, strict=True):
+        rank.start_stores(plan)
+        rank.finish_stores()
+        copier.slots.clear()
+    assert scheduler.match(RequestTokens("a", [*TOKENS, 99], 9), 0) == 8 and scheduler.is_layerwise("a")
+    scheduler.allocated("a", 8, BLOCKS)
+    plan = StepPlan.from_plain(scheduler.build_step([]).to_plain())
+    assert len(plan.loads[0].extents) == 4
+    for rank, copier in zip(ranks, copiers, strict=True):
+        rank.start_loads(plan)
+    assert [copier.slots for copier in copiers] == [
+        {slot: f"{shard}: {slot}" for slot in range(2, 10)} for shard in range(2)
+    ]
+
+
+def test_a_scheduler_that_closes_leaves_leased_what_is_copied_elsewhere() -> None:
+    halves = Halves()
+    for name in ("planned", "not yet", "only promised"):
+        assert halves.asks(name) == 8
+    halves.scheduler.allocated("planned", 8, BLOCKS)
+    halves.worker.start_loads(halves.scheduler.build_step([]))
+    halves.scheduler.allocated("not yet", 8, BLOCKS)
+    halves.scheduler.close(but_filling=True)
+    assert set(halves.service.promised) == {"e/planned"}
+    halves.worker.close()
+    report = halves.worker.layers.give_up()
+    assert report == NONE_ENDED  # nobody told it what is expected
+    halves.worker.layers.expect(["planned"])
+    report = halves.worker.layers.give_up()
+    assert report.ended == report.failed == {"planned"} and halves.worker.layers.give_up() == NONE_ENDED
+    halves.scheduler.loads_ended(report.ended, report.failed)
+    assert halves.is_at_rest()

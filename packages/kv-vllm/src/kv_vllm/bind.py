@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from kv_core.log import limited_logger
 from kv_cuda.bind import bind_groups, table_tokens_of
@@ -67,11 +66,9 @@ def bind_worker(
         layouts=tuple(layout.name for layout in bound.layouts),
         is_queued=any(copier.is_queued for copier in bound.copiers),
         shifted=guesses_from_hidden_states(vllm_config),
+        has_drafts=draft_model(vllm_config) is not None,
     )
     model = served_model(vllm_config, kv_scales=facts.kv_scales)
-    if settings.load != "async" and draft_model(vllm_config) is not None:
-        _log.warning("load: %s is not used, chunks are loaded between steps: there is a draft model", settings.load)
-        settings = msgspec.structs.replace(settings, load="async")  # its layers are computed apart from the model's
     engine.bind_worker(
         settings,
         facts,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from kv_core.connect.held import HeldBlocks
 from kv_core.connect.inputs import RequestTokens
-from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
@@ -45,7 +44,7 @@ from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
-from kv_vllm.layerwise import PromisedBlocks, StepBlocks
+from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
 from kv_vllm.parallel import check_parallelism
@@ -76,7 +75,7 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=refused, number=number)
-    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.take(), self._nodes.to_send())
+    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.to_send(plan), self._nodes.to_send())
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -120,8 +119,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
-        self._promised = PromisedBlocks()
-        self._to_fill = StepBlocks(is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling))
+        self._promised = LayerwisePromised(self._engine)
+        self._layerwise = LayerwiseRank(
+            self._engine, is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling)
+        )
         self._layers: dict[str, int] = {}
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
@@ -156,7 +157,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
             self._number = connector_metadata.number
-            self._to_fill.begin(connector_metadata.filling)
+            self._layerwise.begin(connector_metadata.layerwise)
             if connector_metadata.to_nodes is not None:
                 self._nodes.hear(connector_metadata.to_nodes)
             self._read_plan(connector_metadata)
@@ -165,7 +166,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._to_fill.blocks:  # asked by every layer of every step
+        if self._layerwise.blocks:  # asked by every layer of every step
             self._wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -181,21 +182,20 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
-        self._to_fill.are_filled = self._worker.layers.forward_ended()
+        self._layerwise.are_filled = self._worker.layers.forward_ended()
         report = self._worker.poll()
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._to_fill.take_unfilled()
+        return self._layerwise.take_unfilled()
 
     def build_connector_worker_meta(self) -> Acknowledged | None:
-        through, layerwise = self._stored_through(), self._take_layerwise()
-        from_nodes = self._nodes.answers()
-        if through == self._acknowledged and not layerwise.ended and not from_nodes:
+        through, layerwise, from_nodes = self._stored_through(), self._layerwise.news(), self._nodes.answers()
+        if through == self._acknowledged and layerwise is None and not from_nodes:
             return None
-        self._acknowledged = through
-        return Acknowledged({self._engine.share.rank: through}, layerwise, from_nodes)
+        self._acknowledged, rank = through, self._engine.share.rank
+        return Acknowledged({rank: through}, {} if layerwise is None else {rank: layerwise}, from_nodes)
 
     # Either half.
 
@@ -259,10 +259,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
-        filling, to_nodes = self._promised.take(), self._nodes.to_send()
-        if not (plan.loads or plan.stores or plan.refused or self._unplanned or filling):
+        layerwise, to_nodes = self._promised.to_send(plan), self._nodes.to_send()
+        if not (plan.loads or plan.stores or plan.refused or self._unplanned):
             number = 0 if self._held is None else self._held.number
-            return KVTiersMetadata(None, (), number, to_nodes=to_nodes)  # most steps
+            return KVTiersMetadata(None, (), number, layerwise, to_nodes)  # most steps
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
@@ -271,7 +271,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             plan = self._held.hold(plan)
         self._unplanned.clear()
         given = plan if self._in_process else plan.to_plain()
-        return KVTiersMetadata(given, waiting, plan.number, filling, to_nodes)
+        return KVTiersMetadata(given, waiting, plan.number, layerwise, to_nodes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._worker_said(connector_output.kv_connector_worker_meta)
@@ -279,8 +279,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         # Or vLLM would fall idle before it has its blocks back, or we our chunks.
-        is_filling = self._scheduler is not None and self._scheduler.is_filling
-        return is_filling or self._nodes.has_unsent or (self._held is not None and self._held.is_waiting)
+        is_waiting = self._promised.are_under_way or self._nodes.has_unsent
+        return is_waiting or (self._held is not None and self._held.is_waiting)
 
     def has_pending_block_frees(self) -> bool:
         return self._held is not None and self._held.will_free()  # vLLM waits for these then, and preempts nobody
@@ -373,10 +373,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.layers.wait_for(self._layers.get(layer_name))
 
-    @guarded(always(NONE_ENDED))
-    def _take_layerwise(self) -> LayerwiseReport:
-        return NONE_ENDED if self._worker is None else self._worker.take_layerwise()
-
     def _worker_said(self, said: Any) -> None:
         """Also while the cache is off: workers in other processes may still be reading."""
         try:
@@ -390,8 +386,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ):
                 # Nobody steps an engine in its caller's process that has no requests, not even to get blocks back.
                 worker.finish_stores()
-                through = {self._engine.share.rank: worker.stored_through}
-                self._heard(Acknowledged(through, worker.take_layerwise(wait=True)))
+                rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
+                self._heard(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
         except Exception as error:  # noqa: BLE001  # as `guarded` has it
             self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
 
@@ -399,10 +395,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._held is not None:
             self._held.acknowledge(said.through)
         self._nodes.heard(said.from_nodes)
-        if said.layerwise.failed and self._scheduler is not None:
-            self._scheduler.stop_layerwise()
-        if said.layerwise.ended:
-            self._loads_ended(said.layerwise.ended, said.layerwise.failed)
+        report = self._promised.heard(said.layerwise)
+        if report.ended and not self.off:
+            self._loads_ended(report.ended, report.failed)
+        elif report.ended and self._scheduler is not None:
+            self._scheduler.loads_ended(report.ended, report.failed)  # the chunks are leased for as long
 
     @guarded(always(None))
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:

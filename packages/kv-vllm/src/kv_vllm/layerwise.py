@@ -1,5 +1,5 @@
-"""The blocks that a step assumes to be filled because we promised so, from the promise to vLLM's last question about
-them.
+"""Layerwise loads as vLLM carries them: what a step assumes to be filled because we promised so, and what its ranks say
+of that.
 
 vLLM computes on a synchronous load without asking whether it succeeded. It learns of a failure at the end of the step,
 by block, and then recomputes those requests, unless it has already scheduled their next step. Under asynchronous
@@ -8,17 +8,64 @@ scheduling it has, and would return a token computed from blocks that were never
 anyway: it is the only way not to answer wrongly.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
+from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
+from kv_core.connect.layerwise_promises import RanksReports
+from kv_core.connect.step import StepPlan
 from kv_core.errors import CopyFailed
+from kv_tiers.attach.engine import Engine
+from kv_tiers.attach.guard import guarded
+from kv_tiers.attach.pools import PoolPart
 
 
-class PromisedBlocks:
-    """The scheduler's connector: of which requests loads are synchronous, and which blocks this step is to fill."""
+@dataclass(frozen=True, slots=True)
+class LayerwiseStep:
+    """What the scheduler says of layerwise loads with each plan, also to a worker that cannot read the plan.
 
-    def __init__(self) -> None:
+    blocks: that this step is to fill.
+    requests: whose loads are in the plan.
+    pool: where the scheduler is, and what it would promise from; None: workers know, or nothing is promised.
+    """
+
+    blocks: tuple[int, ...] = ()
+    requests: tuple[str, ...] = ()
+    pool: PoolPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswer:
+    """What one rank says of them.
+
+    report: loads that have ended.
+    ready: how many of each pool's first bytes it can copy from.
+    """
+
+    report: LayerwiseReport = NONE_ENDED
+    ready: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_LAYERWISE: Final = LayerwiseStep()
+"""Of nearly every step."""
+
+
+class LayerwisePromised:
+    """The scheduler's connector: of which requests loads are synchronous, and what is under way of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._requests: set[str] = set()
         self._blocks: set[int] = set()
+        self._reports = RanksReports()
+        self._sent: set[str] = set()
+        self._same = NO_LAYERWISE
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether chunks are leased until workers report, so that the engine has to go on stepping to hear of it."""
+        return bool(self._sent)
 
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
         """Note the latest answer to vLLM for this request."""
@@ -36,24 +83,56 @@ class PromisedBlocks:
         """It has ended."""
         self._requests.discard(request_id)
 
-    def take(self) -> tuple[int, ...]:
-        """The blocks that the step that is built now is to fill."""
+    def to_send(self, plan: StepPlan) -> LayerwiseStep:
+        """What goes with the plan of the step that is built now."""
+        cache, ready = self._engine.cache, self._engine.ready
+        pool = None if ready is None or cache is None else ready.wanted(cache.pool.name)
+        if not self._blocks and pool == self._same.pool:
+            return self._same
+        requests = tuple(load.request_id for load in plan.loads if load.extents)
+        self._sent.update(requests)
         blocks, self._blocks = tuple(sorted(self._blocks)), set()
-        return blocks
+        self._same = LayerwiseStep(pool=pool)
+        return LayerwiseStep(blocks, requests, pool)
+
+    def heard(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
+        """What ranks have answered. Returns the loads that have ended on all of them."""
+        half, ready = self._engine.scheduler, self._engine.ready
+        if half is not None and any(answer.report.failed for answer in answers.values()):
+            half.stop_layerwise()
+        if ready is not None:
+            for rank, answer in answers.items():
+                ready.heard(rank, answer.ready)
+        reports = {rank: answer.report for rank, answer in answers.items()}
+        report = self._reports.heard(reports, ranks=self._engine.share.ranks)
+        self._sent -= report.ended
+        return report
 
 
-class StepBlocks:
-    """A worker's connector: the blocks that this step is to fill."""
+def _given_up(self: "LayerwiseRank") -> RankAnswer:
+    """While the cache of this rank is off: nothing is copied any more, and nothing is ready."""
+    worker = self._engine.worker
+    return RankAnswer() if worker is None else RankAnswer(worker.layers.give_up())
 
-    def __init__(self, *, is_asynchronous: bool) -> None:
+
+class LayerwiseRank:
+    """A worker's connector: what this step is to fill, and what the scheduler has heard of that."""
+
+    def __init__(self, engine: Engine, *, is_asynchronous: bool) -> None:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
+        self._engine = engine
         self._is_asynchronous = is_asynchronous
+        self._said = RankAnswer()
         self.blocks: set[int] = set()
         self.are_filled = False
 
-    def begin(self, blocks: Iterable[int]) -> None:
-        """Begin a step with these blocks. They count as unfilled until `are_filled` is set."""
-        self.blocks, self.are_filled = set(blocks), False
+    def begin(self, step: LayerwiseStep) -> None:
+        """Begin a step. Its blocks count as unfilled until `are_filled` is set."""
+        self.blocks, self.are_filled = set(step.blocks), False
+        if step.requests and self._engine.worker is not None:
+            self._engine.worker.layers.expect(step.requests)
+        if step.pool is not None:
+            self._follow(step.pool)
 
     def take_unfilled(self) -> set[int]:
         """The blocks that do not hold what they should, to be reported to vLLM.
@@ -73,3 +152,32 @@ class StepBlocks:
                 "what failed; with load: async this cannot happen"
             )
         return blocks
+
+    def news(self) -> RankAnswer | None:
+        """What the scheduler does not know yet; None: nothing."""
+        answer = self._answer()
+        if not answer.report.ended and answer.ready == self._said.ready:
+            return None
+        self._said = answer
+        return answer
+
+    @guarded(_given_up)
+    def _answer(self) -> RankAnswer:
+        worker, pools = self._engine.worker, self._engine.pools
+        if worker is None or pools is None:
+            return self._said
+        return RankAnswer(worker.take_layerwise(), pools.ready)
+
+    @guarded(lambda self, pool: None)
+    def _follow(self, pool: PoolPart) -> None:
+        if self._engine.pools is not None:
+            self._engine.pools.follow(pool)
+
+    # For `guarded`.
+
+    @property
+    def off(self) -> str:
+        return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)

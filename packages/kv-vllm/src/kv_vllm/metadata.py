@@ -1,11 +1,13 @@
 """The messages between the connector's two halves, which vLLM carries: each step a plan, and what has ended."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
 from kv_tiers.attach.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kv_vllm.layerwise import NO_LAYERWISE, LayerwiseStep, RankAnswer
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -15,7 +17,7 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
     waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
         the plan can answer them too.
     number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
-    filling: the blocks that layerwise loads fill in this step, for the same reason.
+    layerwise: what such a worker has to know of the step's layerwise loads, and all of where the scheduler's pool is.
     to_nodes: of an engine over several nodes, what the scheduler says to the others.
     """
 
@@ -24,13 +26,13 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
         plan: Any,
         waiting: tuple[str, ...] = (),
         number: int = 0,
-        filling: tuple[int, ...] = (),
+        layerwise: LayerwiseStep = NO_LAYERWISE,
         to_nodes: ToNodes | None = None,
     ) -> None:
         self.plan = plan
         self.waiting = waiting
         self.number = number
-        self.filling = filling
+        self.layerwise = layerwise
         self.to_nodes = to_nodes
 
 
@@ -38,19 +40,20 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
     """What workers have completed.
 
     through: by rank, the number of the latest plan that was read, together with all before it.
-    layerwise: loads that have ended, for an engine in one process and so with one rank.
+    layerwise: by rank, what it says of layerwise loads.
     from_nodes: of an engine over several nodes, what the others answer.
     """
 
     def __init__(
         self,
         through: Mapping[int, int],
-        layerwise: LayerwiseReport = NONE_ENDED,
+        layerwise: Mapping[int, RankAnswer] = MappingProxyType({}),
         from_nodes: tuple[FromNode, ...] = (),
     ) -> None:
         self.through = dict(through)
-        self.layerwise = layerwise
+        self.layerwise = dict(layerwise)
         self.from_nodes = from_nodes
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
-        return Acknowledged(self.through | other.through, self.layerwise, self.from_nodes + other.from_nodes)
+        layerwise = self.layerwise | other.layerwise
+        return Acknowledged(self.through | other.through, layerwise, self.from_nodes + other.from_nodes)

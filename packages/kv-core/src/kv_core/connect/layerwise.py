@@ -1,21 +1,20 @@
 """Layerwise loads: layer n is copied while the layers before it are computed, in the same step.
 
 The engine treats the tokens as computed as soon as they are promised, and a promise cannot be taken back. Whatever can
-go wrong is therefore settled before it (`LayerwiseRule`): the chunks are in the pool, verified, and leased until every
-copy has ended, and their memory is ready for the device. A reset or an eviction in the meantime changes nothing,
+go wrong is therefore settled before it (`layerwise_promises`): the chunks are in the pool, verified, and leased until
+every copy has ended, and their memory is ready for the device. A reset or an eviction in the meantime changes nothing,
 because leased bytes stay where they are. What remains is a copy that fails. It is repeated once, in one piece, and the
 forward pass waits for it. Only if that fails too, or if the failure shows after a layer was read, `forward_ended`
 reports that the step was wrong.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
 from kv_core.errors import KVError
-from kv_core.extent import HostExtent
 from kv_core.log import limited_logger
 from kv_core.transfer import TransferPlan
 
@@ -23,20 +22,6 @@ _log = limited_logger(__name__)
 
 LoadMode = Literal["async", "layerwise", "auto"]
 """How chunks get into the engine's blocks: between its steps; within a step, layer by layer; or whichever is better."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerwiseRule:
-    """Which loads the scheduler half promises for the step itself.
-
-    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays nobody
-        else.
-    prepare: makes memory of the pool ready for the device (`LayerwiseCopier.prepare`); False: it cannot, and the load
-        runs between steps.
-    """
-
-    always: bool
-    prepare: Callable[[Sequence[HostExtent]], bool]
 
 
 @dataclass(slots=True)
@@ -78,6 +63,11 @@ class LayerLoads:
         self._copier = copier
         self._now: _Batch | None = None
         self._ending: list[_Batch] = []
+        self._expected: set[str] = set()
+
+    def expect(self, requests: Iterable[str]) -> None:
+        """The scheduler has promised these, and has their chunks leased until it hears that they have ended."""
+        self._expected.update(requests)
 
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
         """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
@@ -136,7 +126,15 @@ class LayerLoads:
                 self._ending.remove(batch)
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
+        self._expected -= ended
         return LayerwiseReport(frozenset(ended), frozenset(failed))
+
+    def give_up(self) -> LayerwiseReport:
+        """After `close`: all that is still expected counts as failed."""
+        if not self._expected:
+            return NONE_ENDED
+        ended, self._expected = frozenset(self._expected), set()
+        return LayerwiseReport(ended, ended)
 
     def close(self) -> None:
         """Wait for every copy, and forget all."""

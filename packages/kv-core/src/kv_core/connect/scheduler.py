@@ -13,7 +13,7 @@ from kv_core.connect.counts import SchedulerCounts
 from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.handover import HandOvers
 from kv_core.connect.inputs import RequestTokens, Scheduled
-from kv_core.connect.layerwise import LayerwiseRule
+from kv_core.connect.layerwise_promises import LayerwiseRule
 from kv_core.connect.request import HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
@@ -40,7 +40,7 @@ class SchedulerHalf:
     ) -> None:
         """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
         takes; without them whatever is held is loaded. layerwise: which loads run in a step; None: none do. It is for
-        one group of layers that needs the whole prefix, and one shard. handovers: None: no request waits for
+        one group of layers that needs the whole prefix. handovers: None: no request waits for
         another engine, and nothing is kept for one."""
         self._service = service
         self._shape = shape
@@ -56,7 +56,6 @@ class SchedulerHalf:
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
         self._layerwise = layerwise
         self._handovers = handovers or HandOvers(shape, HandClock())
-        self._filling = 0
         self.costs = costs
         self.counts = SchedulerCounts()
 
@@ -312,22 +311,22 @@ class SchedulerHalf:
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
                 self._service.end(self._holder(request_id))  # the next question finds no promise to renew
 
-    def close(self) -> None:
-        """Release every promise and forget every request; for an engine that continues without us."""
-        for request_id in self._tracked:
+    def close(self, *, but_filling: bool = False) -> None:
+        """Release every promise and forget every request; for an engine that continues without us.
+
+        but_filling: but for those that workers in other processes may be copying layer by layer, until they report it
+            (`loads_ended`).
+        """
+        filling = {request_id for request_id, tracked in self._tracked.items() if but_filling and tracked.is_filling}
+        filling -= {load.request_id for load in self._loads}  # which no worker will hear of
+        for request_id in self._tracked.keys() - filling:
             self._service.end(self._holder(request_id))
-        self._tracked.clear()
-        self._pending = self._filling = 0
-        self._loads, self._refused = [], []
+            del self._tracked[request_id]
+        self._pending, self._loads, self._refused = 0, [], []
 
     def is_waiting(self) -> bool:
         """Whether a request is waiting for promotions from slower tiers."""
         return self._pending > 0
-
-    @property
-    def is_filling(self) -> bool:
-        """Whether chunks of layerwise loads are leased, so that the engine has to go on stepping to give them back."""
-        return self._filling > 0
 
     def stop_layerwise(self) -> None:
         """One of those loads has failed, which must not happen: from now on all run between steps."""
@@ -392,17 +391,13 @@ class SchedulerHalf:
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
         """The chunks that are offered, leased once more by where they are; None: they are loaded between steps."""
-        rule, chunk_tokens = self._layerwise, self._shape.chunk_tokens
+        rule, shape, chunk_tokens = self._layerwise, self._shape.chunk, self._shape.chunk_tokens
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
         if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
             return None
-        keys = self._named(tracked)[first // chunk_tokens : -(-last // chunk_tokens)]
-        lease = self._service.load(keys, self._holder(request.request_id), lasting=True)
-        if isinstance(lease, ReadLease) and rule.prepare(lease.extents):
-            return lease
-        if isinstance(lease, ReadLease):
-            self._service.release(lease)
-        return None
+        first_key = first // chunk_tokens * shape.keys_per_chunk
+        end_key = -(-last // chunk_tokens) * shape.keys_per_chunk
+        return rule.lease(self._service, self._named(tracked)[first_key:end_key], self._holder(request.request_id))
 
     def _suits_layerwise(self, tracked: Tracked, first: int, last: int, prompt_tokens: int) -> bool:
         """The part of a copy that is not hidden delays all requests of the step."""
@@ -489,7 +484,6 @@ class SchedulerHalf:
         before = tracked.phase
         tracked.phase = advance(before, event)
         self._pending += (tracked.phase is Phase.PENDING) - (before is Phase.PENDING)
-        self._filling += (event is Event.FILL) - (event is Event.LOADED and tracked.layerwise is not None)
         if (before in HOLDING or had_promise) and tracked.phase not in HOLDING:
             self._service.end(self._holder(request_id))
             tracked.promised_chunks, tracked.layerwise = 0, None

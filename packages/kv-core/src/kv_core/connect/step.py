@@ -31,8 +31,9 @@ class LoadStep:
     blocks: for each of the engine's block tables, the request's from the prompt's first token on.
     first_token, last_token: places in the prompt. Of a group that does not need the whole prefix, only what it needs
         of them is to be filled (`kv_core.connect.shape.load_from`).
-    extents: of a layerwise load (`kv_core.connect.layerwise`) where each chunk is in the pool: the scheduler has leased
-        them until it hears that the load has ended. Empty: the worker leases them, and loads between two steps.
+    extents: of a layerwise load (`kv_core.connect.layerwise`) where each chunk is in the pool, shard by shard: the
+        scheduler has leased them all until it hears from every rank that the load has ended. Empty: the worker leases
+        them, and loads between two steps.
     """
 
     request_id: str

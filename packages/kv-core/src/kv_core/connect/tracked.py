@@ -88,6 +88,11 @@ class Tracked:
             tokens[self.tiers[chunk]] += min(last, start + chunk_tokens) - max(first, start)
         return dict(tokens)
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether the engine may be computing on what is being loaded layer by layer."""
+        return self.layerwise is not None and self.phase in (Phase.FILLING, Phase.DRAINING)
+
     def store_again(self) -> None:
         """Nothing of it counts as stored any more."""
         self.stored_chunks = self.stored_tail_tokens = 0

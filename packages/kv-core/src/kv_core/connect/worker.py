@@ -254,13 +254,17 @@ class WorkerHalf:
             for step in steps:
                 part = self._part(space_id, step, 0)
                 assert part is not None
-                copies += self._plan_load(step, part, step.extents).copies
+                copies += self._plan_load(step, part, self._own(step.extents)).copies
         except KVError as error:
             self.layers.refuse(requests, str(error))
             return
         self.layers.start(requests, TransferPlan(tuple(copies), self._shape.chunk_tokens))
         self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
-        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in step.extents)
+        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._own(step.extents))
+
+    def _own(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
+        """This shard's, of those of all."""
+        return extents[self._shard :: self._shape.shards]
 
     def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:
         return keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=tenant)

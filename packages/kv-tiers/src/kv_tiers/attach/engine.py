@@ -10,13 +10,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
-from kv_core.connect.device import LayerwiseCopier
 from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.handover import HandOvers
-from kv_core.connect.layerwise import LayerwiseRule, LoadMode
+from kv_core.connect.layerwise import LoadMode
+from kv_core.connect.layerwise_promises import LayerwiseRule
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.connect.worker import WorkerHalf
@@ -33,13 +32,13 @@ from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.attach.node_agent import Served
 from kv_tiers.attach.nodes import NodesCache
+from kv_tiers.attach.pools import EngineCopier, RankPools, RanksReady
 from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import HandoverConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.pool.machine import spelled
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.process import ServerProcess
@@ -50,12 +49,6 @@ _log = limited_logger(__name__)
 
 _SEPARATOR = "; "
 """Separates the names of layouts, which contain spaces and commas."""
-
-
-class EngineCopier(LayerwiseCopier, Protocol):
-    """A copier that can also let a pool go."""
-
-    def detach(self, pool: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +64,7 @@ class EngineFacts:
     layouts: the name of the proved layout of each group.
     is_queued: whether copies continue after the calls that start them.
     shifted: as `ConnectShape` has it.
+    has_drafts: layers of a draft model are in the chunks, too.
     """
 
     chunk_tokens: int
@@ -82,6 +76,7 @@ class EngineFacts:
     layouts: tuple[str, ...]
     is_queued: bool = False
     shifted: bool = False
+    has_drafts: bool = False
 
     def to_text(self) -> dict[str, str]:
         return {
@@ -94,6 +89,7 @@ class EngineFacts:
             "layouts": _SEPARATOR.join(self.layouts),
             "is_queued": str(int(self.is_queued)),
             "shifted": str(int(self.shifted)),
+            "has_drafts": str(int(self.has_drafts)),
         }
 
     @classmethod
@@ -108,6 +104,7 @@ class EngineFacts:
             layouts=tuple(text["layouts"].split(_SEPARATOR)),
             is_queued=bool(int(text["is_queued"])),
             shifted=bool(int(text["shifted"])),
+            has_drafts=bool(int(text["has_drafts"])),
         )
 
     @property
@@ -143,6 +140,8 @@ class Engine(OffSwitch):
     server: the private server, in the process that started it.
     share: the shard of every chunk that this process's rank has; in the scheduler's process, the first rank's.
     nodes: of an engine over several nodes, in the scheduler's process: the cache of all of them.
+    pools: in a worker's process, those that its copiers know.
+    ready: in the process of a scheduler that promises layerwise loads to workers elsewhere, what they have ready.
     terms: a digest of what the processes of an engine must agree on: the chunks' tokens, groups, shards and format.
     """
 
@@ -153,6 +152,8 @@ class Engine(OffSwitch):
         self.server: ServerProcess | None = None
         self.share = ALONE
         self.copiers: Sequence[EngineCopier] = ()
+        self.pools: RankPools | None = None
+        self.ready: RanksReady | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.weights: EngineWeights | None = None
@@ -178,7 +179,7 @@ class Engine(OffSwitch):
         if self.worker is not None:
             self.worker.close()  # first: it waits for copies of what the other half has leased
         if self.scheduler is not None:
-            self.scheduler.close()
+            self.scheduler.close(but_filling=self.worker is None)
 
     def refuse(self, why: str) -> None:
         """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""
@@ -233,7 +234,9 @@ class Engine(OffSwitch):
         self._in_flight_bytes = settings.stores_in_flight_bytes
         self._is_one_process = in_process
         self.copiers = copiers
-        self._attach(self.cache.pool)
+        is_promised_elsewhere = not in_process and self._load != "async" and not self._why_not_layerwise()
+        self.pools = RankPools(copiers, for_scheduler=is_promised_elsewhere)
+        self.pools.add(self.cache.pool)
         return None
 
     def bind_scheduler(
@@ -332,23 +335,32 @@ class Engine(OffSwitch):
             )
 
     def _layerwise_rule(self) -> LayerwiseRule | None:
-        """Which loads run inside steps; None: none. Only those that cannot fail there, so not where chunks would be
-        made exact on the way, or the pool is mapped anew by processes that do not know of each other's copies."""
-        assert self.facts is not None
+        """Which loads run inside steps; None: none."""
         if self._load == "async":
             return None
-        groups, (kind, *_) = self.facts.groups, self.facts.formats
-        why = ""
-        if len(groups) > 1 or groups[0].coverage.kind != "all":
-            why = "the model has several kinds of layers, or layers that do not need the whole prefix"
-        elif not self._is_one_process:
-            why = "the engine's workers are in processes of their own"
-        elif is_quantised_kind(kind):
-            why = f"chunks are stored in format {kind}"
-        if why:
+        if why := self._why_not_layerwise():
             _log.warning("load: %s is not used, chunks are loaded between steps: %s", self._load, why)
             return None
-        return LayerwiseRule(self._load == "layerwise", self._prepare)
+        if self._is_one_process:
+            return LayerwiseRule(self._load == "layerwise", self._prepare)
+        self.ready = RanksReady(self.share.ranks)
+        return LayerwiseRule(self._load == "layerwise", self.ready.have)
+
+    def _why_not_layerwise(self) -> str:
+        """Why no load of this engine may run inside a step, as it could fail there; empty: loads may."""
+        assert self.facts is not None
+        groups, (kind, *_) = self.facts.groups, self.facts.formats
+        if len(groups) > 1 or groups[0].coverage.kind != "all":
+            return "the model has several kinds of layers, or layers that do not need the whole prefix"
+        if self.facts.has_drafts:
+            return "there is a draft model, whose layers are computed apart from the model's"
+        if self.share.nodes > 1:
+            return "the ranks are on several nodes, and each node's server leases its own chunks only"
+        if self.share.stages > 1:
+            return "there are pipeline stages, and the engine schedules further steps before it hears of one's failure"
+        if is_quantised_kind(kind):
+            return f"chunks are stored in format {kind}"
+        return ""
 
     def _prepare(self, extents: Sequence[HostExtent]) -> bool:
         try:
@@ -379,9 +391,9 @@ class Engine(OffSwitch):
                 self.weights.close()
         if self._roles:
             return False
+        if self.pools is not None:
+            self.pools.close()
         if self.cache is not None:
-            for copier in self.copiers:
-                copier.detach(self.cache.pool.name)
             try:
                 self.cache.close()
             except BufferError as error:  # who still looks at the pool keeps it mapped; the engine is going anyway
@@ -424,16 +436,10 @@ class Engine(OffSwitch):
             [f"chunks of {facts.chunk_tokens} tokens in {place}", facts.described, *limits],
         )
 
-    def _attach(self, pool: HostPool | MappedPool) -> None:
-        for copier in self.copiers:
-            copier.attach(pool.name, pool.view)
-
     def _exchange_pool(self, pool: MappedPool) -> None:
-        """The server was started anew. Copies on the CPU are over before anything else is asked of it."""
-        assert self.cache is not None
-        for copier in self.copiers:
-            copier.detach(self.cache.pool.name)
-        self._attach(pool)
+        """The server was started anew."""
+        assert self.pools is not None
+        self.pools.add(pool)
 
 
 _ENGINES: dict[str, Engine] = {}

@@ -16,6 +16,7 @@ class RankShare:
     shard: the one that this rank has.
     stores: whether this rank is the one that stores it, among those of its node with the same shard.
     nodes: the hosts that the ranks are on, each with as many: the first has the first ranks.
+    stages: of the pipeline that they are in.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class RankShare:
     shard: int
     stores: bool
     nodes: int = 1
+    stages: int = 1
 
     @property
     def node(self) -> int:
@@ -80,4 +82,5 @@ def share_of(
         shard=stage * shards + rank // copies,
         stores=rank % copies == 0 or number % (stages * ranks // nodes) == 0,
         nodes=nodes,
+        stages=stages,
     )

@@ -1,0 +1,60 @@
+"""Layerwise loads as the scheduler half promises them: leased before the engine hears of them, and until every rank has
+said that its copies have ended.
+
+The chunks are leased a second time beside the request's promise, with all shards of each: a rank copies its own
+(`kv_core.connect.layerwise`), and takes no lease that could be refused when it is too late to say so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kv_core.connect.layerwise import LayerwiseReport
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
+from kv_core.service import CacheService, Holder, ReadLease
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseRule:
+    """Which loads the scheduler half promises for the step itself.
+
+    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays nobody
+        else.
+    is_ready: whether memory of the pool is ready for the devices of all ranks (`LayerwiseCopier.prepare`). False: it
+        is not, and the load runs between steps.
+    """
+
+    always: bool
+    is_ready: Callable[[Sequence[HostExtent]], bool]
+
+    def lease(self, service: CacheService, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | None:
+        """Everything that a load needs to succeed; None: not all of it could be had."""
+        lease = service.load(keys, holder, lasting=True)
+        if not isinstance(lease, ReadLease):
+            return None
+        if self.is_ready(lease.extents):
+            return lease
+        service.release(lease)
+        return None
+
+
+class RanksReports:
+    """Which loads have ended on all ranks. Each reports its own, in whichever step they end."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, set[int]] = {}
+        self._failed: set[str] = set()
+
+    def heard(self, by_rank: Mapping[int, LayerwiseReport], *, ranks: int) -> LayerwiseReport:
+        """What these have reported. Returns the loads that have now ended on all of `ranks` ranks; failed: those of
+        them that have failed on any."""
+        for rank, report in by_rank.items():
+            self._failed |= report.failed
+            for request_id in report.ended:
+                self._ended.setdefault(request_id, set()).add(rank)
+        ended = {request_id for request_id, those in self._ended.items() if len(those) == ranks}
+        for request_id in ended:
+            del self._ended[request_id]
+        failed = self._failed & ended
+        self._failed -= failed
+        return LayerwiseReport(frozenset(ended), frozenset(failed))

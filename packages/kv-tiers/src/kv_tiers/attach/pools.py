@@ -1,0 +1,151 @@
+"""The pools that an engine's ranks can copy from, and what its scheduler knows of them.
+
+Nothing of a layerwise load may be missing in any rank. Ranks that are processes of their own map the pool of their
+server each for itself, meet a server that was restarted each at its own time, and make memory ready for a device of
+their own. So each says what it has ready, and the scheduler promises from what all of them have. Whatever a rank has
+called ready stays so until the scheduler is at a later pool, and it stays at one until every copy from there has ended.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kv_core.connect.device import LayerwiseCopier
+from kv_core.errors import ConfigError
+from kv_core.extent import HostExtent
+from kv_core.log import limited_logger
+
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.server.mapped import MappedPool
+
+_log = limited_logger(__name__)
+
+_AHEAD_BYTES: Final = 64 << 20
+"""What is made ready beyond what was needed last. Pools are filled from their start."""
+_NOTHING: Final[Mapping[str, int]] = {}
+
+
+class EngineCopier(LayerwiseCopier, Protocol):
+    """A copier that can also let a pool go."""
+
+    def detach(self, pool: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPart:
+    """The first `nbytes` bytes of the pool of this name."""
+
+    pool: str
+    nbytes: int
+
+
+class RankPools:
+    """One rank's: the pool that its cache is at, and those before it that the scheduler may still promise from."""
+
+    def __init__(self, copiers: Sequence[EngineCopier], *, for_scheduler: bool) -> None:
+        """for_scheduler: a scheduler in another process promises from them."""
+        self._copiers = copiers
+        self._for_scheduler = for_scheduler
+        self._is_queued = any(copier.is_queued for copier in copiers)
+        self._pools: dict[str, HostPool | MappedPool] = {}  # in the order in which they were met
+        self._ready: dict[str, int] = {}
+        self._refused: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ready(self) -> Mapping[str, int]:
+        """How many of each pool's first bytes are ready; a copy."""
+        return dict(self._ready) if self._for_scheduler else _NOTHING
+
+    def add(self, pool: HostPool | MappedPool) -> None:
+        """The cache is at this one from now on."""
+        for copier in self._copiers:
+            copier.attach(pool.name, pool.view)
+        self._pools[pool.name] = pool
+        self._ready[pool.name] = 0 if self._is_queued else len(pool.view)
+        if not self._for_scheduler:
+            self._let_go_before(pool.name)
+
+    def follow(self, wanted: PoolPart) -> None:
+        """The scheduler is at this pool, and would promise from so much of it."""
+        pool = self._pools.get(wanted.pool)
+        if pool is None:
+            return  # our cache has not met it yet, or never will
+        self._let_go_before(wanted.pool)
+        first, end = self._ready[pool.name], min(wanted.nbytes, len(pool.view))
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if first < end and pool.name not in self._refused and not is_busy:
+            try:
+                self._copiers[0].prepare([])  # what a copier has beside the pool belongs to this thread
+            except ConfigError as error:
+                self._refuse(pool.name, error)
+                return
+            # Not in a step: the system takes tens of milliseconds for each slice.
+            self._thread = threading.Thread(
+                target=self._prepare, args=(pool.name, first, end), name="kv-ready", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let all go."""
+        for name in list(self._pools):
+            self._let_go(name)
+
+    def _let_go_before(self, name: str) -> None:
+        for earlier in list(self._pools):
+            if earlier == name:
+                return
+            self._let_go(earlier)
+
+    def _let_go(self, name: str) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        del self._pools[name], self._ready[name]
+        for copier in self._copiers:
+            copier.detach(name)
+
+    def _prepare(self, name: str, first: int, end: int) -> None:
+        """On a thread of its own."""
+        try:
+            for at in range(first, end, _AHEAD_BYTES):
+                nbytes = min(_AHEAD_BYTES, end - at)
+                self._copiers[0].prepare([HostExtent(name, at, nbytes)])
+                self._ready[name] = at + nbytes
+        except ConfigError as error:
+            self._refuse(name, error)
+
+    def _refuse(self, name: str, error: ConfigError) -> None:
+        self._refused.add(name)
+        _log.warning("chunks are loaded between steps: %s", error)
+
+
+class RanksReady:
+    """The scheduler's: what its ranks have ready, as far as it has heard."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._by_rank: dict[int, Mapping[str, int]] = {}
+        self._wanted = PoolPart("", 0)
+
+    def heard(self, rank: int, ready: Mapping[str, int]) -> None:
+        """What this rank has ready now (`RankPools.ready`)."""
+        self._by_rank[rank] = ready
+
+    def have(self, extents: Iterable[HostExtent]) -> bool:
+        """Whether all ranks can copy from these. If not, they are asked to make that possible."""
+        needed: dict[str, int] = {}
+        for extent in extents:
+            needed[extent.pool] = max(needed.get(extent.pool, 0), extent.offset + extent.nbytes)
+        for pool, end in needed.items():
+            if (pool != self._wanted.pool) or self._wanted.nbytes < end + _AHEAD_BYTES:
+                self._wanted = PoolPart(pool, end + _AHEAD_BYTES)
+        return len(self._by_rank) == self._ranks and all(
+            ready.get(pool, 0) >= end for ready in self._by_rank.values() for pool, end in needed.items()
+        )
+
+    def wanted(self, pool: str) -> PoolPart:
+        """What the ranks are to make ready, for a scheduler whose cache is at this pool."""
+        if self._wanted.pool != pool:
+            self._wanted = PoolPart(pool, _AHEAD_BYTES)
+        return self._wanted
