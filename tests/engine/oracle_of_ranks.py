@@ -1,7 +1,8 @@
 """The oracle with two tensor-parallel ranks whose processes are apart from the scheduler's, as far as we can tell.
 
-Each rank has a connector, a cache of the server's, and KV of its own, in which every value differs from the other's. The
-scheduler's connector has a third. What they say to each other is pickled, and vLLM's own class aggregates their outputs.
+Each rank has a connector, a cache at the server, and KV of its own, in which every value differs from the other's. The
+scheduler's connector has a third cache. What they say to each other is pickled, and vLLM's own class aggregates what
+the ranks put out.
 """
 
 import pickle
