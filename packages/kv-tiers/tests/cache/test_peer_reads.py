@@ -66,7 +66,9 @@ def test_a_remote_tier_is_never_asked(tower: Tower) -> None:
     assert not {"holds", "load"} & set(tower.tiers[1].calls)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("", "hang", "delay", "swap", "lie")])
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault not in ("", "hang", "delay", "swap", "lie", "add_only")]
+)
 def test_what_a_tier_does_wrong_is_nothing_for_a_peer(tower: Tower, fault: Fault) -> None:
     reads = crowded(tower)
     tower.tiers[0].fault = fault
