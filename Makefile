@@ -58,6 +58,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
+	-@scripts/setup.sh sglang-router
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not gpu"
 

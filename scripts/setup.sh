@@ -6,6 +6,7 @@
 #
 #   scripts/setup.sh workspace|vllm|sglang|lmcache
 #   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
+#   scripts/setup.sh sglang-router  SGLang's router, for the test of the lines on docs/disaggregated.md
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
 #   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
 #   scripts/setup.sh nixl         what vLLM's NixlConnector needs, some 340 MB, for `make bench-handover`
@@ -124,6 +125,10 @@ sglang)
     fi
   fi
   ;;
+sglang-router)
+  .venvs/sglang/bin/python -c 'import sglang_router, setproctitle' 2>/dev/null ||
+    "$uv" pip install --quiet --python .venvs/sglang/bin/python --no-deps 'sglang-router==0.3.2' setproctitle
+  ;;
 lmcache) install .venvs/lmcache 'torch==2.13.0' 'lmcache==0.5.6' ;;
 clients) .venvs/vllm/bin/python -c 'import pandas' 2>/dev/null || "$uv" pip install --quiet --python .venvs/vllm/bin/python 'pandas>=2,<4' ;;
 nixl)
@@ -151,5 +156,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
 esac
