@@ -7,6 +7,7 @@ TESTS = sorted((Path(__file__).parents[2] / "packages" / "kv-tiers" / "tests").r
 BOUNDED_AT_THEIR_END = {
     ("test_redis_troubles.py", "self.listener.accept"),  # the listener is shut down by `close`
     ("test_objects.py", "listener.accept"),  # has a timeout of its own
+    ("test_lost_servers.py", "upgraded.accept"),
     ("test_fuzzed.py", "listener.accept"),
 }
 CACHES = ("served", "here", "there", "quiet", "Served()")

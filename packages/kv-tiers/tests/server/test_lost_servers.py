@@ -226,6 +226,7 @@ def test_a_successor_of_another_version_is_named_in_the_log(home: Path, caplog: 
     with closing(socket.socket(socket.AF_UNIX)) as upgraded:
         upgraded.bind(str(home / "s"))
         upgraded.listen()
+        upgraded.settimeout(60)
 
         def answer() -> None:
             with contextlib.suppress(OSError):

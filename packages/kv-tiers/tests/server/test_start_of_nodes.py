@@ -23,6 +23,8 @@ RANKS = [share_of(rank, 4, 8, nodes=2) for rank in range(4)]
 class Copier:
     """Of an engine whose memory is of no interest here."""
 
+    is_queued = False
+
     def attach(self, *_: Any) -> None: ...
 
     def detach(self, *_: Any) -> None: ...
