@@ -48,7 +48,7 @@ def assert_at_rest(engine: Engine) -> None:
         assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tokens_are_the_same_whatever_happens_between_promise_and_copy(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
