@@ -358,6 +358,13 @@ def test_one_order_in_which_everything_happens(tiny_llama: str, tmp_path: Path, 
         assert ranks.oracle.layerwise > 2 and ranks.oracle.cache.generation == 2
 
 
+def test_a_pool_is_let_go_once_nothing_is_stored_there_any_more(tiny_llama: str, tmp_path: Path) -> None:
+    """An order in which a server was killed while ranks' stores were on their way to its pool."""
+    options = {"asynchronous": True, "blocks": 28, "batch_tokens": 64, "stores_in_flight_bytes": 100_000}
+    with started(tiny_llama, tmp_path, **options) as ranks:
+        anything(ranks, random.Random(102600))
+
+
 @pytest.mark.slow
 @given(data=st.data())
 @settings(
