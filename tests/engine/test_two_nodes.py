@@ -69,6 +69,27 @@ def assert_at_rest(engine: Engine) -> None:
         assert cache["read_leases"] == cache["write_leases"] == cache["chunks_reserved"] == 0, cache
 
 
+def assert_both_load_their_share(engine: Engine, expected: list[Answer]) -> None:
+    """When all that the prompts have is held."""
+    before = workers(engine, "bytes_loaded")
+    assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+    assert engine.hits == WARM_HITS
+    one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
+    assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
+
+
+def kill_and_bring_back(
+    servers: list[ServerProcess], node: int, directory: Path, engine: Engine, expected: list[Answer]
+) -> None:
+    """Without one node's server nothing is a hit; with its successor everything is again."""
+    os.kill(servers[node].pid, signal.SIGKILL)
+    servers[node].stop()
+    assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
+    assert engine.hits == [0] * len(PROMPTS)
+    servers[node] = serve(directory, node)
+    until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+
+
 @pytest.mark.slow
 def test_a_hit_is_what_both_nodes_hold(
     tiny_llama: str, reference: list[Answer], servers: list[ServerProcess], tmp_path: Path
@@ -83,11 +104,7 @@ def test_a_hit_is_what_both_nodes_hold(
         here, there = on_second(engine, "follow")
         assert [{ChunkKey.from_hex(key).shard for key in keys} for keys in (here, there)] == [{0}, {1}]
 
-        before = workers(engine, "bytes_loaded")
-        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
-        assert engine.hits == WARM_HITS
-        one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
-        assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
+        assert_both_load_their_share(engine, expected)
         assert engine.ask(PROMPTS, TOKENS) == expected
         assert engine.hits == WARM_HITS
         assert_at_rest(engine)
@@ -109,20 +126,10 @@ def test_a_hit_is_what_both_nodes_hold(
 
         # Its server dies, and comes back with what was on its disk.
         until(lambda: has_stored_below(servers[1]), within_s=60)
-        os.kill(servers[1].pid, signal.SIGKILL)
-        servers[1].stop()
-        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
-        assert engine.hits == [0] * len(PROMPTS)
-        servers[1] = serve(tmp_path, 1)
-        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+        kill_and_bring_back(servers, 1, tmp_path, engine, expected)
 
         # The same with this node's, whose pool is empty then.
-        os.kill(servers[0].pid, signal.SIGKILL)
-        servers[0].stop()
-        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
-        assert engine.hits == [0] * len(PROMPTS)
-        servers[0] = serve(tmp_path, 0)
-        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+        kill_and_bring_back(servers, 0, tmp_path, engine, expected)
         assert_at_rest(engine)
 
         # The control.
@@ -145,11 +152,7 @@ def test_a_stage_on_each_node_keeps_its_layers_there(
         assert workers(engine, "chunks_stored") == [CHUNKS, CHUNKS]
         here, there = on_second(engine, "follow")
         assert len(here) == len(there) == CHUNKS and not {*here} & {*there}
-        before = workers(engine, "bytes_loaded")
-        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
-        assert engine.hits == WARM_HITS
-        one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
-        assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
+        assert_both_load_their_share(engine, expected)
         assert_at_rest(engine)
 
         # Half of its layers' chunks leave the second node: a hit ends there, whatever the first has.
@@ -160,12 +163,7 @@ def test_a_stage_on_each_node_keeps_its_layers_there(
 
         # Its server dies, and comes back with what was on its disk.
         until(lambda: has_stored_below(servers[1]), within_s=60)
-        os.kill(servers[1].pid, signal.SIGKILL)
-        servers[1].stop()
-        assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
-        assert engine.hits == [0] * len(PROMPTS)
-        servers[1] = serve(tmp_path, 1)
-        until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
+        kill_and_bring_back(servers, 1, tmp_path, engine, expected)
         assert_at_rest(engine)
 
         # The control: one stage's bytes alone are changed.
