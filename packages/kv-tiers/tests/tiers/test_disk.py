@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import xxhash
 from kv_core.clock import HandClock
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded
 from kv_core.testing import key_chain
-from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store
+from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store, writes_of
 from kv_testing.media import slabs_of, unreadable_device
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
@@ -247,6 +247,25 @@ def test_an_index_of_another_version_is_an_empty_tier_and_a_line_in_the_log(
     assert box.start().holds(keys) == [True, True]
 
 
+@pytest.mark.parametrize("lose", [Path.unlink, lambda index: os.truncate(index, 0)])
+def test_an_index_that_was_lost_while_the_tier_ran_is_an_empty_tier_and_a_line_in_the_log(
+    box: DiskBox, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], None]
+) -> None:
+    """What the slabs hold is not taken over: some of it may have been discarded, and would be back."""
+    tier = box.start()
+    store(tier, key_chain(2))
+    tier.discard(key_chain(1))
+    lose(box.inside / "index")
+    store(tier, key_chain(2, branch="later"))
+    assert not caplog.text
+    tier = box.start()
+    assert f"starts empty: {box.inside / 'index'} was removed or cut short" in caplog.text
+    assert tier.holds([*key_chain(2), *key_chain(2, branch="later")]) == [False] * 4
+    store(tier, key_chain(2))
+    assert box.start().holds(key_chain(2)) == [True, True]
+    assert caplog.text.count("starts empty") == 1
+
+
 def test_what_others_take_is_told(box: DiskBox, caplog: pytest.LogCaptureFixture) -> None:
     store(box.start(), key_chain(1))
     other = TierContext(CONTEXT.chunk_bytes, CONTEXT.slot_bytes, "another format")
@@ -256,6 +275,21 @@ def test_what_others_take_is_told(box: DiskBox, caplog: pytest.LogCaptureFixture
 
 
 # Whose directory it is.
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_users_who_share_the_directory_above_do_not_hinder_each_other() -> None:
+    """Each has directories of its own in there, closed to the others."""
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o1777)  # as /tmp is
+        store(DiskBox(Path(shared)).start(), key_chain(1))
+        other = TierContext(CONTEXT.chunk_bytes, CONTEXT.slot_bytes, "another format")
+        config = DiskConfig(directory=shared, capacity_bytes=bytes_for(other, 4))
+        os.seteuid(12345)
+        try:
+            DiskTier(config, other, LruPolicy()).close()
+        finally:
+            os.seteuid(0)
 
 
 def test_a_directory_has_one_owner(box: DiskBox) -> None:
@@ -296,14 +330,41 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path, 0o600)
 
 
-@pytest.mark.parametrize("name", ["lock", "index", "slab-0000"])
-@pytest.mark.parametrize("spoil", [_link, _link_twice, _pipe, lambda path: path.chmod(0o644)])
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+def _socket(path: Path) -> None:
+    path.unlink()
+    os.mknod(path, 0o600 | stat.S_IFSOCK)
+
+
+@pytest.mark.parametrize("name", ["lock", "index", "slab-0000", "direct"])
+@pytest.mark.parametrize("spoil", [_link, _link_twice, _pipe, _directory, _socket, lambda path: path.chmod(0o644)])
 def test_files_that_cannot_be_trusted_are_refused(box: DiskBox, name: str, spoil: Callable[[Path], None]) -> None:
     store(box.start(), key_chain(1))
     box.stop()
+    (box.inside / name).touch(0o600)
     spoil(box.inside / name)
-    with pytest.raises(ConfigError, match=str(box.inside)):
+    with pytest.raises(ConfigError, match=f"{box.inside / name} .*; remove it or choose another directory"):
         box.start()
+
+
+@pytest.mark.parametrize("in_the_way", [_pipe, _directory, _socket])
+def test_what_lies_where_a_running_tier_makes_a_file_is_named_and_can_be_removed(
+    box: DiskBox, in_the_way: Callable[[Path], None]
+) -> None:
+    tier = box.start()
+    slab = box.inside / "slab-0000"
+    slab.touch()
+    in_the_way(slab)
+    with pytest.raises(TierDown, match=f"{slab} is not a plain file .*; remove it"):
+        tier.store(writes_of(key_chain(2)))
+    slab.rmdir() if slab.is_dir() else slab.unlink()
+    tier.probe()
+    store(tier, key_chain(2))
+    assert box.start().holds(key_chain(2)) == [True, True]
 
 
 def test_a_directory_that_others_reach_into_or_that_is_a_link_is_refused(box: DiskBox) -> None:

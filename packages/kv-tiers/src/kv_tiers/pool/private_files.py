@@ -116,15 +116,23 @@ def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None 
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path} is a symbolic link; {remedy}") from None
+        # The system's own words for a directory, a socket or a pipe may be no more than "Invalid argument".
+        with suppress(OSError):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise _not_ours(path, remedy) from None
         raise
     found = os.fstat(file)
     is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
     if not is_plain or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o177:
         os.close(file)
-        raise ConfigError(
-            f"{path} is not a plain file of this user alone (0600), so its content cannot be trusted; {remedy}"
-        )
+        raise _not_ours(path, remedy)
     return file
+
+
+def _not_ours(path: Path, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a plain file of this user alone (0600), so its content cannot be trusted; {remedy}"
+    )
 
 
 def _check_directory(found: os.stat_result, path: Path, remedy: str) -> None:

@@ -212,7 +212,7 @@ class DiskChunks:
         """Whatever fails meanwhile frees the places that are in the list then.
 
         Raises:
-            TierDown: for what the system said.
+            TierDown: for what the system said, and for what lies where a file is to be made.
         """
         try:
             yield
@@ -221,6 +221,8 @@ class DiskChunks:
                 self.abort(places)
             if isinstance(error, OSError):
                 raise self.down(error) from error
+            if isinstance(error, ConfigError):
+                raise TierDown(f"disk tier {self.name}: {error}") from error
             raise
 
     def make_ready(self, places: list[Place]) -> None:

@@ -26,7 +26,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,7 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import open_own_directory
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
-from kv_tiers.tiers.disk_files import NO_ROOM, File
+from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, runs
 
@@ -97,8 +97,9 @@ class DiskDirectory:
             self._look_around()
         except OSError as error:
             self.close()
+            at = self.path / os.fsdecode(error.filename or "")  # of one of our files, its name alone
             raise ConfigError(
-                f"{self.path} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
+                f"{at} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
             ) from None
         except BaseException:
             self.close()
@@ -269,11 +270,17 @@ class DiskDirectory:
             self._slab_slots = slab_slots
             self._continue()
             return
+        slabs = self._slabs_found()
         if any(found):
             self.notes.append(f"starts empty: {self.index.path} is damaged or of another version")
+        elif slabs:
+            self.notes.append(
+                f"starts empty: {self.index.path} was removed or cut short, and nothing else says which of the chunks "
+                f"in {len(slabs)} slab files were kept and which were discarded"
+            )
         self.index.truncate(0)
         self.index.sync()
-        for number in self._slabs_found():
+        for number in slabs:
             os.unlink(_slab_name(number), dir_fd=self._fd)
         self.index.write([self._header()], 0)
         self.index.sync()
@@ -306,9 +313,11 @@ class DiskDirectory:
         for directory in self.path.parent.glob("[0-9a-f]" * 32):
             if directory == self.path or not directory.is_dir():
                 continue
-            is_old = _version_of(directory / "index") not in (None, VERSION)
-            old += [directory.name] * is_old
-            other_bytes[is_old] += sum(os.lstat(file).st_blocks * 512 for file in directory.iterdir())
+            with suppress(OSError):  # another user's, or removed meanwhile
+                nbytes = allocated_bytes(directory)
+                is_old = _version_of(directory / "index") not in (None, VERSION)
+                old += [directory.name] * is_old
+                other_bytes[is_old] += nbytes
         if old:
             self.notes.append(
                 f"chunks that another release stored take {spelled(other_bytes[True])} in {self.path.parent}; this one "
