@@ -39,8 +39,10 @@ def test_one_that_does_not_come_is_an_error_that_says_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "_WAIT_FOR_SERVER_S", 0.2)
-    with pytest.raises(ConfigError, match=rf"{tmp_path / 's'}: no server answers"):
-        join(tmp_path / "s")
+    mistyped = tmp_path / "mistyped" / "s"
+    with pytest.raises(ConfigError, match=rf"{mistyped}: no server answers"):
+        join(mistyped)
+    assert not mistyped.parent.exists()
 
 
 def test_what_a_server_refuses_is_an_error_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

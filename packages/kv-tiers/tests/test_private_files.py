@@ -190,10 +190,11 @@ def test_a_directory_of_another_user_is_refused(name: str, tmp_path: Path, monke
 def test_a_directory_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        own_directory(tmp_path / "made", "write another one")
+        own_directory(tmp_path / "above" / "made", "write another one", parents=True)
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+    for made in (tmp_path / "above", tmp_path / "above" / "made"):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 def test_a_trace_is_written_into_no_pipe_and_no_link(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def refused(done: "subprocess.CompletedProcess[str]") -> str:
     return line
 
 
-@pytest.mark.parametrize("where", ["directory", "link", "no writing", "no file system"])
+@pytest.mark.parametrize("where", ["directory", "link", "no writing", "no file system", "mistyped"])
 def test_a_socket_that_cannot_be_made_is_one_line(home: Path, where: str) -> None:
     path = home / "kv.sock"
     if where == "directory":
@@ -146,10 +146,13 @@ def test_a_socket_that_cannot_be_made_is_one_line(home: Path, where: str) -> Non
         Path(f"{path}.lock").symlink_to("/nowhere")
     elif where == "no writing":
         home.chmod(0o500)
+    elif where == "mistyped":
+        path = home / "mistyped" / "s" / "kv.sock"
     else:
         path = Path("/proc/self/s/kv.sock")
     line = refused(kv_server("--capacity", "1MiB", "--socket", str(path), drop=1))  # CAP_DAC_OVERRIDE
     assert str(path.parent) in line and "--socket" in line
+    assert not (home / "mistyped").exists()
     home.chmod(0o700)
 
 

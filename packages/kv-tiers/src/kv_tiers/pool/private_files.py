@@ -77,12 +77,15 @@ def _check_secret(found: os.stat_result, path: Path, said: str) -> None:
 def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
     """Make the directory if it is not there, and see that it is ours alone. remedy: what to do if it is not.
 
+    parents: make those above it too, closed to others whatever the umask is.
+
     Raises:
         ConfigError: it is not.
         OSError: it cannot be made.
     """
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=parents)
+    for missing in [above for above in reversed(path.parents) if parents and not above.exists()] + [path]:
+        with suppress(FileExistsError):
+            missing.mkdir(mode=0o700)
     _check_directory(path.lstat(), path, remedy)
 
 

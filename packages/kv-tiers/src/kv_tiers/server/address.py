@@ -134,7 +134,12 @@ def _cannot_listen(path: Path, error: OSError) -> ConfigError:
 
 def _make_private(directory: Path) -> None:
     try:
-        own_directory(directory, "name another one for the socket", parents=True)
+        own_directory(directory, "name another one for the socket")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory} cannot be made for a server's socket, as there is no directory {directory.parent}; make that "
+            "one, or write another socket (--socket)"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be made for a server's socket: {error.strerror}; write another socket (--socket)"
