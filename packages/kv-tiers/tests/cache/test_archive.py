@@ -2,16 +2,21 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.errors import InputError
+from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
+from kv_core.service import Holder, WriteLease
 from kv_core.testing import key_chain
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.tower import FINGERPRINT, Tower
+from kv_tiers import chunk_header
 from kv_tiers.cache.archive import Imported, export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.pool.host_pool import HostPool
@@ -92,6 +97,60 @@ def test_an_exported_prefix_is_a_hit_in_another_cache(exported: Path) -> None:
     assert tower.cache.lookup(KEYS, "r").chunks == 6
     tower.read(KEYS)
     assert import_prefix(tower.cache, exported, fingerprint=FINGERPRINT) == Imported(6, "")
+    tower.close()
+
+
+def test_two_imports_of_one_file_write_into_their_own_slots_only(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of one gave back the slots that the other was about to write to, and which others had filled since."""
+    tower = Tower(slots=8)
+    real, others = tower.cache.begin_store, key_chain(2, branch="others")
+
+    def begin_store(keys: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        lease = real(keys, holder)
+        monkeypatch.undo()
+        again = import_prefix(tower.cache, exported, fingerprint=FINGERPRINT)
+        assert again.chunks == 0 and "being stored by others" in again.stopped
+        tower.store(others)
+        return lease
+
+    monkeypatch.setattr(tower.cache, "begin_store", begin_store)
+    assert import_prefix(tower.cache, exported, fingerprint=FINGERPRINT) == Imported(6, "")
+    tower.read(KEYS)
+    tower.read(others)
+    tower.close()
+
+
+@pytest.mark.parametrize("meanwhile", ["another export", "a long time", "forgotten"])
+def test_an_export_vouches_for_no_bytes_but_the_chunks_own(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    tower, path = Tower(slots=8), exported.with_name("again.kv")
+    tower.store(KEYS)
+    real = chunk_header.pack_header
+
+    def pack_header(*arguments: Any) -> bytes:
+        monkeypatch.undo()
+        if meanwhile == "another export":
+            assert export_prefix(tower.cache, KEYS, path, fingerprint=FINGERPRINT) == 6
+        elif meanwhile == "a long time":
+            tower.clock.advance(1e6)
+        else:
+            tower.cache.forget(KEYS)
+        tower.store(key_chain(8, branch="others"))
+        return real(*arguments)
+
+    monkeypatch.setattr(chunk_header, "pack_header", pack_header)
+    if meanwhile == "forgotten":
+        with pytest.raises(InputError, match="forgotten meanwhile"):
+            export_prefix(tower.cache, KEYS, path, fingerprint=FINGERPRINT)
+        assert not path.exists()
+    else:
+        assert export_prefix(tower.cache, KEYS, path, fingerprint=FINGERPRINT) == 6
+        assert path.read_bytes() == exported.read_bytes()
+    tower.run()
+    assert tower.store(key_chain(8, branch="after")) == 8  # nothing is leased any more
     tower.close()
 
 

@@ -9,6 +9,7 @@ A file is believed as little as a tier is: its size must be what its header says
 chunk is checked before it can be found.
 """
 
+import itertools
 import os
 import struct
 import tempfile
@@ -34,6 +35,8 @@ _MAGIC: Final = b"kvprefix"
 _HEADER: Final = struct.Struct("<8sHHIQQ16s")
 _HEADER_BYTES: Final = _HEADER.size + SEAL_BYTES
 _BATCH_CHUNKS: Final = 8
+_numbers: Final = itertools.count(1)
+"""Of exports and imports: two of one file are two holders, each of which ends its own leases only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,11 @@ def export_prefix(
 
     keys: whole chunks, chunk-major.
     fingerprint: of the cache's chunk format.
+
+    Raises:
+        InputError: chunks were forgotten while they were written.
     """
-    holder = f"export/{path}"
+    holder = f"export/{path}/{next(_numbers)}"
     try:
         chunks = cache.lookup(keys, holder, shape=shape).chunks
         if not chunks:
@@ -65,7 +71,8 @@ def export_prefix(
             for column in columns_of(group, shape):
                 its_keys = [keys[chunk * shape.keys_per_chunk + column] for chunk in needed]
                 parents.update(zip(its_keys, [None, *its_keys], strict=False))
-        lease = cache.load(list(parents), holder)
+        # However long the file takes: after a lease that expired we would write, and vouch for, what came later.
+        lease = cache.load(list(parents), holder, lasting=True)
         if not isinstance(lease, ReadLease):
             return 0
         form = chunk_header.format_id(fingerprint)
@@ -80,6 +87,8 @@ def export_prefix(
                         file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
+            if not cache.release(lease):
+                raise InputError("nothing was exported: chunks of the prefix were forgotten meanwhile")
             os.replace(name, path)
         except BaseException:
             with suppress(FileNotFoundError):
@@ -96,7 +105,7 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
     Raises:
         InputError: no such file, another version, or chunks of another format than this cache's.
     """
-    holder = f"import/{path}"
+    holder = f"import/{path}/{next(_numbers)}"
     try:
         with path.open("rb") as file:
             return _Import(cache, file, chunk_header.format_id(fingerprint), holder).run(path)
@@ -205,4 +214,6 @@ class _Import:
         held = self.cache.lookup(chain, self.holder).chunks
         self.done += held - len(self.chain)
         self.chain = chain[:held]
-        return lease.refused
+        if lease.refused or held == len(chain):
+            return lease.refused
+        return f"chunk {self.done} is being stored by others too, or was forgotten at once; import the file again"
