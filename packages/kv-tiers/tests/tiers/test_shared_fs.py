@@ -214,6 +214,19 @@ class TestSharedFs(PersistentTierContract):
         assert another.holds(keys) == [False] * 10 + [True] * 2
         assert self.loaded(others) == [True] * 8
 
+    def test_a_clock_that_was_ahead_and_is_set_back_ends_no_sweeping(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shared_fs, "_REST_S", 0.0)
+        tier, real = self.with_options(ttl_s=1000), shared_fs.SharedFsTier._write
+        with monkeypatch.context() as ahead:
+            ahead.setattr(shared_fs.SharedFsTier, "_write", lambda *of: real(*of) + 1e9)
+            self.store(key_chain(2))
+        old, later = key_chain(1, branch="old"), key_chain(3, branch="later")
+        self.store(old)
+        os.utime(tier._path(old[0]), (0, time.time() - 2000))
+        for write in self.writes(later):
+            assert tier.store([write]) == [Stored()]
+        assert tier.holds([*old, *later]) == [False, True, True, True]
+
     def test_a_slow_file_system_is_asked_by_many_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real, clock, both, asked_elsewhere = os.lstat, HandClock(), threading.Barrier(2), itertools.count()
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_collector_is_sent_what_a_scrape_says(monkeypatch: pytest.MonkeyPatch)
         bus.close()
         assert len(received) > before, "the last are sent"
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-metrics"]
+
+
+def test_points_begin_before_they_end_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with otlp_collector("/v1/metrics", ExportMetricsServiceRequest.FromString) as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+        bus, _ = build_bus(ObserveConfig(otel=True, history_keys=0))
+        now_ns = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns - 3600 * 10**9)
+        bus.close()
+        sent = [
+            point
+            for metric in received[-1].resource_metrics[0].scope_metrics[0].metrics
+            for point in getattr(metric, metric.WhichOneof("data")).data_points
+        ]
+    assert sent and all(point.start_time_unix_nano <= point.time_unix_nano < now_ns for point in sent)
 
 
 def test_a_collector_that_is_not_there_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import errno
 import hashlib
 import hmac
 import itertools
+import math
 import os
 import secrets
 import shutil
@@ -132,7 +133,7 @@ class SharedFsTier:
         self._starting = threading.Lock()
         self._sweeping = threading.Lock()
         self._sweep: Iterator[os.DirEntry[str]] = iter(())
-        self._swept_from_s = 0.0
+        self._swept_from_s = -math.inf  # by this machine's uptime: the file system's clock may be set back
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._see_root()
@@ -392,8 +393,8 @@ class SharedFsTier:
                         os.unlink(entry.path)
                 except OSError:  # another was faster
                     continue
-            if looked_at < _SWEPT_AT_ONCE and now_s - self._swept_from_s > _REST_S:
-                self._sweep, self._swept_from_s = _files(self._directory), now_s
+            if looked_at < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
+                self._sweep, self._swept_from_s = _files(self._directory), time.monotonic()
         finally:
             self._sweeping.release()
 
