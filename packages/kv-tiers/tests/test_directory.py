@@ -19,7 +19,7 @@ from kv_core.testing import key_chain
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.wait import line
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.pool import host_pool
+from kv_tiers.pool import directory, host_pool
 from kv_tiers.pool.directory import HEADER_BYTES, RECORD_BYTES, nbytes_for
 from kv_tiers.testing.tier_contract import content
 
@@ -121,6 +121,19 @@ def test_after_a_restart_tails_still_leave_before_their_heads(name: str) -> None
     assert again.lookup(keys, "r").chunks == 4
     assert again.lookup(old, "r").chunks == 0
     again.close()
+
+
+def test_a_pool_of_another_release_starts_empty_and_says_so(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = key_chain(6)
+    with monkeypatch.context() as newer:
+        newer.setattr(directory, "VERSION", directory.VERSION + 1)
+        filled(name, keys)
+    cache = opened(name)
+    assert "starts empty" in caplog.text and "another release" in caplog.text
+    assert cache.lookup(keys, "r").chunks == 0
+    cache.close()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,10 @@ def check_header(header: bytes | bytearray | memoryview, *, version: int, max_by
     """
     nbytes, its_version = HEADER.unpack_from(header)
     if its_version != version:
-        raise InputError(f"this side speaks version {version} of the protocol, the other {its_version}")
+        raise InputError(
+            f"this side speaks version {version} of the protocol, the other {its_version}: run the same release of "
+            "kv-tiers on both"
+        )
     if nbytes > max_bytes:
         raise InputError(f"a message of {nbytes} bytes; at most {max_bytes} are allowed")
     return int(nbytes)

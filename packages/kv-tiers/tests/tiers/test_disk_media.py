@@ -252,6 +252,17 @@ def test_a_directory_that_vanished_is_noticed_and_made_again(box: DiskBox) -> No
     assert box.start().holds(keys) == [True] * 3
 
 
+def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = box.start()
+    with monkeypatch.context() as full:
+        full.setattr(File, "allocate", failing(errno.ENOSPC, "slab"))
+        assert [type(outcome) for outcome in tier.store(writes_of(key_chain(1)))] == [Refused]
+    assert "No space left" in tier.usage().full
+    shutil.rmtree(box.path)
+    tier.probe()
+    assert not tier.usage().full
+
+
 def test_a_directory_that_was_replaced_by_another_is_taken_over(box: DiskBox) -> None:
     keys = key_chain(3)
     store(box.start(), keys)

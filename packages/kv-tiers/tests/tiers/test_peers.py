@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from kv_tiers.server import launch
 from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages, content
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
-from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, PeerStream, Request, unpack_keys
+from kv_tiers.tiers.peers_wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, Holds, PeerStream, Request, unpack_keys
 
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 
@@ -453,6 +453,21 @@ def test_an_answer_to_another_number_of_questions_is_no_answer(ending: ExitStack
     fake = Miscounting(nothing_after_all)
     ending.callback(fake.close)
     with pytest.raises(TierDown, match="3 answers to 2 questions"):
+        tier_of(ending, fake.address).holds(key_chain(2))
+
+
+def test_a_peer_of_another_release_is_down_and_says_what_to_do(ending: ExitStack) -> None:
+    class Newer(FakePeer):
+        def _converse_on(self, sock: socket.socket) -> None:
+            with sock, suppress(OSError):
+                sock.sendall(HEADER.pack(3, VERSION + 1) + b"new")
+                while sock.recv(1 << 12):
+                    pass
+
+    fake = Newer(nothing_after_all)
+    ending.callback(fake.close)
+    said = f"speaks version {VERSION} of the protocol, the other {VERSION + 1}: run the same release"
+    with pytest.raises(TierDown, match=said):
         tier_of(ending, fake.address).holds(key_chain(2))
 
 

@@ -304,7 +304,8 @@ class HostPool:
             return
         if not self.directory.is_blank():
             _log.warning(
-                "pool %s starts empty: %s was made for another chunk format, chunk size or number of slots",
+                "pool %s starts empty: %s was made for another chunk format, chunk size or number of slots, or by "
+                "another release",
                 self.name,
                 path,
             )

@@ -346,6 +346,7 @@ class DiskChunks:
     def _start_over(self) -> None:
         self.index.discard(self.index.all_keys())
         self._unreadable.clear()
+        self.full, self._told_full = "", False  # of a medium that may be another
         if not self.index.is_idle():
             raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
         self._close_directories()
