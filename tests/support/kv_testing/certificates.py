@@ -6,7 +6,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
 
@@ -27,22 +27,30 @@ class Authority:
         )  # fmt: skip
         Path(self.ca_file).write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def issue(self, host: str) -> dict[str, str]:
-        """The three files of a peer that is called so, by the names of their settings."""
+    def issue(self, host: str, *, valid_h: float = 24.0, passphrase: bytes = b"") -> dict[str, str]:
+        """The three files of a peer that is called so, by the names of their settings. Those of before are replaced.
+
+        valid_h: for how many hours from now; it began an hour ago.
+        passphrase: of the key.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
-        made = self._builder(name, key.public_key())
+        made = self._builder(name, key.public_key(), valid_h)
         made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
         cert_file, key_file = self._directory / f"{host}.pem", self._directory / f"{host}.key"
         cert_file.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
         key_file.touch(0o600)
-        key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+        key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
         return {"tls_ca_file": self.ca_file, "tls_cert_file": str(cert_file), "tls_key_file": str(key_file)}
 
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, valid_h: float = 24.0
+    ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
+        ends = now + timedelta(hours=valid_h)
         made = x509.CertificateBuilder(
-            self._name, subject, key, x509.random_serial_number(), now - timedelta(hours=1), now + timedelta(days=1)
+            self._name, subject, key, x509.random_serial_number(), now - timedelta(hours=1), ends
         )
         made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())

@@ -42,6 +42,7 @@ from kv_tiers.tiers.peers_wire import (
     Welcome,
     frame,
 )
+from kv_tiers.tiers.redis import make_redis_tier
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
@@ -129,6 +130,59 @@ def test_a_client_that_shows_no_certificate_is_not_served(ending: ExitStack, tmp
             wrapped.recv(1)
 
 
+def test_a_renewed_certificate_counts_for_new_connections_to_a_server(ending: ExitStack, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ours")
+    server = filled(ending, **authority.issue("localhost", valid_h=-0.5))
+    options = authority.issue("elsewhere")
+    with pytest.raises(TierDown, match="certificate has expired"):
+        tier_at(ending, port_of(server), **options).holds(KEYS)
+    authority.issue("localhost")
+    assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
+
+
+def test_another_authority_counts_for_new_connections_of_a_running_tier(ending: ExitStack, tmp_path: Path) -> None:
+    files, others = Authority(tmp_path / "ours").issue("localhost"), Authority(tmp_path / "others").issue("localhost")
+    server = filled(ending, **others)
+    tier = tier_at(ending, port_of(server), **files)
+    with pytest.raises(TierDown, match="certificate"):
+        tier.holds(KEYS)
+    for name, file in files.items():
+        Path(others[name]).replace(file)
+
+    def holds() -> bool:
+        with suppress(TierDown):  # it is left alone for a while
+            return tier.holds(KEYS) == [True] * 3
+        return False
+
+    until(holds)
+
+
+@pytest.mark.parametrize("wrong", ["key", "passphrase", "mode", "gone"])
+def test_files_that_cannot_be_used_leave_a_running_server_with_those_of_before(
+    ending: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    authority = Authority(tmp_path / "ours")
+    files, options = authority.issue("localhost"), authority.issue("elsewhere")
+    server = filled(ending, **files)
+    key = Path(files["tls_key_file"])
+    match wrong:
+        case "key":  # renewed, and the certificate not yet
+            key.write_bytes(Path(options["tls_key_file"]).read_bytes())
+        case "passphrase":
+            authority.issue("localhost", passphrase=b"hush")
+        case "mode":
+            key.chmod(0o644)
+        case "gone":
+            key.unlink()
+    assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
+    assert "new connections use those of before" in caplog.text
+    caplog.clear()
+    key.unlink(missing_ok=True)
+    authority.issue("localhost")
+    assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
+    assert "those of before" not in caplog.text
+
+
 def token_file(path: Path, token: str) -> str:
     path.touch(0o600)
     path.write_text(token)
@@ -201,6 +255,15 @@ def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
+
+
+def test_a_key_with_a_passphrase_ends_the_start_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ours").issue("localhost", passphrase=b"hush")
+    with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
+    redis = {"url": "rediss://h", **files}
+    with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
+        make_redis_tier(redis, CONTEXT)
 
 
 def test_the_command_says_where_it_listens(home: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.certificates import Authority
 from kv_testing.redis_servers import (
     RUNNING,
     TlsFront,
@@ -110,6 +111,16 @@ class TestValkeyBehindTls(OnAServer):
                     tier.probe()
                 with pytest.raises(TierDown, match="certificate"):
                     tier.clear()
+
+    def test_an_authority_that_is_replaced_counts_for_new_connections(self, tmp_path: Path) -> None:
+        authorities = tmp_path / "ca.pem"
+        authorities.write_bytes(Path(Authority(tmp_path / "another").ca_file).read_bytes())
+        options = {"url": f"rediss://localhost:{self.front.port}", "tls_ca_file": str(authorities)}
+        with closing(make_redis_tier(options, self.context)) as tier:
+            with pytest.raises(TierDown, match="certificate"):
+                tier.probe()
+            authorities.write_bytes(Path(certificate()).read_bytes())
+            tier.probe()
 
 
 class TestRedisWithTls(OnAServer):

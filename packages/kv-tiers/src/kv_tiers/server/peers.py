@@ -28,7 +28,7 @@ from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
 from kv_tiers.tier import MAX_OFFERED, Fate, Taken
 from kv_tiers.tiers.directory.names import pack
-from kv_tiers.tiers.peers_security import check_protected, read_token, tls_context
+from kv_tiers.tiers.peers_security import check_protected, read_token, tls_files
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
     MAX_LISTED,
@@ -82,7 +82,7 @@ class PeerServer:
         self._config = config
         self._find = find
         self._token = read_token(config, _WHERE)
-        self._tls = tls_context(config, _WHERE, is_server=True)
+        self._tls = tls_files(config, _WHERE, is_server=True)
         self._listener = listen_at(listen, f"{_WHERE}: listen")
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()

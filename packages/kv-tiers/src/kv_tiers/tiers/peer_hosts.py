@@ -6,7 +6,6 @@ replaced at once, because the peer may have been restarted.
 """
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.host_port import HostPort
 from kv_tiers.tiers.peers_wire import PROCESS, PeerStream
+from kv_tiers.tiers.tls_files import TlsFiles
 
 _log = limited_logger(__name__)
 
@@ -35,7 +35,7 @@ class Peer:
     """One address. Safe to call from any thread."""
 
     def __init__(
-        self, host: str, address: tuple[str, int], *, token: bytes, tls: ssl.SSLContext | None, connect_s: float
+        self, host: str, address: tuple[str, int], *, token: bytes, tls: TlsFiles | None, connect_s: float
     ) -> None:
         """host: as configured, which its certificate must name. address: of it, looked up."""
         self.host = HostPort(host, address[1])
@@ -147,7 +147,7 @@ class PeerHosts:
         hosts: Sequence[HostPort],
         *,
         token: bytes,
-        tls: ssl.SSLContext | None,
+        tls: TlsFiles | None,
         resolve_s: float,
         connect_s: float,
     ) -> None:

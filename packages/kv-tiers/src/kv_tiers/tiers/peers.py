@@ -30,7 +30,7 @@ from kv_tiers.tiers.directory.directory import Directory, DirectoryConfig
 from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.peer_offers import PeerTaker
-from kv_tiers.tiers.peers_security import check_protected, is_protected, read_token, tls_context
+from kv_tiers.tiers.peers_security import check_protected, is_protected, read_token, tls_files
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
     MAX_FETCHED,
@@ -109,7 +109,7 @@ class PeersTier:
         self._hosts = PeerHosts(
             addresses,
             token=read_token(config, name),
-            tls=tls_context(config, name, is_server=False),
+            tls=tls_files(config, name, is_server=False),
             resolve_s=config.resolve_s,
             connect_s=config.connect_timeout_s,
         )

@@ -11,6 +11,7 @@ from kv_core.errors import ConfigError
 from kv_tiers.config import PeerSecurity
 from kv_tiers.host_port import HostPort
 from kv_tiers.pool.private_files import read_secret
+from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
 
 _MIN_TOKEN_BYTES: Final = 16
 
@@ -49,7 +50,7 @@ def read_token(security: PeerSecurity, where: str) -> bytes:
     return token
 
 
-def tls_context(security: PeerSecurity, where: str, *, is_server: bool) -> ssl.SSLContext | None:
+def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFiles | None:
     """For connections on which both sides must show a certificate; None: there are none.
 
     Raises:
@@ -60,17 +61,20 @@ def tls_context(security: PeerSecurity, where: str, *, is_server: bool) -> ssl.S
         return None
     if not all(files):
         raise ConfigError(f"{where}: tls_ca_file, tls_cert_file and tls_key_file go together")
-    # A client's context compares the certificate's names with the host that it was told to connect to.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        read_secret(Path(security.tls_key_file), f"{where}: tls_key_file")
-        context.load_verify_locations(security.tls_ca_file)
-        context.load_cert_chain(security.tls_cert_file, security.tls_key_file)
-    except OSError as error:
-        raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
-    return context
+
+    def make() -> ssl.SSLContext:
+        # A client's context compares the certificate's names with the host that it was told to connect to.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(security.tls_ca_file)
+            load_certificate(context, security.tls_cert_file, security.tls_key_file, where)
+        except OSError as error:
+            raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
+        return context
+
+    return TlsFiles(make, files, where)
 
 
 def prove(token: bytes, side: bytes, nonces: bytes) -> bytes:

@@ -23,6 +23,7 @@ from kv_core.errors import ConfigError, TierDown
 
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
+from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ class Servers:
         """
         self._config = config
         self._url = read_url(config, where)
-        self._tls = _tls_context(config, where) if self._url.kind == "tls" else None
+        self._tls = _tls_files(config, where) if self._url.kind == "tls" else None
         if config.password_file:
             read_secret(Path(config.password_file), f"{where}: password_file")
         if config.password_env and config.password_env not in os.environ:
@@ -420,12 +421,14 @@ def read_url(config: RedisAccess, where: str) -> Url:
     return Url(kind, tuple(addresses), int(number or 0))
 
 
-def _tls_context(config: RedisAccess, where: str) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=config.tls_ca_file or None)
-        if config.tls_cert_file:
-            read_secret(Path(config.tls_key_file), f"{where}: tls_key_file")
-            context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
-    except OSError as error:
-        raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
-    return context
+def _tls_files(config: RedisAccess, where: str) -> TlsFiles:
+    def make() -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=config.tls_ca_file or None)
+            if config.tls_cert_file:
+                load_certificate(context, config.tls_cert_file, config.tls_key_file, where)
+        except OSError as error:
+            raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
+        return context
+
+    return TlsFiles(make, (config.tls_ca_file, config.tls_cert_file, config.tls_key_file), where)

@@ -1,0 +1,84 @@
+"""TLS from files that may be replaced while we run: certificates expire, and are renewed under the same names.
+
+What is replaced counts for new connections. Files that cannot be used, as between the renewal of a certificate and that
+of its key, leave those of before in use, and are looked at again at the next connection.
+"""
+
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+
+from kv_tiers.pool.private_files import read_secret
+
+_log = limited_logger(__name__)
+
+
+class TlsFiles:
+    """The context that the files make. Safe to use from any thread."""
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str], where: str) -> None:
+        """make: a context of what the files hold now; it may raise `ConfigError`, and so does this.
+
+        files: those of the settings; "" for one that is not set.
+        where: for the log.
+        """
+        self._make, self._files, self._where = make, [file for file in files if file], where
+        self._lock = threading.Lock()
+        self._states = self._look()
+        self._context = make()
+
+    def wrap_socket(
+        self, sock: socket.socket, *, server_side: bool = False, server_hostname: str | None = None
+    ) -> ssl.SSLSocket:
+        """As that of `ssl.SSLContext`."""
+        return self._current().wrap_socket(sock, server_side=server_side, server_hostname=server_hostname)
+
+    def _current(self) -> ssl.SSLContext:
+        with self._lock:
+            # Looked at before they are read, so that a change meanwhile shows the next time.
+            states = self._look()
+            if states != self._states:
+                try:
+                    self._context = self._make()
+                except ConfigError as error:
+                    _log.warning("%s; until then new connections use those of before", error)
+                else:
+                    self._states = states
+                    _log.info("%s: the tls files have changed, and count for new connections", self._where)
+            return self._context
+
+    def _look(self) -> list[tuple[int, ...]]:
+        """Changes when a file is replaced, written to, or opened to others."""
+        states: list[tuple[int, ...]] = []
+        for file in self._files:
+            try:
+                found = os.stat(file)
+            except OSError as error:
+                states.append((error.errno or 0,))
+            else:
+                states.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        return states
+
+
+def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, where: str) -> None:
+    """Have the context show this certificate.
+
+    Raises:
+        ConfigError: others can read the key, or it cannot be read without a passphrase.
+        OSError: the files cannot be used.
+    """
+
+    def passphrase() -> str:
+        # Without this OpenSSL asks at the terminal, and waits.
+        raise ConfigError(
+            f"{where}: tls_key_file {key_file} needs a passphrase, and nobody is asked for one; write the key without"
+        )
+
+    read_secret(Path(key_file), f"{where}: tls_key_file")
+    context.load_cert_chain(cert_file, key_file, passphrase)
