@@ -25,7 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = Path(__file__).parents[4] / "docs" / "grafana.json"
 DASHBOARD: dict[str, Any] = json.loads(PAGE.read_text())
-EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+EXPRESSIONS = [target["expr"] for target in TARGETS]
 FUNCTIONS = {"sum", "by", "rate", "min", "count", "histogram_quantile"}
 
 
@@ -66,15 +67,19 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def test_every_expression_names_metrics_and_labels_of_a_real_scrape(scrape: dict[str, Metric]) -> None:
-    ours = [expression for expression in EXPRESSIONS if ":kv_tiers_" not in expression]
+    ours = [target for target in TARGETS if ":kv_tiers_" not in target["expr"]]
     assert len(ours) > 30
-    for expression in ours:
-        names = metrics_in(expression)
-        assert names and names <= scrape.keys(), expression
+    for target in ours:
+        names = metrics_in(target["expr"])
+        assert names and names <= scrape.keys(), target
         labels = {label for name in names for sample in scrape[name].samples for label in sample.labels}
-        for grouped in re.findall(r"by \(([^)]*)\)", expression):
-            wanted = set(grouped.replace(" ", "").split(","))
-            assert not labels or wanted <= labels, expression
+        grouped = ",".join(re.findall(r"by \(([^)]*)\)", target["expr"])).replace(" ", "").split(",")
+        selected = re.findall(r'(\w+)=~?"', target["expr"])
+        in_legend = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        assert not labels or {*grouped, *selected, *in_legend} - {"", "instance"} <= labels, target  # Prometheus's own
+    for variable in DASHBOARD["templating"]["list"]:
+        for name, label in re.findall(r"label_values\((\w+), (\w+)\)", str(variable.get("query"))):
+            assert all(label in sample.labels for sample in scrape[name].samples), variable
 
 
 def test_nothing_that_is_exported_is_left_out(scrape: dict[str, Metric]) -> None:
@@ -84,12 +89,11 @@ def test_nothing_that_is_exported_is_left_out(scrape: dict[str, Metric]) -> None
 
 
 def test_legends_say_labels_that_the_expression_keeps() -> None:
-    for panel in DASHBOARD["panels"]:
-        for target in panel.get("targets", ()):
-            grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
-            if grouped:
-                kept = set(grouped[0].replace(" ", "").split(",")) - {"le"}
-                assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == kept, target
+    for target in TARGETS:
+        grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
+        if grouped:
+            kept = set(grouped[0].replace(" ", "").split(",")) - {"le"}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == kept, target
 
 
 def test_it_is_a_dashboard_to_grafana() -> None:
