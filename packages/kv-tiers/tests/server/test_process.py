@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kv_core.errors import ConfigError, MisuseError
+from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import (
     SLOT_BYTES,
@@ -23,10 +24,11 @@ from kv_testing.cache_servers import (
     store,
 )
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import line
+from kv_testing.wait import line, until
 from kv_tiers import HostPool
-from kv_tiers.server import launch
+from kv_tiers.server import launch, wire
 from kv_tiers.server.config import default_socket, read_config
+from kv_tiers.server.connection import ask_server
 from kv_tiers.server.mapped import MappedPool
 
 
@@ -113,6 +115,80 @@ def test_a_detached_server_is_stopped_like_a_child(home: Path) -> None:
         assert select.select([watched], [], [], 10)[0] and not server.is_running()
         os.close(watched)
         server.stop()
+
+
+def command(
+    home: Path, stdout: int = subprocess.PIPE, ignored: signal.Signals | None = None
+) -> "subprocess.Popen[str]":
+    """`kv-server` with a disk to which nothing is written before it must."""
+    (home / "kv.json").write_text(json.dumps(settings_for(home, disk=True, write="back")))
+    return subprocess.Popen(
+        [sys.executable, "-m", "kv_tiers.server", "--config", str(home / "kv.json"), "--socket", str(home / "s")],
+        stdout=stdout, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: ignored and signal.signal(ignored, signal.SIG_IGN),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGTERM],
+        [signal.SIGINT],
+        [signal.SIGHUP],
+        [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM],
+    ],
+)
+def test_however_it_is_told_to_end_it_stores_what_waits(home: Path, numbers: list[signal.Signals]) -> None:
+    process, keys = command(home), key_chain(5)
+    assert line(process.stdout).startswith("READY")
+    cache = join_server(home)
+    store(cache, keys)
+    for number in numbers:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert not (home / "s").exists()
+    cache.close()
+    server = start_server(home, disk=True)
+    again = join_server(home)
+    until(lambda: held(again, keys) == 5)
+    again.close()
+    server.stop()
+
+
+def test_a_terminal_that_closes_does_not_end_what_nohup_started(home: Path) -> None:
+    process = command(home, ignored=signal.SIGHUP)
+    assert line(process.stdout).startswith("READY")
+    cache = join_server(home)
+    store(cache, key_chain(5))
+    process.send_signal(signal.SIGHUP)
+    assert held(cache, key_chain(5)) == 5
+    cache.close()
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_it_serves_though_nobody_reads_that_it_is_ready(home: Path) -> None:
+    unread, output = os.pipe()
+    os.close(unread)
+    process = command(home, stdout=output)
+    os.close(output)
+
+    def answers() -> bool:
+        with suppress(TierDown):
+            return ask_server(home / "s", wire.Ping()) == wire.Done()
+        return False
+
+    until(answers, 30)
+    cache = join_server(home)
+    store(cache, key_chain(5))
+    assert held(cache, key_chain(5)) == 5
+    cache.close()
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and "Traceback" not in errors and "nobody could be told" in errors
+    assert not (home / "s").exists()
 
 
 def test_a_private_server_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM or SIGINT."""
+"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM,
+SIGINT or SIGHUP."""
 
 import argparse
 import ctypes
@@ -24,7 +25,7 @@ from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
 _log = limited_logger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _EPILOG = """\
 The settings are a file of YAML, TOML or JSON, by how its name ends; docs/settings.md has them all. Engines read the
@@ -61,8 +62,8 @@ same file, and join this server if server.socket is set in it. In YAML:
     archive_directory: /…/saved   # where prefixes are exported to and imported from
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
-SIGTERM and SIGINT stop it: it accepts nobody, stores below what is to be stored there, and ends. Only processes of the
-user that started it are served at the socket.
+SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts nobody, stores below what is to be stored
+there, and ends. Only processes of the user that started it are served at the socket.
 """
 
 
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kv-server: {error}", file=sys.stderr)
         return 2
     for number in _ENDING:
-        signal.signal(number, lambda *_: server.stop())
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: server.stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if args.lifeline is not None:
         server.watch(args.lifeline)
@@ -98,7 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         said.append(http.url)
     if server.peers_address is not None:
         said.append(f"peers={server.peers_address}")
-    print(*said, flush=True)
+    try:
+        print(*said, flush=True)
+    except OSError as error:  # nobody reads it any more; a lifeline ends us where that was our owner
+        _log.warning("nobody could be told that it is ready: %s", error.strerror)
+        sys.stdout = None  # or its end would be tried again at ours
     server.serve()
     if http is not None:
         http.stop()
