@@ -19,6 +19,13 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.settings import Layer, Settings, load, read_file, resolve
 
 
+def nested(depth: int) -> list[object]:
+    made: list[object] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
 def test_nothing_given_means_the_defaults() -> None:
     settings, in_force = load({}, {})
     assert settings == Settings()
@@ -73,6 +80,10 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"observe": {"log": "yes"}}, "write one of none, text, json"),
         ({"observe": {"history_keys": -1}}, "observe.history_keys is -1"),
         ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
+        ({"http": {"token_file": "/kv/\0"}}, "http.token_file in extra config has a character that no name can have"),
+        ({"server": {"socket": "/kv/\ud800"}}, "server.socket in extra config has a character that no name can have"),
+        ({"tiers": [{"type": "disk", "directory": ["/kv/\0"]}]}, "tiers in extra config has a character"),
+        ({"tiers": [{"type": "disk", "directory": nested(100_000)}]}, "nested too deeply"),
     ],
 )
 def test_a_bad_setting_is_an_error_that_says_what_to_write(extra: dict[str, object], said: str) -> None:
@@ -174,6 +185,12 @@ def test_an_engine_says_that_it_serves_neither_http_nor_peers(caplog: pytest.Log
         ("kv.toml", "a = ", "kv.toml is not TOML"),
         ("kv.json", "{]", "kv.json is not JSON"),
         ("kv.json", "[]", "must hold settings"),
+        ("kv.json", "[" * 100_000, "kv.json is nested too deeply"),
+        ("kv.yaml", "a: " + "{b: " * 10_000, "kv.yaml is nested too deeply"),
+        ("kv.yaml", "host: {lease_s: 1}\ntiers: []\nhost: {name: a}\n", "'host' is there twice"),
+        ("kv.yaml", "host:\n  name: a\n  name: b\n", "'name' is there twice"),
+        ("kv.json", '{"host": {"name": "a", "name": "b"}}', "'name' is there twice"),
+        ("kv.toml", "[host]\n[host]\n", "kv.toml is not TOML"),
         ("kv.conf", "chunk_tokens: 1", "end its name in .yaml, .yml, .toml, .json"),
     ],
 )
@@ -273,7 +290,7 @@ def test_a_salt_is_in_no_error(tenants: object) -> None:
         assert "hush" not in str(raised.value)
 
 
-@pytest.mark.parametrize("extra", ["{", "[]", '{"chunk_token": 1}'])
+@pytest.mark.parametrize("extra", ["{", "[]", "[" * 100_000, '{"chunk_token": 1}'])
 def test_kv_config_says_what_is_wrong_in_one_line(extra: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", extra]) == 2
     told = capsys.readouterr()

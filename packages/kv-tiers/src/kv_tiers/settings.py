@@ -9,9 +9,11 @@ values.
 """
 
 import difflib
+import json
+import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
@@ -213,6 +215,8 @@ def read_file(path: str) -> dict[str, Any]:
         suffix = ".json" if text.lstrip().startswith("{") else ".yaml"
     try:
         tree = _parse(text, suffix)
+    except RecursionError:
+        raise ConfigError(f"{said} is nested too deeply for settings") from None
     except ValueError as error:  # what each of the three raises is one
         raise ConfigError(f"{said} is not {_LANGUAGES[suffix]}: {error}") from None
     except KeyError:
@@ -228,17 +232,32 @@ _LANGUAGES: Final = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": 
 
 
 def _parse(text: str, suffix: str) -> Any:
+    """A name that is there twice is an error in each language: one value would be ignored."""
     match _LANGUAGES[suffix]:
         case "TOML":
             return tomllib.loads(text)
         case "JSON":
-            return msgspec.json.decode(text)
+            return json.loads(text, object_pairs_hook=_without_repeats)
     import yaml  # a server that is handed JSON is ready sooner without it
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            _without_repeats((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)  # noqa: S506  # a safe one
     except yaml.YAMLError as error:
         raise ValueError(error) from None
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"{name!r} is there twice")
+        tree[name] = value
+    return tree
 
 
 def _paths(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -282,10 +301,13 @@ def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Itera
 def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
     """is_text: as an environment has it, which knows nothing else."""
     try:
+        _check_text(path, value, origin)
         value = counted(path, value, path)
         if is_text and get_origin(wanted) is list:
             return msgspec.json.decode(str(value), type=wanted)
         return msgspec.convert(value, wanted, strict=not is_text)
+    except RecursionError:
+        raise ConfigError(f"{path} in {origin} is nested too deeply for a setting") from None
     except msgspec.DecodeError as error:  # and ValidationError, which is one
         choices = get_args(wanted) if get_origin(wanted) is Literal else ()
         hint = f"; write one of {', '.join(choices)}" if choices else ""
@@ -293,6 +315,27 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
             hint = "; write a list of them, such as [{type: disk, directory: /kv, capacity_bytes: 100GiB}]"
         shown = "not right" if path == "tenants" else repr(value)  # a salt may be in it
         raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
+
+
+def _check_text(path: str, value: object, origin: str) -> None:
+    """
+    Raises:
+        ConfigError: text in it is none that files and hosts can be called.
+    """
+    if isinstance(value, str):
+        try:
+            is_bad = b"\0" in os.fsencode(value)
+        except UnicodeEncodeError:
+            is_bad = True
+        if is_bad:
+            raise ConfigError(f"{path} in {origin} has a character that no name can have, such as \\0; leave it out")
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            if name != "salt":  # which may be any text
+                _check_text(path, part, origin)
+    elif isinstance(value, list):
+        for part in value:
+            _check_text(path, part, origin)
 
 
 def _value_at(settings: Settings, path: str) -> object:

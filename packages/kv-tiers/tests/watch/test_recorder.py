@@ -192,6 +192,7 @@ def test_settings_that_cannot_be_honoured_say_what_to_change(tmp_path: Path) -> 
     for config, why in (
         (ObserveConfig(record=str(tmp_path / "no" / "such" / "trace")), "name a directory"),
         (ObserveConfig(record=str(tmp_path / "trace"), record_bytes=0), "record_bytes"),
+        (ObserveConfig(record=str(tmp_path)), "is a directory; name a file in it"),
     ):
         with pytest.raises(ConfigError, match=why):
             build_bus(config)

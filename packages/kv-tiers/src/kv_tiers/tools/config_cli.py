@@ -40,7 +40,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _run(args: argparse.Namespace) -> int:
     try:
         extra = json.loads(args.extra)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         print(f"kv config: --extra is not JSON: {error}", file=sys.stderr)
         return 2
     if not isinstance(extra, dict):

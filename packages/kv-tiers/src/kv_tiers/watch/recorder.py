@@ -55,6 +55,8 @@ class Recorder(Subscriber):
             raise ConfigError(f"observe: record_bytes is {max_bytes}; a trace needs room, such as 64MiB")
         if not os.access(self._path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"observe: no trace can be recorded in {self._path.parent}; name a directory of your own")
+        if self._path.is_dir():
+            raise ConfigError(f"observe: record {self._path} is a directory; name a file in it, such as requests.jsonl")
 
     def take(self, occurred: Occurred) -> None:
         cache = occurred.source.name
