@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from kv_core.testing import key_chain
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     held,
+    join_at,
     join_server,
     peak_rss_bytes,
     read,
@@ -167,6 +169,27 @@ def test_a_terminal_that_closes_does_not_end_what_nohup_started(home: Path) -> N
     process.terminate()
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
+
+
+def test_what_it_makes_is_closed_to_others_whatever_the_umask(home: Path) -> None:
+    """Socket, lock, disk, trace and token, in a directory that others may look into."""
+    settings = settings_for(home, disk=True)
+    settings |= {"observe": {"record": str(home / "trace"), "log": "text"}}
+    settings |= {"http": {"listen": "127.0.0.1:0", "token_file": str(home / "token")}}
+    before = os.umask(0)
+    try:
+        server = launch(settings, socket=home / "own" / "s")
+    finally:
+        os.umask(before)
+    cache = join_at(home / "own" / "s")
+    store(cache, key_chain(3))
+    cache.lookup(key_chain(3), "r")
+    until(lambda: list(home.glob("trace*")) and list(home.glob("disk/*/slab-*")))
+    made = {path.name: stat.S_IMODE(path.stat().st_mode) for path in home.rglob("*")}
+    cache.close()
+    server.stop()
+    assert {"s", "s.lock", "own", "disk", "lock", "index", "slab-0000", "token"} <= made.keys()
+    assert not [name for name, mode in made.items() if mode & 0o077]
 
 
 def test_it_serves_though_nobody_reads_that_it_is_ready(home: Path) -> None:

@@ -1,7 +1,9 @@
 """Clients of HTTP that hold connections and give nothing: health is answered, and nothing is held for ever."""
 
 import contextlib
+import os
 import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -108,6 +110,44 @@ def test_health_is_answered_whatever_others_hold(server: ServerProcess, hold: Ca
         assert [answers(server.url, "healthz") for _ in range(5)] == [True] * 5
         assert answers(server.url, "readyz")
         until(lambda: answers(server.url, "status"))  # a client that is only waited for makes room for a newcomer
+
+
+def cut_off(connection: socket.socket) -> None:
+    """In the middle of what it sends, and without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /sta",
+        POST + b"{",
+        POST.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"5\r\n{",
+        POST.replace(b"Content-Length: 9", b"Content-Length: 9\r\nContent-Length: 8") + b"{",
+        HEAD.replace(b"GET", b"BREW"),
+        PIPELINED,
+    ],
+)
+@pytest.mark.parametrize("leave", [socket.socket.close, cut_off])
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(
+    server: ServerProcess, sent: bytes, leave: Callable[[socket.socket], None]
+) -> None:
+    process = Path(f"/proc/{server.pid}")
+
+    def held() -> list[int]:
+        return [len(os.listdir(process / kind)) for kind in ("fd", "task")]
+
+    assert answers(server.url, "metrics")  # its threads are there
+    until(lambda: answers(server.url, "status"))
+    before = held()
+    for _ in range(20):
+        connection = connect(server.url)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        leave(connection)
+    assert answers(server.url, "healthz")
+    until(lambda: all(now <= was for now, was in zip(held(), before, strict=True)))
 
 
 def test_a_connection_ends_after_its_time_however_busy_it_is(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
