@@ -79,6 +79,7 @@ def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:
         ([{"type": "dram", "capacity_bytes": "1MiB", "threads": 257}], "<= 256"),
         ([{"type": "dram", "capacity_bytes": 1}], "holds no chunk"),
         ([{"type": "dram", "capacity_bytes": "1MiB"}] * 2, "two tiers are called 'dram'"),
+        ([{"type": "dram", "capacity_bytes": "1MiB", "name": "host"}], "called 'host', as the pool is"),
     ],
 )
 def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
@@ -100,6 +101,7 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
         ({"type": "disk", "directory": "kv", "capacity_bytes": "1MiB", "policy": "lur"}, "did you mean 'lru'"),
         ({"type": "disk", "directory": "kv"}, "capacity_bytes"),
         ({"type": "redis", "url": "http://cache"}, "redis://"),
+        ({"type": "redis", "url": "redis://[::1"}, "url: Invalid IPv6"),
         ({"type": "valkey", "url": "redis://cache", "password_env": "KV_NO_SUCH_VARIABLE"}, "KV_NO_SUCH_VARIABLE"),
         ({"type": "s3", "bucket": "a/b"}, "bucket"),
         ({"type": "s3", "bucket": "b", "tls_ca_file": "/nowhere/ca.pem"}, "nowhere|No such file"),

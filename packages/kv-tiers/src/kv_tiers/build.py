@@ -12,6 +12,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
 from kv_tiers.approximate import check_approximate, check_parts, drops_parts, fingerprint_of_tier
+from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.codec import Codec, DecodesPrefixes
@@ -191,3 +192,5 @@ def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, 
 def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"two tiers are called {names[-1]!r}; give each a name, such as name: {names[-1]}-2")
+    if TIER in names:  # in metrics, events and what `kv explain` says
+        raise ConfigError(f"a tier is called {TIER!r}, as the pool is; give it another name")

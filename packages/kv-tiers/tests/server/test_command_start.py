@@ -184,6 +184,11 @@ def test_a_socket_that_cannot_be_made_is_one_line(home: Path, where: str) -> Non
              "tiers": [{"type": "disk", "directory": "HOME/closed/kv", "capacity_bytes": "1GiB"}]},
             "cannot be written to",
         ),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "disk", "directory": "HOME/link", "capacity_bytes": "1GiB"}]},
+            "is a link to HOME/unmounted, which is not there",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_refuse_every_client_later_ends_the_start(
@@ -191,6 +196,7 @@ def test_what_would_refuse_every_client_later_ends_the_start(
 ) -> None:
     (home / "file").touch()
     (home / "closed").mkdir(0o500)
+    (home / "link").symlink_to(home / "unmounted")
     text = json.dumps({"server": {"socket": str(home / "s" / "kv.sock")}, **settings}).replace("HOME", str(home))
     (home / "kv.json").write_text(text)
     line = refused(kv_server("--config", str(home / "kv.json"), drop=1))

@@ -275,6 +275,10 @@ def test_an_object_that_lies_about_its_length_costs_no_memory_and_is_not_loaded(
         ({}, "bucket"),
         ({"bucket": "b", "buckets": 1}, "did you mean 'bucket'"),
         ({"bucket": "b", "endpoint": "ftp://h"}, "https"),
+        *(
+            ({"bucket": "b", "endpoint": endpoint}, "endpoint begins with")
+            for endpoint in ("http://", "http://[", "http://a b", "http://h:-1", "http://h:65536", "http://me:it@h")
+        ),
         ({"bucket": "b", "access_key_id": "me"}, "secret_access_key_file"),
         ({"bucket": "b", "access_key_id": "me", "secret_access_key_file": "/not/there"}, "/not/there"),
         ({"bucket": "b", "prefix": "../up"}, "prefix"),

@@ -431,6 +431,11 @@ def check_place(path: Path) -> None:
             )
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"the disk tier's directory {path} cannot be written to by this user; write another path")
+    elif path.is_symlink():
+        raise ConfigError(
+            f"the disk tier's directory {path} is a link to {os.readlink(path)}, which is not there; mount or make "
+            "that, or write another path"
+        )
     elif not parent.is_dir():
         raise ConfigError(
             f"the disk tier's directory {path} cannot be made, as there is no directory {parent}; make that one "

@@ -7,6 +7,7 @@ object store has instead of speed is breadth: each call's chunks travel side by 
 which wait in obstore without the interpreter's lock.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -28,6 +29,9 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.key_paths import keys_in_paths
 
+_ENDPOINT: Final = re.compile(
+    r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?:/[A-Za-z0-9._~%/-]*)?"
+)
 _DELETED_AT_ONCE: Final = 1000
 """The most objects that one request of the protocol may name."""
 
@@ -77,8 +81,10 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             or not self.prefix.isascii()
         ):
             raise ValueError("prefix is a path of names, without a / at its ends")
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError("endpoint begins with http:// or https://")
+        # Of another one obstore makes a panic at each request.
+        endpoint = _ENDPOINT.fullmatch(self.endpoint)
+        if self.endpoint and (endpoint is None or int(endpoint["port"] or 0) > 65535):
+            raise ValueError("endpoint begins with http:// or https://, and goes on with a host, a port and a path")
         if bool(self.access_key_id) != bool(self.secret_access_key_file):
             raise ValueError("access_key_id and secret_access_key_file go together")
         if self.requests < 1 or self.retries < 0 or min(self.connect_timeout_s, self.timeout_s) < 0.001:

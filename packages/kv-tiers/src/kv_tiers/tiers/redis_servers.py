@@ -391,7 +391,10 @@ def _unexpected(address: Address, answer: Reply) -> TierDown:
 
 def read_url(config: RedisAccess, where: str) -> Url:
     """Raises `ConfigError`."""
-    parts = urlsplit(config.url)
+    try:
+        parts = urlsplit(config.url)
+    except ValueError as error:
+        raise ConfigError(f"{where}: url: {error}") from None
     kind = _SCHEMES.get(parts.scheme)
     if kind is None:
         raise ConfigError(f"{where}: url: {parts.scheme}:// is none of {', '.join(f'{name}://' for name in _SCHEMES)}")
