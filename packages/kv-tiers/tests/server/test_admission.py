@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -60,7 +61,8 @@ def test_one_owner_of_an_address(home: Path) -> None:
     first.stop()
     first.serve()
     assert not (home / "s").exists()
-    (home / "s").touch()  # left by one that was killed
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(home / "s"))  # and left there
     again = CacheServer(config)
     again.stop()
     again.serve()

@@ -8,16 +8,16 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kv_core
 import kv_tiers
 import pytest
 
-# Runs a console script as its file in bin/ does, and is interrupted where the module named last is imported.
+# Runs a console script as its file in bin/ does, or a module, and is interrupted where that module is imported.
 SCRIPT = """
-import importlib.metadata, os, signal, sys
+import importlib.metadata, os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 
 moment, command = sys.argv[1:3]
@@ -29,9 +29,12 @@ class Interrupt:
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
 
-(entry,) = importlib.metadata.entry_points(group="console_scripts", name=command)
+scripts = importlib.metadata.entry_points(group="console_scripts", name=command)
 sys.meta_path.insert(0, Interrupt())
-sys.exit(entry.load()())
+if not scripts:
+    runpy.run_module(command, run_name="__main__", alter_sys=True)
+for entry in scripts:
+    sys.exit(entry.load()())
 """
 SERVER = ["--capacity", "1MiB"]
 
@@ -62,6 +65,8 @@ def interrupted(command: str, moment: str, *arguments: str) -> "subprocess.Compl
         ("kv-server", "argparse", SERVER),
         ("kv-server", "kv_tiers.cache.local", SERVER),
         ("kv-server", "msgspec", SERVER),
+        ("kv_tiers.server", "kv_tiers.server.cli", SERVER),
+        ("kv_tiers.server", "kv_tiers.cache.local", SERVER),
     ],
 )
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(command: str, moment: str, arguments: list[str]) -> None:
@@ -154,6 +159,18 @@ def test_a_socket_that_cannot_be_made_is_one_line(home: Path, where: str) -> Non
     assert str(path.parent) in line and "--socket" in line
     assert not (home / "mistyped").exists()
     home.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["kv.sock", "kv.sock.lock"])
+@pytest.mark.parametrize("make", [lambda path: path.write_text("precious"), Path.mkdir, os.mkfifo])
+def test_what_no_server_left_at_its_socket_is_left_alone(home: Path, name: str, make: Callable[[Path], object]) -> None:
+    """It was removed: the file that somebody named as --socket where they meant --config."""
+    make(home / name)
+    before = (home / name).lstat()
+    line = refused(kv_server("--capacity", "1MiB", "--socket", str(home / "kv.sock")))
+    assert f"{home / name} is there, and no server left it; write another socket (--socket)" in line
+    assert [path.name for path in home.iterdir()] == [name]
+    assert os.path.samestat((home / name).lstat(), before)
 
 
 @pytest.mark.parametrize(

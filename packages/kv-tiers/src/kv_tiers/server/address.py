@@ -9,6 +9,7 @@ protects nothing.
 import fcntl
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -67,7 +68,8 @@ class Address:
 
 def remove_stale(path: Path) -> None:
     """Remove the socket and the lock that a killed server left. One that lives keeps its own."""
-    with suppress(OSError):
+    with suppress(OSError, ConfigError):
+        _check_replaceable(path)
         lock = _try_lock(path, os.O_RDWR)
         if lock is not None:
             path.unlink(missing_ok=True)
@@ -79,6 +81,7 @@ def _own(path: Path) -> int:
     Raises:
         ConfigError: another server owns it, or it cannot be owned.
     """
+    _check_replaceable(path)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_RETRY_S)  # a process that tidies up holds it for a moment
@@ -89,6 +92,20 @@ def _own(path: Path) -> int:
         if lock is not None:
             return lock
     raise ConfigError(f"another server listens at {path}; join that one, end it, or give this one another name")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Whether what is there is what a server leaves: a socket, and a lock with nothing in it. Both will be removed.
+
+    Raises:
+        ConfigError: it is something else, such as a settings file that was given as the socket.
+        OSError: it cannot be looked at.
+    """
+    for file, type_ in ((path, stat.S_IFSOCK), (_lock_path(path), stat.S_IFREG)):
+        with suppress(FileNotFoundError):
+            found = file.lstat()
+            if stat.S_IFMT(found.st_mode) != type_ or found.st_size:
+                raise ConfigError(f"{file} is there, and no server left it; write another socket (--socket)")
 
 
 def _try_lock(path: Path, flags: int) -> int | None:
