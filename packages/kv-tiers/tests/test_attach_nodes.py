@@ -356,7 +356,9 @@ class Nodes(RuleBasedStateMachine):
         seen = self.seen.pop(holder)
         most = min(max(at[node] for at in seen) for node in range(2))
         assert plan.chunks <= most
-        if not self.was_lost:
+        waited_s = self.world.clock.now_s() - self.since_s[holder]
+        # Without a step in all that time nobody could be asked, and nobody is waited for any longer.
+        if not self.was_lost and not (plan.ended is Ended.REFUSED and waited_s >= PATIENCE_S):
             assert plan.chunks >= min(min(at[node] for at in seen) for node in range(2))
         if plan.chunks:
             self.world.nodes.renew(holder)
