@@ -117,6 +117,7 @@ bench-shift: ## hits of prompts that share a prefix of any length, on a model wi
 bench-layerwise: ## what of a load is hidden behind the computation, layer by layer, on a slow device (JSON=1)
 	@scripts/setup.sh vllm
 	@$(VLLM)/python benchmarks/layerwise.py $(if $(JSON),--json)
+	@$(VLLM)/python benchmarks/layer_stores.py $(if $(JSON),--json)
 
 bench-serve: ## servers over HTTP with a trained model, by the engines' own clients (ENGINE=sglang or both; JSON=1; PLOT=FILE)
 	@for engine in $(DEMO_ENGINES); do scripts/setup.sh $$engine || exit; done

@@ -295,16 +295,9 @@ class Oracle:
         if self.guesses:
             resumed = output.scheduled_cached_reqs.resumed_req_ids
             self._guessed_states.forget([*output.finished_req_ids, *(output.preempted_req_ids or ()), *resumed])
-        # As a forward pass does it: everyone writes first, then everyone attends.
-        for work in works:
-            self._write(work)
-        failure: AssertionError | None = None
-        try:
-            self._check(works)
-        except AssertionError as error:
-            if not output.has_sync_kv_loads:
-                raise
-            failure = error  # for vLLM may hear of it at the step's end, and drop what was computed
+        failure = self._compute(works)
+        if failure is not None and not output.has_sync_kv_loads:
+            raise failure  # else vLLM may hear of it at the step's end, and drop what was computed
         if not works and self.worker is None:
             return None
         result = ModelRunnerOutput(
@@ -363,21 +356,39 @@ class Oracle:
             tokens.append(3 + _digest(tokens) % (VOCABULARY - 3))
         return tokens[position]
 
-    def _write(self, work: Work) -> None:
-        """What the step computes. A state goes from the block of the last computed token to that of the step's last."""
-        values = _values(self._fed(work))
-        places = self._guessed_states.begin(work.request_id, work.start, work.end) if self.guesses else None
-        for kind, names, table in zip(self.kinds, self.names, work.tables, strict=True):
+    def _compute(self, works: list[Work]) -> AssertionError | None:
+        """As a forward pass does it: in each layer everyone writes, and then everyone attends, between vLLM's hooks.
+        What is attended to must be what computing it would have written; the first that is not."""
+        failure: AssertionError | None = None
+        values = [_values(self._fed(work)) for work in works]
+        guessed = self._guessed_states
+        places = [guessed.begin(work.request_id, work.start, work.end) if self.guesses else None for work in works]
+        for group, (kind, names) in enumerate(zip(self.kinds, self.names, strict=True)):
             if kind == "state":
-                self._go_on(work, names, table, values, places)
+                for work, of_work, at in zip(works, values, places, strict=True):
+                    self._go_on(work, names, work.tables[group], of_work, at)
                 continue
-            slots = torch.tensor(
-                [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
-            )
-            rows = _rows(self._differing(kind, work, values)[work.start :])
+            expected = [_rows(self._differing(kind, *each)) for each in zip(works, values, strict=True)]
             for number, name in enumerate(names, self._first_layer):
-                layer = self.layers[name]
-                layer.impl.do_kv_cache_update(layer, rows + number, -rows - number, self.caches[name], slots)
+                for work, rows in zip(works, expected, strict=True):
+                    self._write(work, name, work.tables[group], rows[work.start :] + number)
+                if self.worker is not None and works:
+                    self.worker.wait_for_layer_load(name)
+                try:
+                    for work, rows in zip(works, expected, strict=True):
+                        self._check(work, kind, name, number, work.tables[group], rows)
+                except AssertionError as error:
+                    failure = failure or error
+                if self.worker is not None and works:
+                    self.worker.save_kv_layer(name, self.caches[name], None)
+        return failure
+
+    def _write(self, work: Work, name: str, table: list[int], rows: torch.Tensor) -> None:
+        slots = torch.tensor(
+            [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(work.start, work.end)]
+        )
+        layer = self.layers[name]
+        layer.impl.do_kv_cache_update(layer, rows, -rows, self.caches[name], slots)
 
     def _differing(self, kind: str, work: Work, values: list[int]) -> list[int]:
         """The values as layers of this kind have them."""
@@ -415,21 +426,10 @@ class Oracle:
                 for state in self.layers[name].kv_cache:
                     state[table[into]] = state[table[source]]
 
-    def _check(self, works: list[Work]) -> None:
-        """Everything the step attends to must be what computing it would have written, layer by layer."""
-        values = [_values(self._fed(work)) for work in works]
-        for group, (kind, names) in enumerate(zip(self.kinds, self.names, strict=True)):
-            if kind == "state":
-                continue  # it was looked at before it was written over
-            expected = [_rows(self._differing(kind, *each)) for each in zip(works, values, strict=True)]
-            for number, name in enumerate(names, self._first_layer):
-                if self.worker is not None and works:
-                    self.worker.wait_for_layer_load(name)
-                for work, rows in zip(works, expected, strict=True):
-                    window = int(kind.partition(":")[2]) if kind.startswith("window") else 0
-                    seen_from = max(0, work.start - window + 1) if window else 0
-                    gone = self._gone(kind, work)
-                    self._check_layer(work, name, number, work.tables[group], rows, seen_from, gone)
+    def _check(self, work: Work, kind: str, name: str, number: int, table: list[int], expected: torch.Tensor) -> None:
+        window = int(kind.partition(":")[2]) if kind.startswith("window") else 0
+        seen_from = max(0, work.start - window + 1) if window else 0
+        self._check_layer(work, name, number, table, expected, seen_from, self._gone(kind, work))
 
     def _gone(self, kind: str, work: Work) -> range:
         """The tokens that nothing sees any more between what is always seen and what still is."""

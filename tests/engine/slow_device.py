@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
+from kv_core.transfer import TransferPlan
 from kv_cuda import CpuCopier, PagedLayout, bind, make_copier
 from kv_testing.connect import CopyQueue, QueuedCopier, QueuedCopy
 
@@ -79,7 +81,7 @@ class SlowDevice:
     """
 
     def __init__(self, *, layerwise: bool = False) -> None:
-        """layerwise: loads of layers are copies of their own."""
+        """layerwise: loads and stores of layers are copies of their own."""
         self._layerwise = layerwise
         self.queue = LockedQueue(submitted=self._submitted, before=self._before, after=self._after)
         self.stores = self.late = 0
@@ -87,7 +89,7 @@ class SlowDevice:
         self._given: dict[int, int] = {}  # how often vLLM has given each block to a request
         self._sizes: dict[int, int] = {}
         self._wanted: dict[QueuedCopy, list[tuple[int, int]]] = {}
-        self._arrived: set[HostExtent] = set()
+        self._missing: dict[HostExtent, set[int]] = {}  # layers
 
     def make_copier(
         self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
@@ -95,13 +97,13 @@ class SlowDevice:
         """Stands in for the real one, around it."""
         copier = make_copier(layout, tensors, chunk_format)
         layers = _by_layer(layout, tensors, chunk_format) if self._layerwise else ()
-        self._sizes[id(copier)] = layout.block_tokens
+        self._sizes |= {id(each): layout.block_tokens for each in (copier, *layers)}
         return QueuedCopier(copier, self.queue, layers)
 
     def watch(self, pool: Any, cache: Any) -> None:
         """vLLM's block pool, and our cache."""
         self._pool = pool
-        give, commit = pool.get_new_blocks, cache.commit
+        give, reserve, commit = pool.get_new_blocks, cache.begin_store, cache.commit
 
         def get_new_blocks(count: int) -> Any:
             blocks = give(count)
@@ -109,11 +111,18 @@ class SlowDevice:
                 self._given[block.block_id] = self._given.get(block.block_id, 0) + 1
             return blocks
 
+        def reserved(*asked: Any, **options: Any) -> Any:
+            lease = reserve(*asked, **options)
+            for extent in lease.extents:
+                self._missing.pop(extent, None)
+            return lease
+
         def committed(lease: Any) -> None:
-            assert self._arrived.issuperset(lease.extents), "committed before its bytes are there"
+            arrived = all(self._missing.get(extent) == set() for extent in lease.extents)
+            assert arrived, "committed before its bytes are there"
             commit(lease)
 
-        pool.get_new_blocks, cache.commit = get_new_blocks, committed
+        pool.get_new_blocks, cache.begin_store, cache.commit = get_new_blocks, reserved, committed
 
     @property
     def faults(self) -> list[str]:
@@ -129,7 +138,8 @@ class SlowDevice:
 
     def _submitted(self, copy: QueuedCopy) -> None:
         if copy.is_store:
-            self._arrived.difference_update(part.extent for part in copy.plan.copies)
+            for extent in {part.extent for part in copy.plan.copies}:
+                self._missing.setdefault(extent, set(_layers_of(copy))).update(_copied_by(copy))
             size = self._sizes[id(copy.move.__self__)]  # type: ignore[attr-defined]
             slots = [
                 slot for part in copy.plan.copies for slot in range(part.first_slot, part.first_slot + part.tokens)
@@ -150,16 +160,61 @@ class SlowDevice:
 
     def _after(self, copy: QueuedCopy) -> None:
         if copy.is_store:
-            self._arrived.update(part.extent for part in copy.plan.copies)
+            for part in copy.plan.copies:
+                self._missing[part.extent].difference_update(_copied_by(copy))
 
 
-def _by_layer(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> list[Any]:
-    """Copiers of the same chunks of which each writes one layer, and the others' bytes to memory that nobody reads."""
-    nowhere = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
-    return [
-        CpuCopier(layout, [tensor if at == layer else nowhere for at, tensor in enumerate(tensors)], chunk_format)
-        for layer in range(len(tensors))
-    ]
+def _layers_of(copy: QueuedCopy) -> range:
+    copier = copy.move.__self__  # type: ignore[attr-defined]
+    return range(copier.layers if isinstance(copier, _OneLayer) else copier._format.layers)
+
+
+def _copied_by(copy: QueuedCopy) -> Sequence[int]:
+    copier = copy.move.__self__  # type: ignore[attr-defined]
+    return (copier.layer,) if isinstance(copier, _OneLayer) else _layers_of(copy)
+
+
+class _OneLayer:
+    """Copies one layer of chunks, and leaves the others alone, whatever the layout."""
+
+    def __init__(
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, layer: int
+    ) -> None:
+        nowhere = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
+        only = [tensor if at == layer else nowhere for at, tensor in enumerate(tensors)]
+        self._copier = CpuCopier(layout, only, chunk_format)
+        self._format = chunk_format
+        self._pools: dict[str, memoryview] = {}
+        self.layer, self.layers = layer, chunk_format.layers
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        self._pools[pool] = view
+        self._copier.attach(pool, view)
+
+    def detach(self, pool: str) -> None:
+        self._pools.pop(pool, None)
+        self._copier.detach(pool)
+
+    def load(self, plan: TransferPlan) -> Any:
+        return self._copier.load(plan)
+
+    def store(self, plan: TransferPlan) -> Any:
+        """By way of a copy of the whole chunk, of which only this layer's bytes go on to the pool."""
+        for extent, copies in plan.by_chunk().items():
+            whole = bytearray(extent.nbytes)
+            self._copier.attach("whole", memoryview(whole))
+            there = HostExtent("whole", 0, extent.nbytes)
+            moved = tuple(replace(copy, extent=there) for copy in copies)
+            done = self._copier.store(TransferPlan(moved, plan.chunk_tokens))
+            for part in range(len(self._format.parts)):
+                first = self._format.layer_offset(part, self.layer)
+                end, at = first + self._format.layer_bytes, extent.offset
+                self._pools[extent.pool][at + first : at + end] = whole[first:end]
+        return done
+
+
+def _by_layer(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> list[_OneLayer]:
+    return [_OneLayer(layout, tensors, chunk_format, layer) for layer in range(len(tensors))]
 
 
 @contextmanager

@@ -270,6 +270,21 @@ def test_a_pass_that_waits_for_no_layer_is_noticed(tiny_llama: str, monkeypatch:
         assert oracle.engine.worker is not None and oracle.engine.worker.counts.loads_failed == 1
 
 
+def test_a_step_whose_load_failed_stores_nothing_of_it(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computed, it computed on blocks that were not filled."""
+    with started(tiny_llama) as (oracle, device):
+        monkeypatch.setattr(KVTiersConnector, "wait_for_layer_load", lambda self, name: None)
+        worker = oracle.engine.worker
+        assert worker is not None
+        oracle.submit("a", [*SHARED[:330], *range(3, 73)], 3)
+        while not worker.counts.loads_failed:
+            oracle.step()
+            assert not any(copy.is_store for copy in device.queue.pending)
+        come_to_rest_of_all(oracle, device)
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 400, 3)
+        assert oracle.engine.cache is not None and oracle.engine.cache.counts().chunks_resident == 7
+
+
 def test_memory_that_cannot_be_made_ready_is_loaded_between_steps(
     tiny_llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

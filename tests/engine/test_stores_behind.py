@@ -60,7 +60,7 @@ class Engine:
 
 @contextmanager
 def started(model: str, **options: Any) -> Iterator[Engine]:
-    with slow_device() as device:
+    with slow_device(layerwise=options.get("store") == "layerwise") as device:
         oracle = Oracle(model, **options)
         engine = Engine(oracle, device)
         try:
@@ -192,6 +192,7 @@ def test_anything_that_can_happen_in_any_order(tiny_llama: str, linear_model: st
         "save_decode": data.draw(st.booleans()),
         "host": {"capacity_bytes": data.draw(st.sampled_from(["2MiB", "16MiB"]))},
         "stores_in_flight_bytes": data.draw(st.sampled_from([100_000, "2GiB"])),
+        "store": data.draw(st.sampled_from(["async", "layerwise"])),
     }
     with started(linear_model if has_states else tiny_llama, **options) as engine:
         anything(engine, chance, data.draw(st.sampled_from([0.05, 0.3, 0.9])))
@@ -229,11 +230,14 @@ def anything(engine: Engine, chance: random.Random, pace: float) -> None:
 
 
 @SCHEDULERS
-def test_one_order_in_which_everything_happens(tiny_llama: str, asynchronous: bool) -> None:
-    options: dict[str, Any] = {"kinds": ("full", "window:100"), "blocks": 40, "save_decode": True}
+@pytest.mark.parametrize("store", ["async", "layerwise"])
+def test_one_order_in_which_everything_happens(tiny_llama: str, asynchronous: bool, store: str) -> None:
+    options: dict[str, Any] = {"kinds": ("full", "window:100"), "blocks": 40, "save_decode": True, "store": store}
     with started(tiny_llama, asynchronous=asynchronous, **options) as engine:
         anything(engine, random.Random(1), 0.3)
         assert engine.device.late and engine.stored and engine.oracle.loaded
+        worker = engine.oracle.engine.worker
+        assert worker is not None and (worker.counts.layers_stored_early > 0) == (store == "layerwise")
 
 
 def test_a_request_whose_load_has_failed_is_computed_and_keeps_nobody_waiting(tiny_llama: str) -> None:

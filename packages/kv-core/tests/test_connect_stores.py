@@ -7,6 +7,7 @@ one that was asked for, nothing may be committed before its bytes are there, and
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,11 +21,14 @@ from kv_core.connect.step import StateBlock, StepPlan, StoreStep
 from kv_core.connect.worker import WorkerHalf
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
+from kv_core.keys import ChunkKey
+from kv_core.sequence import digests_of
 from kv_core.service import WriteLease
-from kv_testing.connect import CopyQueue, DictCopier, DictService, QueuedCopier, QueuedCopy
-from kv_testing.toy_engine import BLOCK, SPACE, ToyHybrid, run, shape_of
+from kv_testing.connect import CopyQueue, DictService, LayeredCopier, QueuedCopier, QueuedCopy
+from kv_testing.toy_engine import BLOCK, CHUNK, SPACE, Live, ToyHybrid, run, shape_of
 
 BLOCKS = 180
+SCHEME = ChainScheme(chunk_tokens=CHUNK)
 OTHER_SPACE = replace(SPACE, revision="r2")
 
 
@@ -67,36 +71,92 @@ class Pool:
 
 
 class WatchedService(DictService):
-    """Looks at each commit. arrived: the extents whose bytes are there."""
+    """Looks at each commit. arrived: the extents whose bytes are there. attention: the copiers of these groups."""
 
     arrived: set[HostExtent]
+    attention: Sequence[LayeredCopier]
 
     def commit(self, lease: WriteLease) -> None:
         assert self.arrived.issuperset(lease.extents), "committed before its bytes are there"
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            if key.group < len(self.attention):
+                self.check(self.attention[key.group], key, extent)
         super().commit(lease)
+
+    def check(self, copier: LayeredCopier, key: ChunkKey, extent: HostExtent) -> None:
+        """In every layer, the KV of a chunk's last token is of the very tokens that the key names."""
+        layers: Any = copier.pool[extent.offset, CHUNK - 1]
+        assert len(layers) == copier.layers, "committed without a layer"
+        for tokens in layers.values():
+            is_right = isinstance(tokens, tuple) and key.endswith(
+                digests_of(ChainScheme(chunk_tokens=CHUNK), tokens)[-1]
+            )
+            assert is_right, f"committed before a layer was computed: {layers}"
 
 
 class ToyDevice(ToyHybrid):
-    """The toy engine on a device whose copies take as long as they like."""
+    """The toy engine on a device whose copies take as long as they like.
+
+    layers: it stores layers as they are computed; else behind the forward pass.
+    pace: how many copies the device makes while a layer is computed.
+    says: of so many first layers the engine says nothing, and of one layer in so many it says twice that it is
+        computed: in the middle, and at its end.
+    """
 
     holds = True
+    early = False  # the engine says that a layer is computed before it is
 
-    @initialize(window=st.integers(1, 11), room=st.sampled_from([2, 5, 1000]))
-    def start(self, window: int, room: int = 1000) -> None:
+    @initialize(
+        window=st.integers(1, 11),
+        room=st.sampled_from([2, 5, 1000]),
+        layers=st.booleans(),
+        pace=st.integers(0, 3),
+        says=st.tuples(st.integers(0, 1), st.integers(2, 4)),
+    )
+    def start(
+        self, window: int, room: int = 1000, layers: bool = False, pace: int = 0, says: tuple[int, int] = (0, 4)
+    ) -> None:
         super().start(window)
-        self.room = room
+        self.room, self.layers, self.pace, self.says = room, layers, pace, says
         self.service = WatchedService()
         self.service.arrived = set()
+        self.service.attention = self.attention = [LayeredCopier(), LayeredCopier()]
         shape = shape_of(window)
         self.queue = CopyQueue(submitted=self.asked, before=self.before, after=self.after)
-        copiers = [QueuedCopier(copier, self.queue) for copier in self.copiers]
+        self.copiers[:2] = self.attention
+        copiers = [
+            *(QueuedCopier(copier, self.queue, copier.by_layer()) for copier in self.attention),
+            *(QueuedCopier(copier, self.queue) for copier in self.copiers[2:]),
+        ]
         self.scheduler = SchedulerHalf(self.service, shape, name="e")
-        self.worker = WorkerHalf(self.service, shape, copiers, shard=0, name="e", max_in_flight_bytes=room)
+        self.worker = WorkerHalf(
+            self.service, shape, copiers, shard=0, name="e", max_in_flight_bytes=room, stores_layers=layers
+        )
         self.pool = Pool()
         self.pool.holds = self.holds
         self.free = [self.pool] * 3  # type: ignore[list-item]
         self.held = HeldBlocks(self.pool, shape, ranks=1)
         self.given: dict[QueuedCopy, list[tuple[int, int]]] = {}
+
+    def compute(self, name: str, live: Live, end: int) -> Scheduled:
+        before = [dict(copier.slots) for copier in self.attention]
+        scheduled = super().compute(name, live, end)
+        for copier, slots in zip(self.attention, before, strict=True):
+            copier.begin(slots)
+        return scheduled
+
+    def forward(self, plan: StepPlan) -> None:
+        """Layer by layer, as far as the engine says so."""
+        silent, repeats = self.says
+        for layer in range(self.attention[0].layers):
+            for group, copier in enumerate(self.attention):
+                if layer >= silent and ((layer + group) % repeats == 1 or self.early):
+                    self.worker.layer_computed(plan, group, layer)
+                    self.queue.run(self.pace)
+                copier.computed = layer + 1
+                if layer >= silent and not self.early:
+                    self.worker.layer_computed(plan, group, layer)
+                self.queue.run(self.pace)
 
     def asked(self, copy: QueuedCopy) -> None:
         self.given[copy] = [(block, self.pool.given[block]) for block in blocks_of(copy)]
@@ -119,6 +179,10 @@ class ToyDevice(ToyHybrid):
     def carry_out(self, plan: StepPlan) -> None:
         plan = StepPlan.from_plain(self.held.hold(plan).to_plain())
         self.worker.start_loads(plan)
+        if self.layers and plan.stores:
+            self.forward(plan)
+        for copier in self.attention:
+            copier.computed = copier.layers
         self.worker.start_stores(plan)
         self.worker.finish_stores(wait=not plan.number)
         self.held.acknowledge({0: self.worker.stored_through})
@@ -190,6 +254,10 @@ class FreesEarly(ToyDevice):
     holds = False
 
 
+class SpeaksEarly(ToyDevice):
+    early = True
+
+
 def test_blocks_that_are_not_held_are_read_after_they_were_given_away() -> None:
     """The control: without it the machine could not fail."""
     with pytest.raises(AssertionError, match="is read after it was given"):
@@ -205,32 +273,113 @@ def test_a_commit_before_the_bytes_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         run(machine, "a", list(range(9)))
 
 
+def test_a_layer_that_is_stored_before_it_is_computed_is_seen() -> None:
+    """Likewise, of layers."""
+    machine = SpeaksEarly()
+    machine.start(window=5, layers=True, pace=3)
+    run(machine, "a", list(range(9)))
+    machine.queue.run(99)
+    with pytest.raises(AssertionError, match="committed before a layer was computed"):
+        machine.worker.finish_stores(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "early", "behind"), [([], 0, 1), ([1], 1, 2), ([0, 1, 2], 3, 0), ([0, 1, 1, 2], 3, 1)]
+)
+def test_layers_are_stored_as_they_are_computed(said: list[int], early: int, behind: int) -> None:
+    """And what the engine says nothing of, or says twice, behind the forward pass."""
+    halves = Halves(layers=True)
+    copies: list[QueuedCopy] = []
+    halves.queue.submitted = copies.append
+    plan = halves.plan("a", 2)
+    for layer in said:
+        halves.worker.layer_computed(plan, 0, layer)
+    assert len(copies) == halves.worker.counts.layers_stored_early == early
+    halves.queue.run(99)
+    halves.worker.start_stores(plan)
+    assert len(copies) == early + behind
+    halves.worker.finish_stores(wait=False)
+    assert len(halves.service.held) == (0 if behind else 2)  # found in the very step, if nothing is left
+    halves.queue.run(99)
+    halves.go_on()
+    assert len(halves.service.held) == 2 and halves.free == BLOCKS
+    values: Any = list(halves.copier.pool.values())
+    assert len(values) == 8 and all(len(layers) == 3 for layers in values)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_forward_pass_that_fails_leaves_nothing_behind(has_begun: bool) -> None:
+    halves = Halves(layers=True)
+    plan = halves.plan("a", 2)
+    if has_begun:
+        halves.worker.layer_computed(plan, 0, 0)
+    halves.worker.abandon_stores(plan)
+    halves.worker.finish_stores(wait=False)
+    halves.queue.run(9)
+    halves.go_on()
+    assert not halves.service.held and not halves.service.open_leases
+    assert halves.worker.stored_through == plan.number
+
+
+def test_a_step_that_ended_without_a_word_leaves_nothing_behind() -> None:
+    halves = Halves(layers=True)
+    halves.worker.layer_computed(halves.plan("a", 2), 0, 0)
+    halves.worker.finish_stores(wait=False)  # of what was begun before
+    halves.store("b", 1, first=50)
+    halves.queue.run(9)
+    halves.go_on()
+    assert len(halves.service.held) == 1 and halves.worker.counts.stores_failed == 1
+    assert not halves.service.open_leases
+
+
+def test_a_layer_that_fails_costs_its_store_alone() -> None:
+    halves = Halves(layers=True)
+    plan = halves.plan("a", 2)
+    halves.worker.layer_computed(plan, 0, 0)
+    halves.queue.run(1, failure="the bus is on fire")
+    halves.worker.layer_computed(plan, 0, 1)
+    halves.worker.start_stores(plan)
+    halves.go_on()
+    assert halves.service.open_leases, "given back while layers are still copied"
+    halves.queue.run(9)
+    halves.go_on()
+    halves.store("b", 1, first=50)
+    halves.queue.run(9)
+    halves.go_on()
+    assert len(halves.service.held) == 1 and halves.worker.counts.stores_failed == 1
+
+
 SHAPE = ConnectShape(ChainScheme(chunk_tokens=4), SPACE, (GroupShape(2),))
 
 
 class Halves:
     """Both halves, a queue between the engine's blocks and the pool, and a request whose chunks are computed."""
 
-    def __init__(self, room: int = 1000, ranks: int = 1) -> None:
-        self.service, self.copier, self.queue, self.pool = DictService(), DictCopier(), CopyQueue(), Pool()
+    def __init__(self, room: int = 1000, ranks: int = 1, layers: bool = False) -> None:
+        self.service, self.copier, self.queue, self.pool = DictService(), LayeredCopier(), CopyQueue(), Pool()
         self.copier.slots.update((slot, slot) for slot in range(2 * BLOCKS + 2))
         self.held = HeldBlocks(self.pool, SHAPE, ranks=ranks)
         self.scheduler = SchedulerHalf(self.service, SHAPE, name="e")
-        copier = QueuedCopier(self.copier, self.queue)
-        self.worker = WorkerHalf(self.service, SHAPE, [copier], shard=0, name="e", max_in_flight_bytes=room)
+        copier = QueuedCopier(self.copier, self.queue, self.copier.by_layer())
+        self.worker = WorkerHalf(
+            self.service, SHAPE, [copier], shard=0, name="e", max_in_flight_bytes=room, stores_layers=layers
+        )
 
-    def store(self, name: str, chunks: int, first: int = 0) -> StepPlan:
-        """The request has computed its first so many chunks, and ends at once."""
+    def plan(self, name: str, chunks: int, first: int = 0) -> StepPlan:
+        """The request computes its first so many chunks, and ends at once."""
         table = [self.pool.pop() for _ in range(2 * chunks)]
         tokens = RequestTokens(name, list(range(first, first + 4 * chunks)), 4 * chunks)
         self.scheduler.match(tokens, 0)
         self.scheduler.allocated(name, 0, ())
         plan = self.held.hold(self.scheduler.build_step([Scheduled(tokens, 4 * chunks, (table,))]))
-        self.worker.start_stores(plan)
-        self.worker.finish_stores(wait=not plan.number)
         self.scheduler.finished(name)
         self.pool += table
         return plan
+
+    def store(self, name: str, chunks: int, first: int = 0) -> None:
+        plan = self.plan(name, chunks, first)
+        self.worker.start_stores(plan)
+        self.worker.finish_stores(wait=not plan.number)
 
     def go_on(self) -> None:
         self.worker.finish_stores(wait=False)

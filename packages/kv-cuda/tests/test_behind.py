@@ -1,13 +1,14 @@
-"""Layerwise loads on a CPU: a thread copies the layers in their order, and who waits for one has all of it."""
+"""Layers that a thread of the CPU copies in their order, to the engine and away from it; who waits for one has it."""
 
 import random
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Event
 
 import pytest
 import torch
-from kv_core.errors import MisuseError
+from kv_core.errors import InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import CpuCopier
@@ -81,6 +82,53 @@ def test_a_layer_that_the_thread_has_not_begun_is_copied_by_those_who_wait(cache
     for event in reversed(events):
         event.hold_engine()
     assert loaded.is_loaded()
+
+
+class Stored(Loaded):
+    """The same blocks, full of the chunks, to be gathered into an empty pool by a thread."""
+
+    def __init__(self, cache: SmallCache) -> None:
+        super().__init__(cache)
+        self.chunks = bytes(self.pool)
+        self.copier.load(self.plan).wait()
+        self.pool[:] = bytes(len(self.pool))
+        store = self.copier.store_layers(self.plan)
+        assert store is not None and store.layers == self.layers
+        self.store = store
+
+
+@needs_c
+@every_cache
+def test_the_thread_stores_every_layer_when_it_is_computed(cache: SmallCache, busy: Event) -> None:
+    """As it is then, and the rest all at once; also those who wait before the thread has begun."""
+    stored = Stored(cache)
+    for tensor in stored.tensors:  # nothing was read before it is asked for
+        _bytes(tensor).zero_()
+    stored.pool[:] = stored.chunks
+    stored.copier.load(stored.plan).wait()
+    stored.pool[:] = bytes(len(stored.pool))
+    last = stored.layers - 1
+    events = [stored.store.gather((last,)), stored.store.gather(range(last))]
+    assert not any(event.done() for event in events) and not any(stored.pool)
+    events[0].wait()
+    assert not events[1].done() and any(stored.pool) and stored.pool != stored.chunks
+    busy.set()
+    copying_thread().submit(lambda: None).result()
+    assert events[1].done() and stored.pool == stored.chunks
+
+
+@needs_c
+def test_few_bytes_and_parts_of_blocks_are_stored_in_one_piece() -> None:
+    cache = next(iter(CACHES.values()))
+    stored = Stored(cache)
+    few = CpuCopier(cache.layout, stored.tensors, cache.layout.canonical_format(CHUNK))
+    few.attach("pool", memoryview(stored.pool))
+    assert few.store_layers(stored.plan) is None
+    (first, *_) = stored.plan.copies
+    part = TransferPlan((replace(first, tokens=TOKENS - 1),), CHUNK)
+    assert stored.copier.store_layers(part) is None
+    with pytest.raises(InputError):
+        stored.copier.store_layers(TransferPlan((replace(first, first_slot=1 << 30),), CHUNK))
 
 
 @needs_c

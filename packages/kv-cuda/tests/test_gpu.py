@@ -167,6 +167,25 @@ def test_layer_by_layer_is_the_same_in_the_end(copy_path: CopyPath) -> None:
     assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == chunk
 
 
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_layers_are_stored_one_by_one_and_each_as_it_is_then(copy_path: CopyPath) -> None:
+    tensors = filled()
+    chunk = gathered(CpuCopier(CACHE.layout, tensors, FORMAT), whole())
+    copier = GpuCopier(CACHE.layout, tensors, FORMAT, copy_paths=only(copy_path))
+    pool = bytearray(FORMAT.nbytes)
+    copier.attach("pool", memoryview(pool))
+    store = copier.store_layers(whole())
+    assert not any(pool) and store.layers == LAYERS
+    store.gather((LAYERS - 1,)).wait()
+    assert any(pool) and pool != chunk
+    store.gather(range(LAYERS - 1)).wait()
+    assert pool == chunk
+    copier.detach("pool")
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    with pytest.raises(CopyFailed, match="was let go"):  # its memory may not be there any more
+        store.gather((0,))
+
+
 def test_lists_of_tokens_cross_the_bus_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a plan is so long that its lists are cut."""
     uploads: list[int] = []

@@ -225,11 +225,106 @@ class DictCopier:
                 self.pool[copy.extent.offset, copy.first_token + token] = self.slots[copy.first_slot + token]
         return Done()
 
+    def store_layers(self, plan: TransferPlan) -> Any:
+        return None
+
     def _fails(self) -> bool:
         if self.fail_copies:
             self.fail_copies -= 1
             return True
         return False
+
+
+@dataclass(slots=True)
+class LayeredCopier(DictCopier):
+    """One whose layers a forward pass computes one after another. A chunk is right if all of them agree.
+
+    layers: how many there are.
+    computed: how many of them the forward pass has behind it.
+    before: slot → what the layers have there that are still to be computed.
+    """
+
+    layers: int = 3
+    computed: int = 3
+    before: dict[int, object] = field(default_factory=dict)
+
+    def begin(self, slots: Mapping[int, object]) -> None:
+        """A forward pass begins. slots: what was there before it."""
+        self.before = {slot: slots.get(slot) for slot, new in self.slots.items() if slots.get(slot) != new}
+        self.computed = 0
+
+    def load(self, plan: TransferPlan) -> Done | Failed:
+        if self._fails():
+            return Failed()
+        for copy in plan.copies:
+            for token in range(copy.tokens):
+                values: Any = self.pool[copy.extent.offset, copy.first_token + token]
+                alike = len(values) == self.layers and len(set(values.values())) == 1
+                self.slots[copy.first_slot + token] = values[0] if alike else f"layers that differ: {values}"
+        self.loaded_tokens += plan.tokens
+        return Done()
+
+    def store(self, plan: TransferPlan) -> Done | Failed:
+        return self.gather(plan, range(self.layers))
+
+    def store_layers(self, plan: TransferPlan) -> "Layers":
+        return Layers(self.layers, lambda layers: self.gather(plan, layers))
+
+    def gather(self, plan: TransferPlan, layers: Sequence[int]) -> Done | Failed:
+        if self._fails():
+            return Failed()
+        for copy in plan.copies:
+            for token in range(copy.tokens):
+                slot = copy.first_slot + token
+                values: Any = self.pool.setdefault((copy.extent.offset, copy.first_token + token), {})
+                for layer in layers:
+                    known = layer < self.computed or slot not in self.before
+                    values[layer] = self.slots[slot] if known else self.before[slot]
+        return Done()
+
+    def by_layer(self) -> "list[LayerOf]":
+        return [LayerOf(self, layer) for layer in range(self.layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOf:
+    """One layer of such a copier."""
+
+    copier: LayeredCopier
+    layer: int
+
+    def store(self, plan: TransferPlan) -> Done | Failed:
+        return self.copier.gather(plan, (self.layer,))
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A `LayerwiseStore`."""
+
+    layers: int
+    gather: Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Several copies as one."""
+
+    copies: Sequence["QueuedCopy"]
+
+    def done(self) -> bool:
+        """Also a failure shows only when nothing is under way any more."""
+        return all(copy.has_ended for copy in self.copies) and all(copy.done() for copy in self.copies)
+
+    def wait(self) -> None:
+        for copy in self.copies:
+            with suppress(CopyFailed):
+                copy.wait()
+        self.done()
+
+    def hold_engine(self) -> None:
+        for copy in self.copies:
+            copy.queue.catch_up(copy)
+        self.done()
 
 
 @dataclass(slots=True, eq=False)
@@ -346,6 +441,15 @@ class QueuedCopier:
 
     def store(self, plan: TransferPlan) -> QueuedCopy:
         return self._queued(self._copier.store, plan, is_store=True, layers=len(self._layers))
+
+    def store_layers(self, plan: TransferPlan) -> Layers | None:
+        if len(self._layers) < 2:
+            return None
+
+        def gather(layers: Sequence[int]) -> AllOf:
+            return AllOf([self._queued(self._layers[layer].store, plan, is_store=True) for layer in layers])
+
+        return Layers(len(self._layers), gather)
 
     def _queued(
         self, move: Callable[[TransferPlan], Any], plan: TransferPlan, *, is_store: bool = False, layers: int = 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
-from kv_core.connect.layerwise import LoadMode
+from kv_core.connect.layerwise import LoadMode, StoreMode
 from kv_core.errors import ConfigError
 from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
@@ -75,6 +75,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     copy is estimated to be hidden so, or no other request would wait for it. vLLM only, with one worker (in its
     scheduler's process) and one kind of layers; elsewhere async, whatever is said here
     (docs/contracts/vllm.md#layerwise-loads)."""
+    store: StoreMode = "async"
+    """When chunks are copied from the engine's blocks. async: behind the step that completes them. layerwise: in this
+    step, each layer while those after it are computed, so that they can be found sooner. vLLM only; chunks in int8 and
+    fp8 are stored behind the step, whatever is said here (docs/contracts/vllm.md#layerwise-stores)."""
     min_load_tokens: Tokens = 0
     """A smaller hit is computed instead of loaded. vLLM only, like the two below; SGLang has its own
     `prefetch_threshold`. A request may override it (docs/requests.md)."""

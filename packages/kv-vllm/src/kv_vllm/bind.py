@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from kv_core.log import limited_logger
 from kv_cuda.bind import bind_groups, table_tokens_of
@@ -16,6 +17,7 @@ from kv_tiers.attach.neighbours import StoredFormat
 from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.settings import Setting, Settings
 
+from kv_vllm.layer_hooks import LayerPlace
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
 from kv_vllm.served import served_model
@@ -31,10 +33,10 @@ def bind_worker(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     in_force: Sequence[Setting] = (),
-) -> dict[str, int]:
+) -> dict[str, LayerPlace]:
     """Prove the layout of vLLM's cache and open ours. `off` says why not, if it cannot be proved.
 
-    Returns the numbers of the layers, in a model with one group of them, by vLLM's names.
+    Returns where each layer is, by vLLM's names. Layers that share KV are in one place, the one that computes it first.
 
     in_force: as `load` returns it beside the settings. It says whether the length of a chunk was chosen.
 
@@ -45,6 +47,11 @@ def bind_worker(
     if isinstance(groups, Refusal):
         return _refused(engine, groups)
     has_states = any(group.coverage.kind == "state" for group in groups)
+    if settings.store == "layerwise" and vllm_config.parallel_config.use_ubatching:
+        _log.warning(
+            "store: layerwise is not used, chunks are stored behind the step: each is computed in microbatches"
+        )
+        settings = msgspec.structs.replace(settings, store="async")
     settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups], has_states=has_states)
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
@@ -81,8 +88,12 @@ def bind_worker(
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
-    numbers = {id(tensor): number for number, tensor in enumerate(bound.groups[0].tensors)}
-    return {name: numbers[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in numbers}
+    places = {
+        id(tensor): LayerPlace(number, at % group.layout.layers)
+        for number, group in enumerate(bound.groups)
+        for at, tensor in enumerate(group.tensors)
+    }
+    return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None:
@@ -111,7 +122,7 @@ def warn_of_failure_policy(policy: str) -> None:
         )
 
 
-def _refused(engine: Engine, refusal: Refusal) -> dict[str, int]:
+def _refused(engine: Engine, refusal: Refusal) -> dict[str, LayerPlace]:
     engine.refuse(refusal.reason)
     return {}
 

@@ -2,15 +2,16 @@
 `kv_core.connect`.
 
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
-that cannot fail where the settings ask for layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`. On a
-device with streams they continue behind the step, and their blocks are held in vLLM's block pool meanwhile
-(`kv_vllm.held`); elsewhere they complete there.
+that cannot fail where the settings ask for layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
+where the settings ask for that, layer by layer before it. On a device with streams they continue behind the step, and
+their blocks are held in vLLM's block pool meanwhile (`kv_vllm.held`); elsewhere they complete there.
 
 No exception leaves a hook, except for the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with
 a traceback in the log, and the engine goes on.
 """
 
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -44,6 +45,7 @@ from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
+from kv_vllm.layer_hooks import LayerHooks
 from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
@@ -123,7 +125,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layerwise = LayerwiseRank(
             self._engine, is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling)
         )
-        self._layers: dict[str, int] = {}
+        self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
@@ -167,22 +169,25 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._layerwise.blocks:  # asked by every layer of every step
-            self._wait_for_layer(layer_name)
+            self._layers.wait_for(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return  # saved whole, in wait_for_save
+        if self._step.stores:  # likewise
+            self._layers.computed(layer_name, self._step)
 
     @guarded(always(None))
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.start_stores(self._step)
+            self._layerwise.are_filled = self._worker.layers.forward_ended()
+            # vLLM calls this, too, when the forward pass has raised: what it was to compute is not in the blocks.
+            is_computed = self._layerwise.are_filled and sys.exc_info()[0] is None
+            (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
             self._worker.finish_stores(wait=not self._step.number)
 
     @guarded(_all_failed)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
-        self._layerwise.are_filled = self._worker.layers.forward_ended()
         report = self._worker.poll()
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
@@ -228,7 +233,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return load(extra_config, os.environ)[0].load != "async"  # a full graph leaves `wait_for_layer_load` out
+        settings, _ = load(extra_config, os.environ)
+        return settings.load != "async" or settings.store != "async"  # a full graph leaves the hooks of layers out
 
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -331,14 +337,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.off:
             return
         try:
-            self._layers = bind_worker(
-                self._engine,
-                self._vllm_config,
-                self._kv_cache_config,
-                self._settings,
-                kv_caches,
-                in_force=self._in_force,
-            )
+            config, groups, in_force = self._vllm_config, self._kv_cache_config, self._in_force
+            self._layers.bound(bind_worker(self._engine, config, groups, self._settings, kv_caches, in_force=in_force))
             if not self.off:
                 self._worker = self._engine.start_worker()
                 self._figures = WorkerFigures(self._worker)
@@ -367,11 +367,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self: self._number)  # off: what was under way then was waited for, and nothing has begun since
     def _stored_through(self) -> int:
         return 0 if self._worker is None else self._worker.stored_through
-
-    @guarded(always(None))
-    def _wait_for_layer(self, layer_name: str) -> None:
-        if self._worker is not None:
-            self._worker.layers.wait_for(self._layers.get(layer_name))
 
     def _worker_said(self, said: Any) -> None:
         """Also while the cache is off: workers in other processes may still be reading."""

@@ -1,4 +1,4 @@
-"""Counters of the scheduler half, for metrics and tests. They only grow, except those of consecutive failures."""
+"""Counters of both halves, for metrics and tests. They only grow, except those of consecutive failures."""
 
 from dataclasses import dataclass, field
 
@@ -44,3 +44,30 @@ class SchedulerCounts:
     handovers_taken: int = 0
     handovers_late: int = 0
     states_refused: int = 0
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Counts since the half was created.
+
+    loads_finished, loads_failed: requests.
+    tokens_loaded: of those that did not fail.
+    bytes_loaded: the same, as whole payloads.
+    chunks_stored: chunks committed.
+    bytes_stored: their payloads.
+    tokens_stored: of those, by one group's chunks of shard 0: a group that needs the whole prefix, if there is one.
+    stores_failed: leases that were aborted.
+    chunks_dropped: chunks not stored because too much was in flight already.
+    layers_stored_early: layers of stores, gathered while later layers were still to be computed.
+    """
+
+    loads_finished: int = 0
+    loads_failed: int = 0
+    tokens_loaded: int = 0
+    bytes_loaded: int = 0
+    chunks_stored: int = 0
+    bytes_stored: int = 0
+    tokens_stored: int = 0
+    stores_failed: int = 0
+    chunks_dropped: int = 0
+    layers_stored_early: int = 0

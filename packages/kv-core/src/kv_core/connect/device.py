@@ -59,8 +59,19 @@ class DeviceCopier(Protocol):
         """
 
 
+class LayerwiseStore(Protocol):
+    """A store whose layers are gathered as the engine computes them. It keeps what it copies between alive."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+
+    def gather(self, layers: Sequence[int]) -> CopyEvent:
+        """Gather these layers of every chunk of the plan, each computed by what the engine has enqueued so far."""
+
+
 class LayerwiseCopier(DeviceCopier, Protocol):
-    """A copier that says of each layer when it is there."""
+    """A copier that says of each layer when it is there, and takes each as it comes."""
 
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         """Make all ready that copies of these need beside their plan, so that it cannot be missing then.
@@ -72,3 +83,12 @@ class LayerwiseCopier(DeviceCopier, Protocol):
 
     def load_layers(self, plan: TransferPlan) -> Sequence[CopyEvent]:
         """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
+
+    def store_layers(self, plan: TransferPlan) -> LayerwiseStore | None:
+        """Begin a store of which no layer is computed yet; nothing is read before `LayerwiseStore.gather` asks for it.
+
+        None: such a plan gains nothing by it, or cannot be taken apart: `store` it once all layers are computed.
+
+        Raises:
+            InputError: as for `load`.
+        """

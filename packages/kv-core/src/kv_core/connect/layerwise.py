@@ -23,6 +23,9 @@ _log = limited_logger(__name__)
 LoadMode = Literal["async", "layerwise", "auto"]
 """How chunks get into the engine's blocks: between its steps; within a step, layer by layer; or whichever is better."""
 
+StoreMode = Literal["async", "layerwise"]
+"""How chunks get from the engine's blocks: behind the step that completes them, or each layer as it is computed."""
+
 
 @dataclass(slots=True)
 class _Batch:

@@ -1,4 +1,5 @@
-"""Loads on a CPU that a thread makes layer by layer, while the engine computes on the layers before.
+"""Copies on a CPU that a thread makes layer by layer while the engine computes: loads, before it needs the layer, and
+stores, once it has computed it.
 
 One thread copies the layers in their order. Whoever waits for a layer that it has not begun copies that layer itself,
 so a thread that gets no processor delays nobody by more than the layer it is at.

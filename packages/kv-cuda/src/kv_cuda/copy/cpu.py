@@ -1,12 +1,12 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), except for a
-layerwise load of many bytes (`behind`). Whole blocks are moved in C where that is installed (`compiled`). What is left
-is moved by few large torch calls that release the GIL and use torch's own threads: one call per part and run of
-adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost), one
-strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the engine's own
-axis order, which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on two
-cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), except for
+layerwise loads and stores of many bytes (`behind`). Whole blocks are moved in C where that is installed (`compiled`).
+What is left is moved by few large torch calls that release the GIL and use torch's own threads: one call per part and
+run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost),
+one strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the engine's
+own axis order, which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on
+two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in
 bfloat16, where memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16 MiB.
 
 Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
@@ -76,6 +76,22 @@ class _Part:
     """A tile is a few adjacent tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LayersBehind:
+    """A `kv_core.connect.device.LayerwiseStore`. copy: gathers one layer."""
+
+    layers: int
+    copy: Callable[[int], None]
+
+    def gather(self, layers: Sequence[int]) -> Event:
+        def copy() -> None:
+            for layer in layers:
+                self.copy(layer)
+
+        (event,) = copy_behind([copy])
+        return event
+
+
 class CpuCopier:
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: its scratch is its own."""
 
@@ -91,7 +107,7 @@ class CpuCopier:
         """
         tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
         compiled: whether functions in C may be used, which copy the same bytes.
-        pays_behind: whether a layerwise load of so many bytes is made by a thread.
+        pays_behind: whether a layerwise load or store of so many bytes is made by a thread.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -166,10 +182,22 @@ class CpuCopier:
         """Like `load`, with an event for each layer. Many bytes are copied behind the call, by a thread or by those who
         wait (`behind`); the pools that they are in are kept alive until then."""
         chunks = self._checked(plan, to_engine=True)
-        in_thread = bool(self._compiled) and not any(work.parts for work in chunks)
-        if not in_thread or not self._pays_behind(len(chunks) * self._format.nbytes):
+        copy = self._copy_of_layer(chunks, to_engine=True)
+        if copy is None:
             self._copy_all(chunks, to_engine=True)
             return [_DONE] * self._layout.layers
+        return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
+
+    def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
+        """A thread gathers many bytes, or those who wait. None: few are gathered more quickly in one piece."""
+        copy = self._copy_of_layer(self._checked(plan, to_engine=False), to_engine=False)
+        return None if copy is None else _LayersBehind(self._layout.layers, copy)
+
+    def _copy_of_layer(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> Callable[[int], None] | None:
+        """Copies one layer, on any thread; it keeps the pools alive. None: that does not pay."""
+        in_thread = bool(self._compiled) and not any(work.parts for work in chunks)
+        if not in_thread or not self._pays_behind(len(chunks) * self._format.nbytes):
+            return None
         if not self._compiled_layers:
             self._compiled_layers = self._in_c(
                 [[run[layer : layer + 1] for run in part.runs for layer in range(len(run))] for part in self._parts]
@@ -179,9 +207,9 @@ class CpuCopier:
         def copy(layer: int) -> None:
             assert alive
             layers = slice(layer, layer + 1)
-            self._copy_compiled(self._compiled_layers, chunks, pools, to_engine=True, layers=layers)
+            self._copy_compiled(self._compiled_layers, chunks, pools, to_engine=to_engine, layers=layers)
 
-        return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
+        return copy
 
     def store(self, plan: TransferPlan) -> DoneEvent:
         self._copy_all(self._checked(plan, to_engine=False), to_engine=False)

@@ -9,12 +9,12 @@ or the one that last used the blocks that are loaded into.
 On CPU tensors the same code runs in Triton's interpreter, which is how it is tested without a GPU.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kv_core.errors import InputError
+from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
@@ -52,6 +52,30 @@ class _Group:
     copy_path: CopyPath
     start: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A plan that can be made.
+
+    direction: of its copies.
+    tokens: in all of them.
+    chunks: the bytes of each, pinned.
+    launches: the copies, chunk by chunk, as many chunks at a time as the lists of tokens hold.
+    """
+
+    direction: Direction
+    tokens: int
+    chunks: Mapping[HostExtent, torch.Tensor]
+    launches: list[list[_Group]]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersOfGpu:
+    """A `kv_core.connect.device.LayerwiseStore`."""
+
+    layers: int
+    gather: Callable[[Sequence[int]], Event]
 
 
 class GpuCopier:
@@ -132,42 +156,59 @@ class GpuCopier:
         self._pipelines["load"].prepare()
 
     def load(self, plan: TransferPlan) -> Event:
-        (event,) = self._move(plan, "load", [self._all])
+        (event,) = self._move(self._checked(plan, "load"), [self._all])
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
         """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
-        layers = self._layout.layers
-        steps = [
-            [(first + layer, 1) for first in range(0, self._kernel.plane_count, layers)] for layer in range(layers)
-        ]
-        return self._move(plan, "load", steps)
+        return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> Event:
-        (event,) = self._move(plan, "store", [self._all])
+        (event,) = self._move(self._checked(plan, "store"), [self._all])
         return event
 
-    def _move(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
-        """One event for each step, which is the planes that have then been moved."""
-        with self._range(f"kv {direction}: {plan.tokens} tokens"):
-            return self._enqueue(plan, direction, steps)
+    def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
+        """Each layer is gathered behind what the engine has enqueued when it is asked for."""
+        checked = self._checked(plan, "store")
+        pools = {extent.pool: self._pools[extent.pool] for extent in checked.chunks}
 
-    def _enqueue(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[Event]:
+        def gather(layers: Sequence[int]) -> Event:
+            if any(self._pools.get(name) is not pool for name, pool in pools.items()):
+                raise CopyFailed("the pool that the chunks belong in was let go in the middle of a step")
+            (event,) = self._move(checked, [self._planes(layers)])
+            return event
+
+        return _LayersOfGpu(self._layout.layers, gather)
+
+    def _planes(self, layers: Sequence[int]) -> list[Span]:
+        """Of these layers, part by part."""
+        firsts = range(0, self._kernel.plane_count, self._layout.layers)
+        return [(first + layer, 1) for first in firsts for layer in layers]
+
+    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         validate_and_split(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         self._refuse_misaligned(plan)
         # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
         chunks = {copy.extent: self._pools[copy.extent.pool].chunk(copy.extent) for copy in plan.copies}
-        pipeline = self._pipelines[direction]
+        return _Checked(direction, plan.tokens, chunks, list(self._launches(plan, direction)))
+
+    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
+        """One event for each step, which is the planes that have then been moved."""
+        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
+            return self._enqueue(checked, steps)
+
+    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
+        pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
         pipeline.begin()
-        events = []
-        launches, uploaded, lists = list(self._launches(plan, direction)), -1, None
+        events: list[Event] = []
+        uploaded, lists = -1, None
         try:
             for spans in steps:
-                for number, groups in enumerate(launches):
+                for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
                         uploaded, lists = number, self._upload(groups, pipeline)
-                    self._launch(groups, lists, chunks, spans, pipeline, to_engine=direction == "load")
+                    self._launch(groups, lists, checked.chunks, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
         except BaseException:
             pipeline.end().wait()  # the caller gives up the memory that the rest of it is on its way to

@@ -106,6 +106,9 @@ class QuantisingCopier:
         """Like `load`, with an event for each layer, all the same one: a chunk is decoded as a whole."""
         return [self.load(plan)] * self._layout.layers
 
+    def store_layers(self, plan: TransferPlan) -> None:
+        """A chunk is encoded as a whole."""
+
     def store(self, plan: TransferPlan) -> Event:
         """Chunks are stored whole, or `InputError`. Nothing of the plan may be kept if the event says `CopyFailed`."""
         by_chunk = self._checked(plan, to_engine=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.handover import HandOvers
-from kv_core.connect.layerwise import LoadMode
+from kv_core.connect.layerwise import LoadMode, StoreMode
 from kv_core.connect.layerwise_promises import LayerwiseRule
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
@@ -169,6 +169,7 @@ class Engine(OffSwitch):
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
         self._in_flight_bytes = 0
         self._load: LoadMode = "async"
+        self._store: StoreMode = "async"
         self._is_one_process = False
         self._handover = HandoverConfig()
 
@@ -284,6 +285,7 @@ class Engine(OffSwitch):
             rank=share.rank,
             stores=share.stores,
             max_in_flight_bytes=self._in_flight_bytes,
+            stores_layers=self._stores_layers(),
         )
         self._roles.add("WORKER")
         return self.worker
@@ -333,6 +335,21 @@ class Engine(OffSwitch):
                 f"the chunks here are not those of the scheduler's node: {self._described}; "
                 "give all nodes the same settings, model and kind of machine"
             )
+
+    def _stores_layers(self) -> bool:
+        """Whether a layer is stored as it is computed. Of groups that cannot be, states among them, all of a chunk is
+        gathered behind the step."""
+        assert self.facts is not None
+        if self._store == "async":
+            return False
+        groups = zip(self.facts.groups, self.facts.formats, strict=True)
+        if all(group.coverage.kind == "state" or is_quantised_kind(kind) for group, kind in groups):
+            _log.warning(
+                "store: %s is not used, chunks are stored behind the step: all layers are encoded, or states",
+                self._store,
+            )
+            return False
+        return True
 
     def _layerwise_rule(self) -> LayerwiseRule | None:
         """Which loads run inside steps; None: none."""
@@ -423,7 +440,7 @@ class Engine(OffSwitch):
             cuts_chunks="blocks" not in facts.formats,
             shifted=facts.shifted,
         )
-        self._load, self._handover = settings.load, settings.handover
+        self._load, self._store, self._handover = settings.load, settings.store, settings.handover
         if settings.server.socket:
             place = f"the server at {settings.server.socket}"
         else:

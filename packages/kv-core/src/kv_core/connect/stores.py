@@ -1,0 +1,337 @@
+"""The worker half's stores: chunks that a step completes, on their way from the engine's blocks to the pool.
+
+Their room is reserved all at once, over all groups of layers. Then they are gathered, either behind the forward pass,
+in one piece for each group, or layer by layer while later layers are computed, where the copier can. Either way they
+are committed together once every byte is there, in this step or a later one, so a chunk never lacks a layer.
+
+What the engine does not say of a layer costs only the head start: the layer is gathered behind the forward pass. What
+it says of a layer twice was computed in parts, or anew, so the layer is gathered once more there.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kv_core.connect.counts import WorkerCounts
+from kv_core.connect.device import CopyEvent, LayerwiseCopier, LayerwiseStore
+from kv_core.connect.shape import ConnectShape, stored_from, without_holes
+from kv_core.connect.step import StepPlan, StoreStep
+from kv_core.errors import CopyFailed, KVError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey, keys_in
+from kv_core.log import limited_logger
+from kv_core.service import CacheService, WriteLease
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+
+_log = limited_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """What one group stores of a request.
+
+    group: its number.
+    chunks: numbers of the chunks, ascending.
+    plan: for one of these chunks, where its bytes come from.
+    """
+
+    group: int
+    chunks: Sequence[int]
+    plan: Callable[[int, HostExtent], TransferPlan]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One group's part of a store.
+
+    group: its number.
+    plan: what is gathered.
+    by_layers: gathers single layers; None: the copier takes all at once.
+    gathered: the layers that have been.
+    """
+
+    group: int
+    plan: TransferPlan
+    by_layers: LayerwiseStore | None
+    gathered: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Store:
+    """A request's chunks on their way to the pool, over all groups.
+
+    number: of the plan that they were stored by.
+    lease: on their room.
+    nbytes: of their payloads.
+    tokens: of one group's, as `WorkerCounts.tokens_stored` counts them.
+    parts: what is still to be gathered of them; none once all is under way.
+    copying: when what is under way has arrived.
+    failure: why they are given up, once nothing is copied any more.
+    """
+
+    number: int
+    lease: WriteLease
+    nbytes: int
+    tokens: int
+    parts: list[_Part] = field(default_factory=list)
+    copying: list[CopyEvent] = field(default_factory=list)
+    failure: KVError | None = None
+
+
+class Stores:
+    """One rank's. Not thread-safe: it belongs to the worker's thread."""
+
+    def __init__(
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        copiers: Sequence[LayerwiseCopier],
+        *,
+        shard: int,
+        holder: str,
+        counts: WorkerCounts,
+        max_in_flight_bytes: int,
+        by_layers: bool,
+    ) -> None:
+        """copiers: one for each group; none: this rank stores nothing. counts: to count in. by_layers: layers are
+        gathered as `layer_computed` names them."""
+        self._service = service
+        self._shape = shape
+        self._copiers = copiers
+        self._shard = shard
+        self._holder = holder
+        self._counts = counts
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._by_layers = by_layers
+        self._storing: list[_Store] = []
+        self._in_flight_bytes = 0
+        self._number = 0
+        self._begun: StepPlan | None = None  # whose forward pass goes on
+        self._computed: set[tuple[int, int]] = set()  # the groups and layers that it has behind it
+        whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
+        self._counted_group = next(whole, 0)
+
+    def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
+        """The forward pass of this plan's step has this layer of this group behind it."""
+        if not self._by_layers or not self._copiers:
+            return
+        if self._begun is not plan:
+            self._begin(plan)
+        is_again = (group, layer) in self._computed
+        self._computed.add((group, layer))
+        for store in self._storing:
+            for part in store.parts:
+                if part.group != group or part.by_layers is None:
+                    continue
+                if is_again:
+                    part.gathered.discard(layer)
+                    self._gather(store, partial(self._in_order, store))
+                else:
+                    part.gathered.add(layer)
+                    self._gather(store, partial(self._gather_layer, part.by_layers, layer))
+
+    def start(self, plan: StepPlan) -> None:
+        """The forward pass of this plan's step is over: gather what is left of what it stores."""
+        if self._begun is not plan:
+            self._begin(plan)
+        self._begun = None
+        for store in self._storing:
+            parts, store.parts = store.parts, []
+            for part in parts:
+                self._gather(store, partial(self._gather_rest, part))
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The forward pass of this plan's step has failed, and what it should have computed is stored by nobody."""
+        self._give_up_begun("the forward pass has failed")
+        self._number, self._begun = plan.number, None
+
+    def finish(self, *, wait: bool) -> None:
+        """Publish what has been gathered, as `WorkerHalf.finish_stores` has it."""
+        if not self._storing:
+            return
+        storing, self._storing = self._storing, []
+        for store in storing:
+            if wait:
+                self._await(store)
+            if store.parts or not self._is_copied(store):
+                self._storing.append(store)
+                continue
+            if store.failure is None:
+                self._service.commit(store.lease)
+                self._count_stored(store)
+            else:
+                self._service.release(store.lease)
+                self._not_stored(store.failure)
+            self._in_flight_bytes -= store.nbytes
+
+    @property
+    def through(self) -> int:
+        """The number of the last plan up to which nothing is read any more."""
+        return min((store.number - 1 for store in self._storing), default=self._number)
+
+    def close(self) -> Iterator[CopyEvent]:
+        """What is under way, to be waited for; nothing of it is published. The holder's end gives the room back."""
+        storing, self._storing = self._storing, []
+        self._in_flight_bytes, self._begun = 0, None
+        return (event for store in storing for event in store.copying)
+
+    def _begin(self, plan: StepPlan) -> None:
+        self._give_up_begun("the step ended before all layers were computed")
+        self._number, self._begun = plan.number, plan
+        self._computed.clear()
+        for step in plan.stores if self._copiers else ():
+            self._reserve_store(plan.space_id, step)
+
+    def _give_up_begun(self, why: str) -> None:
+        for store in self._storing:
+            if store.parts:
+                store.parts, store.failure = [], store.failure or CopyFailed(why)
+
+    def _reserve_store(self, space_id: bytes, step: StoreStep) -> None:
+        """Reserve room for what the groups keep of this step, all at once."""
+        gathers = [gather for group in range(len(self._copiers)) if (gather := self._of_group(step, group)).chunks]
+        whole: list[tuple[int, int, ChunkKey]] = []
+        others: list[tuple[int, int, ChunkKey]] = []
+        for gather in gathers:
+            digests = [step.digests[chunk] for chunk in gather.chunks]
+            keys = keys_in(space_id, digests, groups=(gather.group,), shards=(self._shard,), tenant=step.tenant)
+            needs_all = self._shape.groups[gather.group].coverage.kind == "all"
+            named = whole if needs_all else others
+            named += zip(gather.chunks, itertools.repeat(gather.group), keys)
+        named = sorted(whole) + others  # as a lookup has them: by chunks, and then the others
+        lease = self._reserve([key for _, _, key in named], step)
+        if lease is None:
+            return
+        extent_of = dict(zip(lease.keys, lease.extents, strict=True))
+        got = {(chunk, group): extent_of[key] for chunk, group, key in named if key in extent_of}
+        store = _Store(self._number, lease, _nbytes(lease), self._tokens_counted(step, got))
+        self._storing.append(store)
+        self._in_flight_bytes += store.nbytes
+        try:
+            for gather in gathers:
+                extents = [(chunk, got[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in got]
+                if extents:
+                    store.parts.append(self._part(gather, extents))
+        except KVError as error:
+            store.failure = error
+
+    def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _Part:
+        plans = [gather.plan(chunk, extent) for chunk, extent in extents]
+        copies = tuple(copy for of_chunk in plans for copy in of_chunk.copies)
+        plan = TransferPlan(copies, plans[0].chunk_tokens)
+        return _Part(gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None)
+
+    def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
+        """After a failure nothing more; what is under way ends before the room is given back."""
+        if store.failure is None:
+            try:
+                store.copying += gather()
+            except KVError as error:
+                store.failure = error
+
+    def _gather_layer(self, by_layers: LayerwiseStore, layer: int) -> list[CopyEvent]:
+        self._counts.layers_stored_early += 1
+        return [by_layers.gather((layer,))]
+
+    def _gather_rest(self, part: _Part) -> list[CopyEvent]:
+        if part.by_layers is None or not part.gathered:
+            return [self._copiers[part.group].store(part.plan)]
+        rest = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
+        return [part.by_layers.gather(rest)] if rest else []
+
+    def _in_order(self, store: _Store) -> list[CopyEvent]:
+        """What is gathered once more comes after what it replaces, also where copies have no queue."""
+        for event in store.copying:
+            event.hold_engine()
+        return []
+
+    def _of_group(self, step: StoreStep, number: int) -> _Gather:
+        group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
+        if group.coverage.kind == "state":
+            blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
+            return _Gather(
+                number,
+                sorted(blocks),
+                lambda chunk, extent: TransferPlan((Copy(extent, 0, blocks[chunk], 1),), 1),
+            )
+        table: Sequence[int] = step.blocks[group.table]
+        first_chunk, chunks = 0, len(step.digests)
+        if group.coverage.kind != "all":
+            first_chunk = stored_from(group, table, chunks, chunk_tokens)
+            table = without_holes(table)
+
+        def plan(chunk: int, extent: HostExtent) -> TransferPlan:
+            tail_tokens = step.tail_tokens if chunk == chunks - 1 else 0
+            made = plan_transfer(
+                [extent],
+                table,
+                chunk_tokens=chunk_tokens,
+                block_tokens=group.block_tokens,
+                first_token=chunk * chunk_tokens,
+                last_token=chunk * chunk_tokens + (tail_tokens or chunk_tokens),
+                extents_from_chunk=chunk,
+            )
+            return made.repeated() if tail_tokens else made
+
+        return _Gather(number, range(first_chunk, chunks), plan)
+
+    def _tokens_counted(self, step: StoreStep, places: Iterable[tuple[int, int]]) -> int:
+        if self._shard:
+            return 0
+        chunks = [chunk for chunk, group in places if group == self._counted_group]
+        tokens = len(chunks) * self._shape.chunk_tokens
+        if step.tail_tokens and chunks and chunks[-1] == len(step.digests) - 1:
+            tokens -= self._shape.chunk_tokens - step.tail_tokens
+        return tokens
+
+    def _reserve(self, keys: Sequence[ChunkKey], step: StoreStep) -> WriteLease | None:
+        """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
+        begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
+        lease = begin(keys) if keys else None
+        if lease is not None and self._number and lease.keys:
+            room = self._max_in_flight_bytes - self._in_flight_bytes
+            sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
+            fit = sum(1 for nbytes in sums if nbytes <= room)
+            if not self._storing:
+                fit = max(fit, 1)  # or nothing of chunks that are larger than all that may be on its way
+            if fit < len(lease.keys):
+                self._service.release(lease)
+                self._counts.chunks_dropped += len(lease.keys) - fit
+                leading = keys[: keys.index(lease.keys[fit])]
+                lease = begin(leading) if fit else None
+        if lease is not None and not lease.keys:
+            self._service.release(lease)
+            return None
+        return lease
+
+    def _count_stored(self, store: _Store) -> None:
+        counts = self._counts
+        counts.chunks_stored += len(store.lease.keys)
+        counts.bytes_stored += store.nbytes
+        counts.tokens_stored += store.tokens
+
+    def _await(self, store: _Store) -> None:
+        for event in store.copying:
+            try:
+                event.wait()
+            except KVError as error:
+                store.failure = store.failure or error
+
+    def _is_copied(self, store: _Store) -> bool:
+        """Whether no copy of it is under way any more."""
+        for event in store.copying:
+            try:
+                if not event.done():
+                    return False
+            except KVError as error:
+                store.failure = store.failure or error
+        return True
+
+    def _not_stored(self, error: KVError) -> None:
+        self._counts.stores_failed += 1
+        _log.warning("chunks could not be stored; nothing of them remains: %s", error)
+
+
+def _nbytes(lease: WriteLease) -> int:
+    return sum(extent.nbytes for extent in lease.extents)

@@ -1,0 +1,53 @@
+"""The two hooks that vLLM calls in every layer of attention, before and after it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kv_core.connect.step import StepPlan
+from kv_tiers.attach.engine import Engine
+from kv_tiers.attach.guard import always, guarded
+
+
+class LayerPlace(NamedTuple):
+    """Which layer of which of our groups."""
+
+    group: int
+    layer: int
+
+
+class LayerHooks:
+    """A worker's. Layers that are not known here keep nothing of ours, or cannot be told apart."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._places: Mapping[str, LayerPlace] = {}
+        self._computes: dict[str, LayerPlace] = {}
+
+    def bound(self, places: Mapping[str, LayerPlace]) -> None:
+        """Where each layer is, by vLLM's names, those that compute KV before those that share it."""
+        self._places = places
+        firsts = {place: name for name, place in reversed(list(places.items()))}
+        self._computes = {name: place for place, name in firsts.items()}
+
+    @guarded(always(None))
+    def wait_for(self, layer_name: str) -> None:
+        """The forward pass reads this layer next."""
+        if self._engine.worker is not None:
+            place = self._places.get(layer_name)
+            self._engine.worker.layers.wait_for(None if place is None else place.layer)
+
+    @guarded(always(None))
+    def computed(self, layer_name: str, step: StepPlan) -> None:
+        """The forward pass has this layer behind it, in a step that stores something."""
+        place = self._computes.get(layer_name)
+        if place is not None and self._engine.worker is not None:
+            self._engine.worker.layer_computed(step, place.group, place.layer)
+
+    # For `guarded`.
+
+    @property
+    def off(self) -> str:
+        return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)
