@@ -204,11 +204,18 @@ class TestTroubles:
         proxy.spoil = lambda data: data
         assert tier.holds(keys) == [True]
 
+    def direct_and_spoilt(self, prefix: str) -> tuple[RedisTier, RedisTier, Proxy]:
+        """Two tiers over one server's chunks: one that nothing disturbs, with time for a busy machine, and one behind
+        a proxy that soon takes a swallowed answer for lost."""
+        server = running("valkey")
+        proxy = self.behind(server)
+        direct = self.tier(f"redis://127.0.0.1:{server.port}", prefix=prefix, timeout_s=30)
+        return direct, self.tier(f"redis://127.0.0.1:{proxy.port}", prefix=prefix, timeout_s=0.2), proxy
+
     def test_flipped_cut_and_swallowed_bytes_never_pass_for_a_chunk(self) -> None:
-        proxy = self.behind(running("valkey"))
-        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        direct, tier, proxy = self.direct_and_spoilt("spoilt-answers")
         (key,) = key_chain(1)
-        self.bench.store([key])
+        direct.store([self.bench.write(key)])
         whole = bytes(self.bench.write(key).payload)
         chance = random.Random(7)
 
@@ -225,8 +232,8 @@ class TestTroubles:
                     return data
 
         seen = {"right": 0, "caught by the checksum": 0, "not loaded": 0, "down": 0}
+        proxy.spoil = spoil
         for _ in range(100):
-            proxy.spoil = spoil
             read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
             try:
                 (outcome,) = tier.load([read])
@@ -241,13 +248,11 @@ class TestTroubles:
                     assert bytes(read.room) == whole
                     seen["right"] += 1
             assert bytes(read.pages[self.nbytes :]) == bytes(303_104 - self.nbytes)
-            proxy.spoil = lambda data: data
-            tier.store([self.bench.write(key)])
+            direct.store([self.bench.write(key)])  # if it was found damaged it is gone
         assert min(seen["caught by the checksum"], seen["down"]) > 5
 
     def test_what_was_spoilt_on_its_way_to_the_server_never_passes_for_a_chunk(self) -> None:
-        proxy = self.behind(running("valkey"))
-        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        direct, tier, proxy = self.direct_and_spoilt("spoilt-questions")
         (key,) = key_chain(1)
         write = self.bench.write(key)
         chance = random.Random(11)
@@ -256,15 +261,14 @@ class TestTroubles:
             at = chance.randrange(len(data))
             return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
 
+        proxy.spoil_questions = flip
         caught = 0
         for _ in range(40):
-            tier.discard([key])
-            proxy.spoil_questions = flip
+            direct.discard([key])
             with contextlib.suppress(TierDown):
                 tier.store([write])
-            proxy.spoil_questions = lambda data: data
             read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), self.nbytes)
-            if isinstance(tier.load([read])[0], Loaded):
+            if isinstance(direct.load([read])[0], Loaded):
                 assert (
                     chunk_header.check(read.header, read.room, key=key, format_id=chunk_header.format_id("troubles"))
                     is not None
