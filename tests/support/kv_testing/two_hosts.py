@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from unittest import mock
@@ -17,11 +18,26 @@ from kv_tiers.server.process import ServerProcess, launch
 
 _TOOLS_S: Final = 10
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+_IDLE: Final = ("sh", "-c", "echo; exec sleep infinity")
 
 
-def available() -> bool:
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """What happens to packets in both directions.
+
+    delay_s: what each takes.
+    jitter_s: what it takes in addition, at most, so that packets overtake each other.
+    loss: probability that one is lost.
+    """
+
+    delay_s: float
+    jitter_s: float
+    loss: float
+
+
+def available(disturbance: Disturbance | None = None) -> bool:
     with suppress(OSError, subprocess.SubprocessError):
-        TwoHosts().close()
+        TwoHosts(disturbance).close()
         return True
     return False
 
@@ -29,16 +45,20 @@ def available() -> bool:
 class TwoHosts:
     """The hosts are 0 and 1, at `ADDRESSES`. `close` it when its servers have stopped."""
 
-    def __init__(self) -> None:
-        """
+    def __init__(self, disturbance: Disturbance | None = None) -> None:
+        """disturbance: of a line that needs /dev/net/tun, and carries far less than without.
+
         Raises:
             OSError, subprocess.SubprocessError: this machine has no namespaces for us, or lacks a tool.
         """
         self._holders: list[subprocess.Popen[str]] = []
         try:
-            self._hold("unshare", "--user", "--map-root-user", "--net")
-            self._hold(*self._at(0, network=False), "unshare", "--net")
-            self._ip(0, f"link add line type veth peer name line netns {self._holders[1].pid}")
+            self._hold("unshare", "--user", "--map-root-user", "--net", *_IDLE)
+            self._hold(*self._at(0, network=False), "unshare", "--net", *_IDLE)
+            if disturbance is None:
+                self._ip(0, f"link add line type veth peer name line netns {self._holders[1].pid}")
+            else:
+                self._disturb(disturbance)
             for host, address in enumerate(ADDRESSES):
                 self._ip(host, f"address add {address}/24 dev line")
                 self._ip(host, "link set lo up")
@@ -72,9 +92,17 @@ class TwoHosts:
             holder.kill()
             holder.communicate(timeout=_TOOLS_S)
 
-    def _hold(self, *enter: str) -> None:
-        """Keep a process in its own namespaces, so that they continue to exist."""
-        command = [*enter, "sh", "-c", "echo; exec sleep infinity"]
+    def _disturb(self, disturbance: Disturbance) -> None:
+        for host in range(len(ADDRESSES)):
+            self._ip(host, "tuntap add mode tun dev line")
+        options = {"--delay-s": disturbance.delay_s, "--jitter-s": disturbance.jitter_s, "--loss": disturbance.loss}
+        pids = [str(holder.pid) for holder in self._holders]
+        module = [sys.executable, "-m", "kv_testing.disturbed_line", *pids]
+        self._hold(*self._at(0, network=False), *module, *(str(part) for option in options.items() for part in option))
+
+    def _hold(self, *command: str) -> None:
+        """Keep this process until the end: the namespaces exist as long as processes are in them. It prints a line when
+        it is ready."""
         holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._holders.append(holder)
         assert holder.stdout is not None

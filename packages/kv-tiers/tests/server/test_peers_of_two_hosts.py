@@ -1,17 +1,18 @@
-"""Two servers with a line between them that is cut and throttled: two network namespaces of this machine."""
+"""Two servers with a line between them that is cut, throttled, slow and lossy: two network namespaces."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, held, join_server, read, report_of, settings_for, store
-from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
+from kv_testing.two_hosts import ADDRESSES, Disturbance, TwoHosts, available
 from kv_testing.wait import until
 from kv_tiers.drain_state import DrainState
-from kv_tiers.server import wire
+from kv_tiers.server import RemoteCache, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.skipif(not available(), reason="this machine has no net
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    made = TwoHosts()
+def hosts(request: pytest.FixtureRequest) -> Iterator[TwoHosts]:
+    """Its parameter: a `Disturbance` of the line."""
+    made = TwoHosts(getattr(request, "param", None))
     yield made
     made.close()
 
@@ -97,6 +99,40 @@ def test_a_throttled_line_carries_what_it_can(ending: ExitStack, hosts: TwoHosts
 LARGE = 1 << 16
 
 
+def has_content(cache: RemoteCache, keys: list[ChunkKey]) -> bool:
+    """Whether a load brings the bytes of chunks of this size."""
+    lease = cache.load(keys, "reader")
+    assert isinstance(lease, ReadLease)
+    right = all(
+        bytes(cache.pool.view[extent.offset : extent.offset + extent.nbytes]) == content(key, LARGE)
+        for key, extent in zip(keys, lease.extents, strict=True)
+    )
+    return cache.release(lease) and right
+
+
+DISTURBED = Disturbance(delay_s=0.02, jitter_s=0.01, loss=0.03)
+
+
+@pytest.mark.skipif(not available(DISTURBED), reason="this machine has no TUN devices for us")
+@pytest.mark.parametrize("hosts", [DISTURBED], indirect=True)
+def test_a_line_that_delays_reorders_and_loses_packets_brings_right_bytes(
+    ending: ExitStack, hosts: TwoHosts, home: Path
+) -> None:
+    """A round trip takes 40 to 60 ms, as between two sites, and one packet of 33 never arrives."""
+    serve(ending, hosts, home / "one", 0, slots=4 * LARGE // SLOT_BYTES)
+    serve(ending, hosts, home / "two", 1, slots=16 * LARGE // SLOT_BYTES)
+    one, two = join_server(home / "one", group_bytes=(LARGE,)), join_server(home / "two", group_bytes=(LARGE,))
+    ending.callback(one.close)
+    ending.callback(two.close)
+    prompts = [key_chain(4, branch=str(number)) for number in range(3)]
+    for number, keys in enumerate(prompts):  # the pool has room for one of them
+        store(one, keys)
+        until(lambda stored=4 * (number + 1): disk_chunks(home / "one") == stored)  # type: ignore[misc]
+    for keys in prompts:
+        until(lambda keys=keys: held(two, keys) == 4, within_s=60)  # type: ignore[misc]
+        assert has_content(two, keys)
+
+
 @pytest.mark.slow
 def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
     ending: ExitStack, hosts: TwoHosts, home: Path
@@ -120,11 +156,7 @@ def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
     leaving.stop()
     for keys in prompts:
         assert held(two, keys) == 4
-        lease = two.load(keys, "reader")
-        assert isinstance(lease, ReadLease)
-        for key, extent in zip(keys, lease.extents, strict=True):
-            assert bytes(two.pool.view[extent.offset : extent.offset + extent.nbytes]) == content(key, LARGE)
-        assert two.release(lease)
+        assert has_content(two, keys)
 
 
 def drained(home: Path, timeout_s: float) -> DrainState:
