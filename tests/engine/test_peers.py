@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
 from kv_testing.servers import Proxy
-from kv_testing.two_hosts import TwoHosts
+from kv_testing.two_hosts import Disturbance, TwoHosts, available
 from kv_testing.wait import until
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
@@ -54,9 +54,10 @@ def ending() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def hosts(ending: ExitStack, tmp_path: Path) -> Hosts:
+def hosts(request: pytest.FixtureRequest, ending: ExitStack, tmp_path: Path) -> Hosts:
+    """Its parameter: a `Disturbance` of the line between the two."""
     try:
-        apart = TwoHosts()
+        apart = TwoHosts(getattr(request, "param", None))
     except (OSError, subprocess.SubprocessError):
         return Hosts(ending, tmp_path, None)
     ending.callback(apart.close)
@@ -73,9 +74,25 @@ def cache_of(server: ServerProcess) -> CacheReport:
     return answer.report.caches[0]
 
 
+BETWEEN_SITES = Disturbance(delay_s=0.02, jitter_s=0.01, loss=0.03)
+
+
 @pytest.mark.parametrize(
-    "capacity_bytes",
-    [pytest.param(LARGE, id="from the pool"), pytest.param(SMALL, id="from the disk", marks=pytest.mark.slow)],
+    ("capacity_bytes", "hosts"),
+    [
+        pytest.param(LARGE, None, id="from the pool"),
+        pytest.param(SMALL, None, id="from the disk", marks=pytest.mark.slow),
+        pytest.param(
+            LARGE,
+            BETWEEN_SITES,
+            id="over a line that delays, reorders and loses packets",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not available(BETWEEN_SITES), reason="this machine has no TUN devices for us"),
+            ],
+        ),
+    ],
+    indirect=["hosts"],
 )
 def test_what_an_engine_computed_is_a_hit_of_another_hosts(
     tiny_llama: str, reference: list[Answer], hosts: Hosts, capacity_bytes: str
