@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, RemovalRefusedError, Tier, TierUsage, Write
+from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, ReadsRests, RemovalRefusedError, Tier, TierUsage, Write
 
 Fault = Literal[
     "", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "add_only", "down", "bug", "panic"
@@ -65,6 +65,12 @@ class FaultyTier:
         self._fail("load_prefixes")
         assert isinstance(self._tier, ReadsPrefixes)
         return self._spoil(reads, self._tier.load_prefixes(reads))
+
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Only around a tier that `ReadsRests`."""
+        self._fail("load_rests")
+        assert isinstance(self._tier, ReadsRests)
+        return self._spoil(reads, self._tier.load_rests(reads))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._fail("store")

@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, StoreOutcome
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
-from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, ReadsRests, Tier, TierContext, TierUsage, Write
 
 
 class ThrottledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,13 +61,22 @@ class ThrottledTier:
         assert isinstance(self._tier, ReadsPrefixes)
         return self._throttled(self._tier.load_prefixes, reads)
 
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Only around a tier that `ReadsRests`."""
+        assert isinstance(self._tier, ReadsRests)
+        return self._throttled(self._tier.load_rests, reads)
+
     def _throttled(
         self, load: Callable[[Sequence[Read]], list[LoadOutcome]], reads: Sequence[Read]
     ) -> list[LoadOutcome]:
         with self._medium:
             began = time.monotonic()
             outcomes = load(reads)
-            nbytes = sum(outcome.nbytes for outcome in outcomes if isinstance(outcome, Loaded))
+            nbytes = sum(
+                outcome.nbytes - read.from_bytes
+                for outcome, read in zip(outcomes, reads, strict=True)
+                if isinstance(outcome, Loaded)
+            )
             self.loaded_bytes += nbytes
             if self.load_bytes_per_s > 0.0:
                 time.sleep(max(0.0, nbytes / self.load_bytes_per_s - (time.monotonic() - began)))

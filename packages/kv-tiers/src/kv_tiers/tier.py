@@ -79,6 +79,7 @@ class Read:
     chunk_bytes: for the lane: size of this chunk, which is the payload's size unless a codec encoded it. 0: the
         largest.
     as_stored: for the lane: return the payload verified but not decoded.
+    from_bytes: for `ReadsRests`: how many of the payload's first bytes are in `pages` already, a multiple of 4096.
     """
 
     key: ChunkKey
@@ -87,6 +88,7 @@ class Read:
     wanted_bytes: int
     chunk_bytes: int = 0
     as_stored: bool = False
+    from_bytes: int = 0
 
     @property
     def room(self) -> memoryview:
@@ -231,6 +233,18 @@ class ReadsPrefixes(Protocol):
         that is smaller.
 
         If `chunk_header.prefix_bytes` many are requested, the result can be verified (`chunk_header.verify_prefix`).
+        """
+
+
+@runtime_checkable
+class ReadsRests(Protocol):
+    """Optional capability of a `Tier` that `ReadsPrefixes`: reading on where an earlier read ended."""
+
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Like `load_prefixes`, but of each payload only what is behind its first `from_bytes` bytes, and no header.
+
+        What was read earlier stays as it is in `pages`, and `Loaded` counts it too. It may be of another payload that
+        was stored under the key since: whoever puts the two together has to verify the whole.
         """
 
 

@@ -8,11 +8,12 @@ from kv_tiers.index.life import Event, Life, advance
 
 # Said a second time and differently: what each state allows.
 ALLOWED = {
-    Life.ABSENT: {Event.RESERVE: Life.RESERVED, Event.ADOPT: Life.RESIDENT},
+    Life.ABSENT: {Event.RESERVE: Life.RESERVED, Event.ADOPT: Life.RESIDENT, Event.LEND: Life.LENT},
     Life.RESERVED: {Event.COMMIT: Life.RESIDENT, Event.ABORT: Life.ABSENT, Event.FORGET: Life.ORPHANED},
     Life.RESIDENT: {Event.EVICT: Life.ABSENT, Event.FORGET: Life.LEAVING},
     Life.LEAVING: {Event.GONE: Life.ABSENT},
     Life.ORPHANED: {Event.COMMIT: Life.ABSENT, Event.ABORT: Life.ABSENT},
+    Life.LENT: {Event.RETURN: Life.ABSENT},
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
@@ -32,6 +32,8 @@ _log = limited_logger(__name__)
 TIER = "host"
 AT_ONCE: Final = 256
 """Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
+_EVICTS_FROM: Final = 32
+"""Slots of a share in which one chunk is evicted so that others can be refined. In a smaller one that is too much."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,16 @@ class _Doubt(NamedTuple):
     nbytes: int
 
 
+class SlotWatcher(Protocol):
+    """Who is told what becomes of slots. Under the lock."""
+
+    def left(self, slots: Collection[int]) -> None:
+        """The chunks in these were evicted or forgotten."""
+
+    def unleased(self, slots: Sequence[int]) -> None:
+        """A lease has ended on each of these; others may be left."""
+
+
 class HostTier:
     """Owns the pool and closes it. `lock`, `pool` and `events` are the whole cache's."""
 
@@ -92,6 +104,7 @@ class HostTier:
         self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
         self._closed = False
+        self.watcher: SlotWatcher | None = None
         self._adopt()
 
     def check_open(self) -> None:
@@ -242,12 +255,49 @@ class HostTier:
 
     def unlease(self, slots: Sequence[int]) -> None:
         self.free(self._index.unlease(slots))
+        if self.watcher is not None:
+            self.watcher.unleased(slots)
         self.trim(len(slots))
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._shares.left(slot)
             self.pool.free(slot)
+
+    def lend(self, slot: int) -> int | None:
+        """A second slot in the share of the chunk in this one, for better bytes of it. None: there is no room, or the
+        chunk is the next to leave. Call `publish_evicted` then.
+        """
+        key = self._index.key_at(slot)
+        assert key is not None
+        share = self._shares.of(key.tenant)
+        if share.slots_used >= share.slots and (
+            share.slots < _EVICTS_FROM or self._index.victim((), set(), share.policy) == slot
+        ):
+            return None
+        lent = self._slots_for(key.tenant, 1, (), set())
+        if not lent:
+            return None
+        self._shares.took(lent, key.tenant)
+        self._index.lend(lent[0])
+        return lent[0]
+
+    def give_back(self, lent: int) -> None:
+        """Free a lent slot."""
+        self._index.give_back(lent)
+        self.free([lent])
+
+    def exchange(self, slot: int, lent: int, checksum: bytes) -> None:
+        """The chunk in this slot, which must not be leased, has the bytes of the lent one from now, which is free.
+
+        checksum: of these bytes.
+        """
+        assert not self._index.is_leased(slot)
+        if self.pool.directory is not None:
+            self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum)
+        self._doubtful.pop(slot, None)
+        self.pool.swap(slot, lent)
+        self.give_back(lent)
 
     def lease_doubtful(self, slots: Sequence[int]) -> dict[int, _Doubt]:
         """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
@@ -308,12 +358,14 @@ class HostTier:
         self._totals.chunks_evicted += len(chunks)
         self._disown(chunks)
 
-    def _disown(self, slots: Iterable[int]) -> None:
+    def _disown(self, slots: Collection[int]) -> None:
         """Make sure that these slots' bytes are not found, not even after a restart."""
         for slot in slots:
             self._doubtful.pop(slot, None)
             if self.pool.directory is not None:
-                self.pool.directory.wipe(slot)
+                self.pool.directory.wipe(self.pool.place(slot))
+        if self.watcher is not None:
+            self.watcher.left(slots)
 
     def _record(
         self,
@@ -331,10 +383,10 @@ class HostTier:
             for key in of_group:
                 parents[key] = parent
                 slot = self._index.find(key)
-                parent = NO_PARENT if slot is None else slot
+                parent = NO_PARENT if slot is None else self.pool.place(slot)
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             if slot not in gone:
-                directory.write(slot, key, parents[key], checksum)
+                directory.write(self.pool.place(slot), key, parents[key], checksum)
 
     def _adopt(self) -> None:
         """Take over what an earlier process left in a named pool."""

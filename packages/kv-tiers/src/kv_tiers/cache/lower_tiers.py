@@ -13,6 +13,7 @@ from kv_core.log import limited_logger
 from kv_tiers.cache.boot import BootMeasurement
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
+from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
@@ -39,6 +40,7 @@ class TierState:
     spill: what was counted of the way down to it.
     load_cost: seconds a load, and seconds a byte, as measured; None: not known yet.
     directory: what it knows of other hosts; None: it has none.
+    refined: how often a chunk in the pool that came from it got better bytes from it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class TierState:
     spill: SpillCounts
     load_cost: tuple[float, float] | None = None
     directory: DirectoryState | None = None
+    refined: int = 0
 
 
 class LowerTiers:
@@ -75,11 +78,13 @@ class LowerTiers:
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
+        self.refinements = Refinements(host, index, self._lanes, clock=clock)
         self.promotions = Promotions(
             host,
             index,
             self._lanes,
             self.spills,
+            self.refinements,
             wait_s=config.wait_s,
             keep_s=keep_s,
             max_slots=max(1, int(slots * config.prefetch_share)),
@@ -184,13 +189,15 @@ class LowerTiers:
 
     def states(self) -> list[TierState]:
         with self._host.lock:
-            spills = self.spills.counts()
+            spills, refined = self.spills.counts(), list(self.refinements.counts)
         states = []
-        for lane, spill in zip(self._lanes, spills, strict=True):
+        for lane, spill, refinements in zip(self._lanes, spills, refined, strict=True):
             health, why = lane.health()
             directory = lane.tier.directory_state() if isinstance(lane.tier, ListsHolders) else None
             states.append(
-                TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), directory)
+                TierState(
+                    lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), directory, refinements
+                )
             )
         return states
 
@@ -202,6 +209,8 @@ class LowerTiers:
         """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""
         if self._boot is not None:
             self._boot.stop()
+        with self._host.lock:
+            self.refinements.stop()
         self.drain(timeout_s)
         with self._host.lock:
             left = self.spills.stop()

@@ -39,6 +39,7 @@ from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.promotion import Job, Promotion, View, Wait
+from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
@@ -73,6 +74,7 @@ class Promotions:
         index: Residency,
         lanes: Sequence[Lane],
         spills: Spills,
+        refinements: Refinements,
         *,
         wait_s: float,
         keep_s: float,
@@ -88,6 +90,7 @@ class Promotions:
         self._index = index
         self._lanes = list(lanes)
         self._spills = spills
+        self._refinements = refinements
         self._wait_s, self._keep_s = wait_s, keep_s
         self._presence = Presence(self._lanes, host.lock, clock, wait_s)
         self._max_slots = max_slots
@@ -414,8 +417,14 @@ class Promotions:
             for key, slot in zip(job.keys, job.slots, strict=True)
         ]
         lane = self._lanes[job.tier]
-        job.estimated_s = lane.load_s(pool.sizes.total(job.keys), promotion.share)
-        return lane.load(reads, lambda arrivals: self._arrived(promotion, job, arrivals), share=promotion.share)
+        nbytes = pool.sizes.total(job.keys)
+        job.estimated_s = lane.load_s(nbytes, promotion.share)
+        keeps = self._refinements.keeps(job.tier, nbytes)
+
+        def arrived(arrivals: Sequence[Arrival]) -> None:
+            self._arrived(promotion, job, arrivals)
+
+        return lane.load(reads, arrived, share=promotion.share, keeps=keeps)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job."""
@@ -453,8 +462,9 @@ class Promotions:
         self.counts.given_up += len(given_up)
         if pairs:
             chain = job.chain[: job.start + len(job.keys)]
-            checksums = [arrival.checksum for arrival, is_here in zip(arrivals, came, strict=True) if is_here]
-            self._host.commit(keys, slots, chain, checksums)
+            arrivals = [arrival for arrival, is_here in zip(arrivals, came, strict=True) if is_here]
+            self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
+            self._refinements.came(job.tier, slots, arrivals, promotion.share)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)

@@ -14,9 +14,9 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
-EvictedFor = Literal["store", "promotion", "watermark", "quota"]
-"""Why room was needed: for a store, for a promotion, for the free slots that `write: back` keeps, or for a tenant's
-quota."""
+EvictedFor = Literal["store", "promotion", "watermark", "quota", "refinement"]
+"""Why room was needed: for a store, for a promotion, for the free slots that `write: back` keeps, for a tenant's quota,
+or for better bytes of a chunk that is an approximation."""
 
 LoadEnding = Literal["released", "forgotten", "ended"]
 
@@ -187,6 +187,21 @@ class Promoted(msgspec.Struct, frozen=True):
     estimated_s: float | None = None
 
 
+class Refined(msgspec.Struct, frozen=True):
+    """Chunks in the pool that were approximations have better bytes from now, as a rule the exact ones.
+
+    tier: from where.
+    keys: of these chunks.
+    nbytes: size of these chunks.
+    seconds: since the reading of what was missing began.
+    """
+
+    tier: str
+    keys: Sequence[ChunkKey]
+    nbytes: int
+    seconds: float
+
+
 class Spilled(msgspec.Struct, frozen=True):
     """Chunks were written to a lower tier.
 
@@ -244,6 +259,7 @@ Event = (
     | Forgotten
     | Damaged
     | Promoted
+    | Refined
     | Spilled
     | TierHealth
     | BlocksAllocated

@@ -2,7 +2,8 @@
 
 Lookups find a chunk only while it is `RESIDENT`. `ORPHANED` and `LEAVING` are the states of a chunk that was forgotten
 while its slot was in use, by a writer or by readers: lookups no longer find it, and the slot becomes free when they are
-done.
+done. A slot that is `LENT` never holds a chunk that can be found: better bytes of a chunk that is resident elsewhere
+arrive in it, then the two slots change places, and what it has then is given back.
 """
 
 from enum import IntEnum
@@ -20,6 +21,7 @@ class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks lo
     RESIDENT = 2
     LEAVING = 3
     ORPHANED = 4
+    LENT = 5
 
 
 class Event(IntEnum):
@@ -30,6 +32,8 @@ class Event(IntEnum):
     EVICT = 4
     FORGET = 5
     GONE = 6
+    LEND = 7
+    RETURN = 8
 
 
 _NEXT: Final = {
@@ -43,6 +47,8 @@ _NEXT: Final = {
     (Life.RESIDENT, Event.EVICT): Life.ABSENT,  # needs zero leases
     (Life.RESIDENT, Event.FORGET): Life.LEAVING,
     (Life.LEAVING, Event.GONE): Life.ABSENT,  # the last lease has ended
+    (Life.ABSENT, Event.LEND): Life.LENT,
+    (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with what did not become whole
 }
 
 

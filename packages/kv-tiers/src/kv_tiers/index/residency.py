@@ -206,6 +206,14 @@ class Residency:
                 del self._writing[key]
         self._move(slots, Event.ABORT)
 
+    def lend(self, slot: int) -> None:
+        """A free slot is for better bytes of a resident chunk."""
+        self._move([slot], Event.LEND)
+
+    def give_back(self, slot: int) -> None:
+        """A lent slot is free afterwards."""
+        self._move([slot], Event.RETURN)
+
     def adopt(self, key: ChunkKey, slot: int) -> None:
         """Add a chunk that an earlier process stored. Chunks adopted later count as used later."""
         self._move([slot], Event.ADOPT)

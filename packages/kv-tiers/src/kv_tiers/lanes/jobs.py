@@ -38,23 +38,59 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstBytes:
+    """What was read of a payload, verified, with its header."""
+
+    header: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Arrival:
-    """The outcome of loading one chunk. checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload).
-    is_approximate: it was loaded, and decoded from first parts alone."""
+    """The outcome of loading one chunk.
+
+    checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload).
+    parts: it was loaded, and decoded from this many first parts alone; 0: from all of it.
+    first_bytes: those parts as they were read, if they were to be kept.
+    """
 
     key: ChunkKey
     outcome: LoadOutcome
     checksum: bytes = b""
-    is_approximate: bool = False
+    parts: int = 0
+    first_bytes: FirstBytes | None = None
+
+    @property
+    def is_approximate(self) -> bool:
+        return self.parts > 0
 
 
 @dataclass(slots=True)
 class Load:
-    """share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it."""
+    """share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
+    keeps: `Arrival.first_bytes` are wanted."""
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
     share: int = 1
+    keeps: bool = False
+
+
+@dataclass(slots=True)
+class Rest:
+    """The whole of one payload is to be loaded, in steps, while the lane has nothing else to do.
+
+    bytes_read: so many of the payload's first bytes are in the pages of `read`, with its header.
+    first_bytes: what was read of it earlier, still to be put there.
+    done: gets the outcome. None: something else is to be done first; give it to the lane again later, to go on.
+    in_one: read it again from its beginning and in one call, as what was put together is wrong.
+    """
+
+    read: Read
+    done: Callable[[Arrival | None], None]
+    bytes_read: int = 0
+    first_bytes: FirstBytes | None = None
+    in_one: bool = False
 
 
 @dataclass(slots=True)
@@ -89,9 +125,13 @@ class ClearTenant:
     tenant: bytes
 
 
+class Probe:
+    """Whether a tier that failed is back."""
+
+
 Submitted = Load | Ask | Store
 Removal = Discard | Clear | ClearTenant
-Job = Submitted | Removal
+Job = Submitted | Removal | Rest
 
 
 class OnlyHidden:
@@ -137,6 +177,8 @@ class Jobs:
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
+        self.rest: Rest | None = None
+        """What is being read for nobody."""
         self._loads: deque[Load | Ask] = deque()
         self._stores: deque[Store] = deque()
         self._load_chunks = self._store_chunks = 0  # waiting and under way
@@ -279,6 +321,8 @@ class Jobs:
             case ClearTenant():
                 del self._tenants_to_clear[job.tenant]
                 self._clearing_tenants.add(job.tenant)
+            case Rest():
+                self.rest = job
             case _:
                 pass
 
@@ -293,6 +337,8 @@ class Jobs:
                 self._discarding.difference_update(job.keys)
             case ClearTenant():
                 self._clearing_tenants.remove(job.tenant)
+            case Rest():
+                self.rest = None
             case _:
                 self._load_chunks -= _load_chunks(job)
 

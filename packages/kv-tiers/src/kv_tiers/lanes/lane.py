@@ -6,6 +6,9 @@ costs a miss and nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and 
 Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
+A lane that has nothing to do asks whether the rest of some payload is wanted (`when_idle`), and leaves it as soon as
+there is something.
+
 A tier that raises is down: nothing is sent to it until a probe succeeds. Probes become ever rarer. A job that does not
 return within `stuck_s` has the same effect until it does; its memory stays lent, as its thread may still write there.
 """
@@ -16,34 +19,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Loaded, Refused, StoreOutcome
 
-from kv_tiers import chunk_header
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
-from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Store, Submitted
-from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, first_parts, no_codec
+from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
+from kv_tiers.lanes.moving import Moving
+from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, RemovalRefusedError, Tier, TierUsage
+from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
-
-_DECODED_BYTES: Final = 4 << 20
-"""What one load of chunks that are decoded brings: some milliseconds of decoding, which is what is not hidden."""
-
-
-class _Probe:
-    """Whether a tier that failed is back."""
 
 
 class Lane:
@@ -78,12 +73,14 @@ class Lane:
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
         """Where its health and damage are published; set by the cache above."""
+        self.when_idle: Callable[[], Rest | None] = lambda: None
+        """Called without a lock, on a thread of the lane, after `has_rests` and while there was something last time."""
+        self._may_have_rests = self._asks_for_rests = False
         self._noticed = Health.UP
-        self._payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
+        payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
         """How much of a chunk may be read: one of so many equal shares of its size; 1 is all of it. All of it first."""
         self._least_share = self.shares[-1]
-        self._decodes = codec is not None or approximate
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks,
@@ -100,6 +97,9 @@ class Lane:
         self._running: dict[int, float] = {}  # job → when it began
         self._counts = LaneCounts()
         self._speed = LoadSpeed()
+        jobs, speed, counts, changed = self._jobs, self._speed, self._counts, self._changed
+        self._moving = Moving(tier, payloads, self._clock, jobs=jobs, speed=speed, counts=counts, changed=changed)
+        self._moving.decodes = codec is not None or approximate
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
             for number in range(threads)
@@ -119,12 +119,25 @@ class Lane:
         """Like `holds`, for any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
         return self._submit(Ask(list(keys), done))
 
-    def load(self, reads: Sequence[Read], done: Callable[[list[Arrival]], None], *, share: int | None = None) -> bool:
+    def load(
+        self,
+        reads: Sequence[Read],
+        done: Callable[[list[Arrival]], None],
+        *,
+        share: int | None = None,
+        keeps: bool = False,
+    ) -> bool:
         """Load chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: the smallest part of each.
+        share: of `shares`; None: the smallest part of each. keeps: as of `Load`.
         """
-        return self._submit(Load(list(reads), done, self._share(share)))
+        return self._submit(Load(list(reads), done, self._share(share), keeps))
+
+    def has_rests(self) -> None:
+        """There may be something to do now for a lane that has nothing else to do (`when_idle`)."""
+        with self._changed:
+            self._may_have_rests = True
+            self._changed.notify()
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
         """Store chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
@@ -146,12 +159,12 @@ class Lane:
     def batch_bytes(self, wanted: int) -> int:
         """How many bytes of chunks one load should bring, where `wanted` are if they need not be decoded. Of several
         smaller loads one is decoded while the next is read."""
-        return min(wanted, _DECODED_BYTES) if self._decodes else wanted
+        return self._moving.batch_bytes(wanted)
 
     def is_idle(self) -> bool:
-        """Nothing is queued or running."""
+        """Nothing that somebody waits for is queued or running."""
         with self._changed:
-            return not self._jobs.queued and not self._running
+            return not self._jobs.queued and not self._is_busy()
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
         """From now on these are not found here. The tier discards them as soon as it can. Never refused."""
@@ -203,10 +216,10 @@ class Lane:
         """Wait until nothing is queued or running. False: there still was when the time was over."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            while self._running or self._jobs.has_any(self._clock.now_s()):
+            while self._is_busy() or self._jobs.has_any(self._clock.now_s()):
                 left = until - time.monotonic()
                 if left <= 0 or not self._health().serves:
-                    return not self._running and not self._jobs.has_submitted()
+                    return not self._is_busy() and not self._jobs.has_submitted()
                 self._changed.wait(min(left, 0.05))
         return True
 
@@ -236,11 +249,10 @@ class Lane:
         """Do one job in this thread. False: there is none to be done now."""
         with self._changed:
             job = self._next()
-            if job is None:
+            if job is None and not self._may_ask_for_rests():
                 return False
             self._begin(job)
-        self._run(job)
-        return True
+        return self._run(job)
 
     # Under `_changed`.
 
@@ -253,7 +265,7 @@ class Lane:
             self._noticed = now
         return now
 
-    def _submit(self, job: Submitted) -> bool:
+    def _submit(self, job: Load | Ask | Store) -> bool:
         with self._changed:
             if not self._health().serves or not self._jobs.submit(job):
                 return False
@@ -262,23 +274,38 @@ class Lane:
             self._changed.notify()
             return True
 
-    def _next(self) -> Job | _Probe | None:
+    def _next(self) -> Job | Probe | None:
         if self._tracker.is_closed:
             return None
         if self._tracker.retry_at_s is not None:
-            return _Probe() if self._tracker.may_probe() else None
+            return Probe() if self._tracker.may_probe() else None
         return self._jobs.next(self._clock.now_s())
 
-    def _begin(self, job: Job | _Probe) -> None:
+    def _is_busy(self) -> bool:
+        """With something that somebody waits for."""
+        return len(self._running) > (self._jobs.rest is not None)
+
+    def _is_wanted_elsewhere(self) -> bool:
+        return self._tracker.is_closed or self._jobs.has_any(self._clock.now_s())
+
+    def _may_ask_for_rests(self) -> bool:
+        is_idle = not self._running and not self._is_wanted_elsewhere()
+        return self._may_have_rests and not self._asks_for_rests and is_idle and self._tracker.retry_at_s is None
+
+    def _begin(self, job: Job | Probe | None) -> None:
+        """None: it is to be asked for the rest of something."""
+        if job is None:
+            self._asks_for_rests, self._may_have_rests = True, False
+            return
         self._running[id(job)] = self._clock.now_s()
-        if isinstance(job, _Probe):
+        if isinstance(job, Probe):
             self._tracker.is_probing = True
         else:
             self._jobs.begin(job)
 
-    def _end(self, job: Job | _Probe) -> None:
+    def _end(self, job: Job | Probe) -> None:
         del self._running[id(job)]
-        if isinstance(job, _Probe):
+        if isinstance(job, Probe):
             self._tracker.is_probing = False
         else:
             self._jobs.end(job)
@@ -289,7 +316,7 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (job := self._next()) is None:
+                while (job := self._next()) is None and not self._may_ask_for_rests():
                     if self._tracker.is_closed:
                         return
                     due_in_s = self._jobs.removals_due_in_s(self._clock.now_s())
@@ -298,45 +325,65 @@ class Lane:
             self._run(job)
             del job  # or its memory stays lent while this thread waits for the next
 
-    def _run(self, job: Job | _Probe) -> None:
+    def _take_rest(self) -> Rest | None:
+        """What `when_idle` gives, begun; None: nothing, or there is something else to do by now."""
+        rest = self.when_idle()
+        with self._changed:
+            self._asks_for_rests = False
+            if rest is None:
+                return None
+            self._may_have_rests = True
+            if self._may_ask_for_rests():
+                self._begin(rest)
+                return rest
+        rest.done(None)
+        return None
+
+    def _run(self, job: Job | Probe | None) -> bool:
+        """False: there was nothing to do."""
+        if job is None and (job := self._take_rest()) is None:
+            return False
         answer: Callable[[], None]
         try:
             answer = self._do(job)
         except BaseException as error:  # noqa: BLE001  # bugs of a tier cost its chunks only; Rust's are no Exception
             answer = self._failed(job, error)
+        if isinstance(job, Rest):  # whoever gives rests does so again when this has ended, and must know of it by then
+            answer()
         with self._changed:
             self._end(job)
-        answer()
+        if not isinstance(job, Rest):
+            answer()
+        return True
 
-    def _do(self, job: Job | _Probe) -> Callable[[], None]:
+    def _do(self, job: Job | Probe) -> Callable[[], None]:
         began = self._clock.now_s()
         match job:
             case Load():
-                arrivals, failures = self._load(job)
+                arrivals = self._moving.load(job)
+                failures = self._faults(arrivals)
                 with self._changed:
                     now_s = self._clock.now_s()
                     self._counts.seconds_loading += now_s - began
-                    self._learn(job, arrivals, now_s)
+                    self._moving.learn(job, arrivals, now_s)
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
-                refuse = self._go_down("; ".join(failures)) if failures else _nothing
-
-                def answer() -> None:
-                    job.done(arrivals)
-                    refuse()
-
-                return answer
+                return self._then(lambda: job.done(arrivals), failures)
             case Ask():
                 with self._changed:
                     keys = [key for key in job.keys if not self._jobs.is_hidden(key)]
                 held = dict(zip(keys, self.tier.holds(keys) if keys else (), strict=True))
                 return lambda: job.done([held.get(key, False) for key in job.keys])
             case Store():
-                outcomes = self._store(job)
+                outcomes = self._moving.store(job)
                 with self._changed:
                     self._counts.seconds_storing += self._clock.now_s() - began
                 self._see_whether_full()
                 return lambda: job.done(outcomes)
+            case Rest():
+                arrival = self._moving.rest(job, self._is_wanted_elsewhere)
+                failures = [] if arrival is None else self._faults([arrival])
+                return self._then(lambda: job.done(arrival), failures)
             case Clear():
                 self.tier.clear()
             case Discard():
@@ -346,7 +393,7 @@ class Lane:
             case ClearTenant():
                 assert isinstance(self.tier, ClearsTenants)
                 self.tier.clear_tenant(job.tenant)
-            case _Probe():
+            case Probe():
                 self.tier.probe()
                 with self._changed:
                     self._tracker.probed()
@@ -354,79 +401,34 @@ class Lane:
                 self._see_whether_full()
                 if not self.events.is_logged:
                     _log.info("tier %s is back", self.name)
-        return _nothing
+        return lambda: None
 
-    def _load(self, job: Load) -> tuple[list[Arrival], list[str]]:
-        """The outcome of each read; and why some could not be read, which is a fault of the device."""
-        reads = job.reads
-        arrivals, wrong, failures = list[Arrival](), list[ChunkKey](), list[str]()
-        with self._changed:
-            # A load that follows from an answer of before these were discarded would bring them back.
-            wanted = [read for read in reads if not self._jobs.is_hidden(read.key)]
-        approximated: dict[int, Arrival] = {}
-        if job.share > 1 and wanted:
-            assert isinstance(self.tier, ReadsPrefixes)
-            prefixes = self.tier.load_prefixes([first_parts(read, job.share) for read in wanted])
-            self._was_read(job, prefixes)
-            approximated = self._payloads.approximations(wanted, prefixes)
-            wanted = [read for read in wanted if id(read) not in approximated]
-        whole = self.tier.load(wanted) if wanted else []
-        if wanted:
-            self._was_read(job, whole)
-        brought = dict(zip(map(id, wanted), whole, strict=True))
-        for read in reads:
-            arrival = approximated.get(id(read)) or Arrival(read.key, brought.get(id(read), Absent()))
-            outcome = arrival.outcome
-            if isinstance(outcome, Loaded) and id(read) not in approximated:
-                arrival = self._payloads.arrival(read, outcome, self.name)
-                outcome = arrival.outcome
-            if isinstance(outcome, Damaged):
-                level = logging.DEBUG if self.events.is_logged else logging.WARNING
-                _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, read.key.hex(), outcome.reason)
-                wrong.append(read.key)
-            elif isinstance(outcome, ReadFailed):
-                failures.append(outcome.reason)
-            arrivals.append(arrival)
-        with self._changed:
-            self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
-            self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
-            self._counts.approximate += sum(arrival.is_approximate for arrival in arrivals)
-            self._counts.damaged += len(wrong)
-            self._counts.read_failed += len(failures)
+    def _then(self, answer: Callable[[], None], failures: Sequence[str]) -> Callable[[], None]:
+        """failures: why chunks could not be read, if there were any."""
+        refuse = self._go_down("; ".join(failures)) if failures else lambda: None
+
+        def both() -> None:
+            answer()
+            refuse()
+
+        return both
+
+    def _faults(self, arrivals: Sequence[Arrival]) -> list[str]:
+        """Discard what is damaged. Why some could not be read."""
+        wrong, failures = self._moving.faults(arrivals)
+        for key, reason in wrong.items():
+            level = logging.DEBUG if self.events.is_logged else logging.WARNING
+            _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, key.hex(), reason)
         if wrong:
             if self.events.on:
-                reasons = {arrival.outcome.reason for arrival in arrivals if isinstance(arrival.outcome, Damaged)}
-                self.events.publish(events.Damaged(self.name, wrong, "; ".join(sorted(reasons))))
+                reasons = "; ".join(sorted(set(wrong.values())))
+                self.events.publish(events.Damaged(self.name, list(wrong), reasons))
             self.discard(wrong)
-        return arrivals, list(dict.fromkeys(failures))
-
-    def _was_read(self, job: Load, outcomes: Sequence[LoadOutcome]) -> None:
-        nbytes = sum(outcome.nbytes for outcome in outcomes if isinstance(outcome, Loaded))
-        with self._changed:
-            self._speed.was_read(id(job), nbytes, self._clock.now_s())
-
-    def _learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
-        """How long it took, and how large what the tier keeps of it is. Under `_changed`."""
-        came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
-        stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if came else 0
-        self._decodes = self._decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
-        self._speed.ended(id(job), now_s, brought=came, stored_bytes=stored_bytes)
+        return failures
 
     def _share(self, share: int | None) -> int:
         """One that this lane may read: where `None` or less than that is wanted, as little as may be."""
         return self._least_share if share is None else min(share, self._least_share)
-
-    def _store(self, job: Store) -> list[StoreOutcome]:
-        with self._changed:
-            chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
-        writes = self._payloads.writes(chunks)
-        answers = dict(zip([write.key for write in writes], self.tier.store(writes), strict=True))
-        outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
-        stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        with self._changed:
-            self._counts.stored += stored
-            self._counts.refused += len(outcomes) - stored
-        return outcomes
 
     def _see_whether_full(self) -> None:
         full = self.tier.usage().full
@@ -457,19 +459,19 @@ class Lane:
 
         return refuse
 
-    def _failed(self, job: Job | _Probe, error: BaseException) -> Callable[[], None]:
+    def _failed(self, job: Job | Probe, error: BaseException) -> Callable[[], None]:
         why = str(error)
-        if isinstance(error, RemovalRefusedError) and not isinstance(job, _Probe | Load | Ask | Store):
+        if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
             with self._changed:
                 self._jobs.refused_removal(job, self._clock.now_s())
             _log.warning("tier %s does not let us remove chunks: %s; they are hidden instead", self.name, why)
-            return _nothing
+            return lambda: None
         if not isinstance(error, TierDown):
             # As text: a traceback kept by a log handler would keep the memory that the call was lent.
             _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
             why = f"{type(error).__name__}: {error}"
         release_frames(error)
-        return self._go_down(why, None if isinstance(job, _Probe) else job)
+        return self._go_down(why, None if isinstance(job, Probe) else job)
 
     def _refuse(self, job: Job, why: str) -> None:
         match job:
@@ -479,6 +481,8 @@ class Lane:
                 job.done([Arrival(read.key, Absent()) for read in job.reads])
             case Ask():
                 job.done([False] * len(job.keys))
+            case Rest():
+                job.done(Arrival(job.read.key, Absent()))
             case Store():
                 with self._changed:
                     self._counts.refused += len(job.chunks)
@@ -492,9 +496,5 @@ class Lane:
         try:
             return self.tier.holds(keys)
         except Exception as error:  # noqa: BLE001  # as in `_run`
-            self._failed(_Probe(), error)()
+            self._failed(Probe(), error)()
         return [False] * len(keys)
-
-
-def _nothing() -> None:
-    return

@@ -19,7 +19,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
 from kv_tiers.codec import Codec, CodecError, DecodesPrefixes, EncodesFirst
-from kv_tiers.lanes.jobs import Arrival, Outgoing
+from kv_tiers.lanes.jobs import Arrival, FirstBytes, Outgoing
 from kv_tiers.tier import Read, Write
 
 _log = limited_logger(__name__)
@@ -90,17 +90,23 @@ class Payloads:
             return Arrival(read.key, Absent())
         return self._decode(codec, header, payload, read)
 
-    def approximations(self, reads: Sequence[Read], outcomes: Sequence[LoadOutcome]) -> dict[int, Arrival]:
+    def approximations(
+        self, reads: Sequence[Read], outcomes: Sequence[LoadOutcome], *, keeps: bool = False
+    ) -> dict[int, Arrival]:
         """The outcomes for chunks whose `first_parts` were read, by the id of the read. A read that is missing has no
         first part that can be used alone: read it whole.
+
+        keeps: as of `Load`.
         """
         arrivals = {
-            id(read): self.approximation(read, outcome) if isinstance(outcome, Loaded) else Arrival(read.key, outcome)
+            id(read): self.approximation(read, outcome, keeps=keeps)
+            if isinstance(outcome, Loaded)
+            else Arrival(read.key, outcome)
             for read, outcome in zip(reads, outcomes, strict=True)
         }
         return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
 
-    def approximation(self, read: Read, loaded: Loaded) -> Arrival | None:
+    def approximation(self, read: Read, loaded: Loaded, *, keeps: bool = False) -> Arrival | None:
         """Like `arrival`, for a chunk whose `first_parts` were read, decoded from those. None: it has none, or is
         absent.
 
@@ -116,13 +122,17 @@ class Payloads:
         if isinstance(header, WholeOnly) or not header.codec:
             return None
         codec = self._decoder(header.codec)
-        if not isinstance(codec, DecodesPrefixes):
+        if isinstance(codec, str) or not isinstance(codec, DecodesPrefixes):
             return None
+        if prefix.nbytes == header.stored_bytes:
+            return self._decode(codec, header, prefix, read)
+        copied = self._copied(prefix, read)
         try:
-            codec.decode_prefix(self._copied(prefix, read), chunk := read.pages[:size])
+            parts = codec.decode_prefix(copied, chunk := read.pages[:size])
         except CodecError as error:
             return Arrival(read.key, Damaged(f"{header.codec}: {error}"))
-        return Arrival(read.key, Loaded(size), checksum_of(chunk), is_approximate=True)
+        first_bytes = FirstBytes(bytes(read.header), bytes(copied)) if keeps else None
+        return Arrival(read.key, Loaded(size), checksum_of(chunk), parts, first_bytes)
 
     def _write(self, chunk: Outgoing, at: int) -> Write:
         bytes_ = chunk.pages[: chunk.nbytes]

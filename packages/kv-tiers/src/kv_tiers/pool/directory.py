@@ -115,15 +115,29 @@ class Directory:
     def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
         """Vouch for a chunk whose bytes are in its slot."""
         number, self._next_number = self._next_number, self._next_number + 1
-        nbytes = self._sizes.of(key)
-        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, nbytes, number, digest, key)
-        start = HEADER_BYTES + slot * RECORD_BYTES
-        self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
+        self._write(slot, key, parent, number, digest)
+
+    def move(self, slot: int, to: int, digest: bytes) -> None:
+        """The chunk of this record has other bytes now, in another slot. It stays worth what it was.
+
+        Killed at any moment, one record names it or none. Records of what follows it name the slot that it left, which
+        is a hint like every parent.
+        """
+        record = self._read(slot)
+        self.wipe(slot)
+        if record is not None:
+            self._write(to, record.key, record.parent, record.number, digest)
 
     def wipe(self, slot: int) -> None:
         """The slot's bytes are about to be replaced, or its chunk was forgotten."""
         start = HEADER_BYTES + slot * RECORD_BYTES
         self._mapping[start : start + RECORD_BYTES] = bytes(RECORD_BYTES)
+
+    def _write(self, slot: int, key: ChunkKey, parent: int, number: int, digest: bytes) -> None:
+        nbytes = self._sizes.of(key)
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, nbytes, number, digest, key)
+        start = HEADER_BYTES + slot * RECORD_BYTES
+        self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
 
     def _read(self, slot: int) -> Record | None:
         start = HEADER_BYTES + slot * RECORD_BYTES

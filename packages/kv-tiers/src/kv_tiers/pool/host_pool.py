@@ -247,15 +247,24 @@ class HostPool:
             return set()
         short: set[int] = set()
         for slot in slots:
-            if not self._backed[slot]:
+            place = self._places.at(slot)
+            if not self._backed[place]:
                 try:
-                    os.posix_fallocate(self._file, self._slots_from + slot * self.slot_bytes, self.slot_bytes)
-                    self._backed[slot] = 1
+                    os.posix_fallocate(self._file, self._slots_from + place * self.slot_bytes, self.slot_bytes)
+                    self._backed[place] = 1
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
                     short.add(slot)
         return short
+
+    def place(self, slot: int) -> int:
+        """Where this slot is in `view`, counted in slots, and so which record of the directory is its own."""
+        return self._places.at(slot)
+
+    def swap(self, one: int, other: int) -> None:
+        """Have two slots change places: each has the other's bytes from now. Nobody may be using either's."""
+        self._places.swap(one, other)
 
     def extent(self, slot: int) -> HostExtent:
         """The extent of a chunk of the largest size in this slot."""
@@ -267,12 +276,12 @@ class HostPool:
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
-        start = slot * self.slot_bytes
+        start = self._places.at(slot) * self.slot_bytes
         return self._view[start : start + nbytes]
 
     def pages(self, slot: int) -> memoryview:
         """The whole slot, from a page's boundary. Release it."""
-        start = slot * self.slot_bytes
+        start = self._places.at(slot) * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
     def close(self) -> None:

@@ -1,4 +1,8 @@
-"""Where chunks are in a pool: slots of one size, in whole pages, with room for the largest chunk."""
+"""Where chunks are in a pool: slots of one size, in whole pages, with room for the largest chunk.
+
+A slot's number names a chunk while it is there. Slots lie in the order of their numbers until two change places, which
+is how better bytes of a chunk take the place of those that it has (`kv_tiers.cache.refine`).
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -26,11 +30,25 @@ class Places:
         self._sizes = sizes
         self._slot_bytes = slot_bytes
         self._extents: list[HostExtent | None] = [None] * slots
+        self._moved: dict[int, int] = {}  # slots that are not where they were at first
+
+    def at(self, slot: int) -> int:
+        """The place of this slot, counted in slots."""
+        return self._moved.get(slot, slot)
+
+    def swap(self, one: int, other: int) -> None:
+        """Have two slots change places."""
+        for slot, place in ((one, self.at(other)), (other, self.at(one))):
+            if slot == place:
+                self._moved.pop(slot, None)
+            else:
+                self._moved[slot] = place
+        self._extents[one], self._extents[other] = self._extents[other], self._extents[one]
 
     def extent(self, slot: int, nbytes: int) -> HostExtent:
         extent = self._extents[slot]
         if extent is None or extent.nbytes != nbytes:
-            extent = self._extents[slot] = HostExtent(self._pool, slot * self._slot_bytes, nbytes)
+            extent = self._extents[slot] = HostExtent(self._pool, self.at(slot) * self._slot_bytes, nbytes)
         return extent
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:

@@ -13,7 +13,7 @@ from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
 
-from kv_tiers import chunk_header
+from kv_tiers import chunk_header, tier
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.tier import ClearsTenants, NamesChunks, RanksChunks, Read, ReadsPrefixes, Tier, TierContext, Write
@@ -82,11 +82,11 @@ class ReadOnlyTierContract:
                 assert isinstance(self.verify(read, outcome), chunk_header.Header)
         return outcomes
 
-    def read(self, key: ChunkKey, wanted_bytes: int | None = None) -> Read:
+    def read(self, key: ChunkKey, wanted_bytes: int | None = None, from_bytes: int = 0) -> Read:
         pages = aligned_pages(self.context.slot_bytes)
         pages[:] = b"\xa5" * len(pages)
         wanted_bytes = self.context.chunk_bytes if wanted_bytes is None else wanted_bytes
-        return Read(key, bytearray(chunk_header.HEADER_BYTES), pages, wanted_bytes)
+        return Read(key, bytearray(chunk_header.HEADER_BYTES), pages, wanted_bytes, from_bytes=from_bytes)
 
     def verify(self, read: Read, loaded: Loaded) -> "chunk_header.Header | Damaged":
         form = chunk_header.format_id(self.context.fingerprint)
@@ -277,6 +277,21 @@ class TierContract(ReadOnlyTierContract):
             assert wanted_bytes <= prefix < wanted_bytes + chunk_header.piece_bytes(nbytes)
             expected = [Loaded(prefix), Loaded(min(prefix, 70_000)), Absent()]
             assert self.prefixes([whole, short, none], prefix) == expected
+
+    def test_the_rest_comes_behind_first_bytes_that_are_there(self) -> None:
+        self.use_prefixes()
+        if not isinstance(self.tier, tier.ReadsRests):
+            pytest.skip("this tier does not read on from somewhere (`ReadsRests`)")
+        for key, size in zip(key_chain(2), (self.context.chunk_bytes, 70_000), strict=True):
+            assert self.tier.load_rests([self.read(key, from_bytes=4096)]) == [Absent()]
+            self.tier.store([self.write(key, stored_bytes=size)])
+            whole = self.read(key)
+            assert self.tier.load([whole]) == [Loaded(size)]
+            for start, end in ((4096, 8192), (4096, 50_000), (4096, size), (45_056, 57_344), (45_056, size)):
+                read = self.read(key, end, start)
+                read.pages[:] = bytes(len(read.pages))
+                assert self.tier.load_rests([read]) == [Loaded(end)]
+                assert read.pages[:end] == bytes(start) + whole.pages[start:end]
 
     def test_damage_to_the_first_bytes_is_found_and_damage_behind_them_is_not_looked_at(self) -> None:
         self.use_prefixes()

@@ -53,7 +53,7 @@ from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
 from kv_tiers.tiers.disk_directory import check_place
 from kv_tiers.tiers.disk_extents import LentExtents
 from kv_tiers.tiers.disk_files import NO_ROOM, File
-from kv_tiers.tiers.disk_transfer import Carried
+from kv_tiers.tiers.disk_transfer import Carried, behind
 from kv_tiers.tiers.extents import Place
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
@@ -202,6 +202,9 @@ class DiskTier:
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
 
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
+
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         stored: set[ChunkKey] = set()
         why = "every slot is being read or written, or holds an earlier chunk of the prompt"
@@ -344,7 +347,10 @@ class DiskTier:
     def _carried(self, at: int, entry: int, read: Read) -> Carried:
         extent = self._index.extent(entry)
         wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
-        return Carried(at, read, wanted_bytes, self._chunks.segments(entry, extent, wanted_bytes))
+        segments = self._chunks.segments(entry, extent, wanted_bytes)
+        if read.from_bytes:
+            segments = behind(segments, PAGE_BYTES + read.from_bytes)
+        return Carried(at, read, wanted_bytes, segments, read.from_bytes)
 
     def _read(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
         """By their numbers in the call."""
@@ -368,7 +374,8 @@ class DiskTier:
                         outcomes[at] = Damaged(f"{run.file.path} ends within it")
             for page, one in zip(pages, carried, strict=True):
                 assert isinstance(one.chunk, Read)
-                one.chunk.header[:] = page[:HEADER_BYTES]
+                if not one.from_bytes:
+                    one.chunk.header[:] = page[:HEADER_BYTES]
                 outcomes.setdefault(one.at, Loaded(one.stored_bytes))
         if len(failed) > 1:
             failed = self._read_one_by_one([one for one in carried if one.at in failed])

@@ -47,12 +47,14 @@ class Carried:
     chunk: what is moved.
     stored_bytes: how many bytes of the payload are.
     segments: where in the files.
+    from_bytes: how many of these bytes, and with them the header, are not: whole pages.
     """
 
     at: int
     chunk: Read | Write
     stored_bytes: int
     segments: Sequence[Segment]
+    from_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -78,7 +80,9 @@ def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: m
     """headers: a page for each. filler: pages whose bytes mean nothing."""
     placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []
     for one, header in zip(carried, headers, strict=True):
-        left = [header, one.chunk.pages[: bytes_in_files(one.stored_bytes) - PAGE_BYTES]]
+        left = [one.chunk.pages[one.from_bytes : bytes_in_files(one.stored_bytes) - PAGE_BYTES]]
+        if not one.from_bytes:
+            left.insert(0, header)
         if len(one.segments) == 1:
             file, offset, nbytes = one.segments[0]
             placed.append((file.fd, offset, one.at, file, nbytes, left))
@@ -100,6 +104,17 @@ def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: m
         last.end = offset + nbytes
         last.parts.append((at, last.end))
     return runs
+
+
+def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
+    """Without the first bytes."""
+    rest = []
+    for file, offset, length in segments:
+        skipped = min(nbytes, length)
+        nbytes -= skipped
+        if skipped < length:
+            rest.append((file, offset + skipped, length - skipped))
+    return rest
 
 
 def new_filler(slack_bytes: int) -> memoryview:

@@ -112,6 +112,9 @@ class DramTier:
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
 
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
+
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         if not writes:
             return []
@@ -168,19 +171,23 @@ class DramTier:
             return Absent()
         extent = self._index.extent(entry)
         wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
-        self._copy(extent, read.pages, wanted_bytes, is_load=True)
-        read.header[:] = self._headers[entry]
+        self._copy(extent, read.pages, wanted_bytes, is_load=True, from_bytes=read.from_bytes)
+        if not read.from_bytes:
+            read.header[:] = self._headers[entry]
         return Loaded(wanted_bytes)
 
-    def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool) -> None:
-        """Copy the first bytes of a payload without the interpreter's lock, which a memoryview's assignment holds."""
+    def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool, from_bytes: int = 0) -> None:
+        """Copy the first bytes of a payload, without those before `from_bytes`, and without the interpreter's lock,
+        which a memoryview's assignment holds."""
         at = 0
         for first, count in runs(extent.units):
-            step = min(count * self._unit_bytes, nbytes - at)
-            start = first * self._unit_bytes
-            with self._pool.view[start : start + step] as here, pages[at : at + step] as there:
-                to, source = (there, here) if is_load else (here, there)
-                np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
-            at += step
+            end = min(at + count * self._unit_bytes, nbytes)
+            begin = max(at, from_bytes)
+            start = first * self._unit_bytes + begin - at
+            if begin < end:
+                with self._pool.view[start : start + end - begin] as here, pages[begin:end] as there:
+                    to, source = (there, here) if is_load else (here, there)
+                    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
+            at = end
             if at == nbytes:
                 return

@@ -144,6 +144,9 @@ class ObjectsTier:
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self.load(reads)
 
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self.load(reads)
+
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes = self._each(writes, self._keep)
         if outcomes:
@@ -201,12 +204,13 @@ class ObjectsTier:
 
     def _receive(self, read: Read) -> Loaded:
         wanted_bytes = HEADER_BYTES + read.wanted_bytes
-        options = {"range": (0, wanted_bytes)} if read.wanted_bytes < self._chunk_bytes else None
+        at = HEADER_BYTES + read.from_bytes if read.from_bytes else 0
+        options = {"range": (at, wanted_bytes)} if at or read.wanted_bytes < self._chunk_bytes else None
         found = self._obstore.get(self._store, self._path(read.key), options=options)
         size = found.meta["size"]
         if not self._is_chunk(size):
             raise _WrongLengthError(f"an object of {size} bytes")
-        at, object_bytes = 0, min(size, wanted_bytes)
+        object_bytes = min(size, wanted_bytes)
         for piece in found.stream(min_chunk_size=_STREAM_BYTES):
             part = memoryview(piece)
             if at + len(part) > object_bytes:

@@ -52,6 +52,7 @@ _CAUSES = {
     "promotion": "to make room for chunks on their way up",
     "watermark": "to keep slots free",
     "quota": "to keep its tenant's bound",
+    "refinement": "to make others exact",
 }
 
 _GROUPS = {

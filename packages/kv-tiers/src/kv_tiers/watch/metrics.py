@@ -300,6 +300,7 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     lost: dict[_Labels, float] = {}
     unread: dict[_Labels, float] = {}
     approximate: dict[_Labels, float] = {}
+    refined: dict[_Labels, float] = {}
     for cache, state in tiers:
         place = (cache, state.name)
         healthy.add_metric(place, float(state.health.serves))
@@ -321,11 +322,13 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
         downs[place], lost[place] = state.lane.downs, state.spill.lost
         unread[place], approximate[place] = state.lane.read_failed, state.lane.approximate
+        refined[place] = state.refined
     yield from (healthy, full, chunks, of_group, cut, used, capacity, queued, speed, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
     yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
     yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")
     yield _counter("tier_approximate_chunks", "Chunks loaded of which first parts alone were read", approximate, "tier")
+    yield _counter("tier_refined_chunks", "How often such a chunk in the pool got better bytes", refined, "tier")
     yield _counter("tier_lost_chunks", "Chunks evicted before they were stored there", lost, "tier")
 
 

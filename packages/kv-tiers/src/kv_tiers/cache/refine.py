@@ -1,0 +1,270 @@
+"""Refinement: approximations in the pool become exact while their tier has nothing else to do.
+
+A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
+read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
+there are whole and verified and nobody has a lease on the chunk, the two slots change places: whoever asks from then
+on gets the exact bytes, and whoever has asked before has read what it began to read. All else that is known of the
+chunk (its order, its tenant, who holds it) stays with its slot.
+
+Only what a tier brought is refined. What an engine computed behind an approximation stays what it is, so the cache
+keeps to itself as before (docs/adr/0023).
+
+Nothing waits for a refinement, and nothing is queued for one: the pool's own approximations are the list of what may be
+refined, and the lane takes the next when it is free. A chunk is tried once. If it cannot be had (the tier fails, has it
+no more, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are kept,
+as far as there is room, so that a tier that reads on from somewhere (`ReadsRests`) reads only the others.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Loaded
+
+from kv_tiers import chunk_header
+from kv_tiers.cache.host import HostTier
+from kv_tiers.events import events
+from kv_tiers.index.residency import Residency
+from kv_tiers.lanes.jobs import Arrival, FirstBytes, Rest
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.tier import Read, ReadsRests
+
+KEPT_BYTES: Final = 64 << 20
+"""First parts of chunks that are kept in memory besides the pool, so that they need not be read again."""
+_LOOKED_AT: Final = 256
+"""Leased chunks that are passed over in the search for one that is not, which is done under the lock."""
+_FILLED: Final = 2
+"""How many second slots may wait for leases to end. If more would, the first that waited is given up."""
+
+
+@dataclass(eq=False, slots=True)
+class Approximation:
+    """A chunk in the pool that is not exact. The object stands for this stay of the chunk in the pool, and no other.
+
+    tier: the number of the tier that brought it.
+    parts: how many first parts it was decoded from.
+    first_bytes: these, if they are kept.
+    """
+
+    key: ChunkKey
+    tier: int
+    parts: int
+    first_bytes: FirstBytes | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A refinement that is being read.
+
+    slot: of the chunk.
+    lent: the second slot.
+    began_s: since when, with all interruptions.
+    is_paused: it was interrupted, and goes on when the lane asks.
+    """
+
+    of: Approximation
+    slot: int
+    lent: int
+    rest: Rest
+    began_s: float
+    is_paused: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Filled:
+    """Better bytes of a chunk, which wait in a second slot for its leases to end.
+
+    parts: as of `Approximation`; 0: they are exact.
+    """
+
+    of: Approximation
+    lent: int
+    parts: int
+    checksum: bytes
+    began_s: float
+
+
+class Refinements:
+    """Of one cache, whose host tier tells it what becomes of slots. Methods are called under the host's lock, unless
+    they say otherwise."""
+
+    def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], *, clock: Clock) -> None:
+        self._host = host
+        self._index = index
+        self._lanes = list(lanes)
+        self._clock = clock
+        self._at: dict[int, Approximation] = {}  # by slot
+        self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # those not tried yet
+        self._under_way: list[_UnderWay | None] = [None for _ in lanes]
+        self._filled: OrderedDict[int, _Filled] = OrderedDict()  # by slot
+        self._kept_bytes = 0
+        self._stopped = False
+        self.counts = [0 for _ in lanes]
+        """By tier, how often a chunk in the pool got better bytes."""
+        for number, lane in enumerate(self._lanes):
+            if len(lane.shares) > 1:
+                host.watcher = self
+                lane.when_idle = partial(self._next, number)
+
+    @property
+    def approximations(self) -> int:
+        """How many chunks in the pool are approximations of what a tier has."""
+        return len(self._at)
+
+    def keeps(self, tier: int, nbytes: int) -> bool:
+        """Whether first parts of chunks of this size are worth keeping, and there is room for them."""
+        lane = self._lanes[tier]
+        is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRests)
+        return is_of_use and self._kept_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
+
+    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
+        """These have become resident.
+
+        share: how much of each was asked for. If all of it was, there is no more to be had.
+        """
+        for slot, arrival in zip(slots, arrivals, strict=True):
+            if arrival.parts and self._index.key_at(slot) == arrival.key:
+                one = self._at[slot] = Approximation(arrival.key, tier, arrival.parts)
+                if share != 1 and not self._stopped:
+                    self._wanted[tier][slot] = one
+                    self._keep(one, arrival.first_bytes)
+        self._tell([tier])
+
+    def left(self, slots: Collection[int]) -> None:
+        """As of `SlotWatcher`."""
+        if not self._at:
+            return
+        for slot in slots:
+            if (one := self._at.pop(slot, None)) is not None:
+                self._wanted[one.tier].pop(slot, None)
+                self._keep(one, None)
+                if (filled := self._filled.pop(slot, None)) is not None:
+                    self._host.give_back(filled.lent)
+                under_way = self._under_way[one.tier]
+                if under_way is not None and under_way.of is one and under_way.is_paused:
+                    self._drop(one.tier, under_way)
+
+    def unleased(self, slots: Sequence[int]) -> None:
+        """As of `SlotWatcher`."""
+        if not self._at:
+            return
+        tiers = set()
+        for slot in slots:
+            if (one := self._at.get(slot)) is not None and not self._index.is_leased(slot):
+                tiers.add(one.tier)
+                if (filled := self._filled.pop(slot, None)) is not None:
+                    self._exchange(slot, filled)
+        self._tell(tiers)
+
+    def stop(self) -> None:
+        """Refine nothing more. What is being read is given up when its lane looks next."""
+        self._stopped = True
+        for tier, under_way in enumerate(self._under_way):
+            if under_way is not None and under_way.is_paused:
+                self._drop(tier, under_way)
+        while self._filled:
+            self._host.give_back(self._filled.popitem()[1].lent)
+        for wanted in self._wanted:
+            wanted.clear()
+
+    def _tell(self, tiers: Iterable[int]) -> None:
+        for tier in tiers:
+            if self._wanted[tier]:
+                self._lanes[tier].has_rests()
+
+    def _next(self, tier: int) -> Rest | None:
+        """On the lane's thread, without the lock: what to read now."""
+        pool = self._host.pool
+        with self._host.lock:
+            under_way = self._under_way[tier]
+            if under_way is not None:
+                under_way.is_paused = False
+                return under_way.rest
+            begun = self._begin(tier)
+            self._host.publish_evicted("refinement")
+        if begun is None:
+            return None
+        if pool.back([begun.lent]):
+            with self._host.lock:
+                self._drop(tier, begun)
+            return None
+        return begun.rest
+
+    def _begin(self, tier: int) -> _UnderWay | None:
+        """Begin with the first chunk that waits, has no lease (if that lasted long, both slots would be kept), and for
+        which there is a second slot.
+        """
+        wanted = self._wanted[tier]
+        for slot, one in list(islice(wanted.items(), _LOOKED_AT)):
+            if self._index.is_leased(slot) or wanted.get(slot) is not one:
+                continue
+            if len(self._filled) >= _FILLED:
+                first, filled = self._filled.popitem(last=False)
+                self._host.give_back(filled.lent)
+                self._wanted[filled.of.tier][first] = filled.of
+            if (lent := self._host.lend(slot)) is None:
+                continue
+            if wanted.pop(slot, None) is not one:  # room was made by evicting the chunk itself
+                self._host.give_back(lent)
+                continue
+            pool = self._host.pool
+            header = bytearray(chunk_header.HEADER_BYTES)
+            read = Read(one.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(one.key))
+            rest = Rest(read, partial(self._arrived, tier))
+            if one.first_bytes is not None:
+                rest.first_bytes = one.first_bytes
+                self._keep(one, None)
+            begun = self._under_way[tier] = _UnderWay(one, slot, lent, rest, self._clock.now_s())
+            return begun
+        return None
+
+    def _arrived(self, tier: int, arrival: Arrival | None) -> None:
+        """On the lane's thread, without the lock. arrival: None if it was interrupted."""
+        with self._host.lock:
+            under_way = self._under_way[tier]
+            assert under_way is not None
+            one, slot = under_way.of, under_way.slot
+            is_here = self._at.get(slot) is one and not self._stopped
+            if is_here and arrival is None:
+                under_way.is_paused = True
+            elif not is_here or arrival is None or not _is_better(arrival, one):
+                self._drop(tier, under_way)
+            else:
+                self._under_way[tier] = None
+                filled = _Filled(one, under_way.lent, arrival.parts, arrival.checksum, under_way.began_s)
+                if self._index.is_leased(slot):
+                    self._filled[slot] = filled
+                else:
+                    self._exchange(slot, filled)
+
+    def _exchange(self, slot: int, filled: _Filled) -> None:
+        """Have the chunk in this slot, which is not leased, be what is in the lent one."""
+        one = filled.of
+        self._host.exchange(slot, filled.lent, filled.checksum)
+        one.parts = filled.parts
+        if not one.parts:
+            del self._at[slot]
+        self.counts[one.tier] += 1
+        if self._host.events.on:
+            nbytes, seconds = self._host.pool.sizes.of(one.key), self._clock.now_s() - filled.began_s
+            self._host.events.publish(events.Refined(self._lanes[one.tier].name, [one.key], nbytes, seconds))
+
+    def _drop(self, tier: int, under_way: _UnderWay) -> None:
+        self._under_way[tier] = None
+        self._host.give_back(under_way.lent)
+
+    def _keep(self, one: Approximation, first_bytes: FirstBytes | None) -> None:
+        """From now on these are kept of it, and nothing else."""
+        for kept, sign in ((one.first_bytes, -1), (first_bytes, 1)):
+            if kept is not None:
+                self._kept_bytes += sign * len(kept.payload)
+        one.first_bytes = first_bytes
+
+
+def _is_better(arrival: Arrival, one: Approximation) -> bool:
+    return isinstance(arrival.outcome, Loaded) and (not arrival.parts or arrival.parts > one.parts)

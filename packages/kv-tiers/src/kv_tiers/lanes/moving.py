@@ -1,0 +1,169 @@
+"""How a lane moves chunks to its tier and reads all of a payload, its first parts, or its rest, a step at a time.
+
+The rest of a payload is read while nobody waits for anything (`Rest`), so it is read in steps of at most `STEP_BYTES`
+if the tier can read on from somewhere: what is asked for meanwhile shares the medium with one step, and not with a
+chunk. What was put together from several reads is verified as a whole. It may be wrong although nothing is damaged,
+because the chunk was stored anew in between; so only a payload that was read in one call is ever damaged.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Condition
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
+
+from kv_tiers import chunk_header
+from kv_tiers.lanes.counts import LaneCounts
+from kv_tiers.lanes.jobs import Arrival, Jobs, Load, Rest, Store
+from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
+from kv_tiers.lanes.speed import LoadSpeed
+from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
+
+STEP_BYTES: Final = 1 << 20
+_DECODED_BYTES: Final = 4 << 20
+"""What one load of chunks that are decoded brings: some milliseconds of decoding, which is what is not hidden."""
+
+
+class Moving:
+    """For one lane, on its threads. decodes: some of what the tier has must be decoded."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        payloads: Payloads,
+        clock: Clock,
+        *,
+        jobs: Jobs,
+        speed: LoadSpeed,
+        counts: LaneCounts,
+        changed: Condition,
+    ) -> None:
+        """jobs, speed, counts: the lane's, used under its lock, which is `changed`."""
+        self.decodes = False
+        self._tier = tier
+        self._payloads = payloads
+        self._jobs = jobs
+        self._speed = speed
+        self._counts = counts
+        self._changed = changed
+        self._clock = clock
+
+    def batch_bytes(self, wanted: int) -> int:
+        """As of `Lane`."""
+        return min(wanted, _DECODED_BYTES) if self.decodes else wanted
+
+    def load(self, job: Load) -> list[Arrival]:
+        """The outcome of each read."""
+        with self._changed:
+            # A load that follows from an answer of before these were discarded would bring them back.
+            wanted = [read for read in job.reads if not self._jobs.is_hidden(read.key)]
+
+        def was_read(outcomes: Sequence[LoadOutcome]) -> None:
+            nbytes = sum(outcome.nbytes for outcome in outcomes if isinstance(outcome, Loaded))
+            with self._changed:
+                self._speed.was_read(id(job), nbytes, self._clock.now_s())
+
+        brought = self._brought(job, wanted, was_read)
+        arrivals = [brought.get(id(read)) or Arrival(read.key, Absent()) for read in job.reads]
+        with self._changed:
+            self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+            self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
+            self._counts.approximate += sum(arrival.is_approximate for arrival in arrivals)
+        return arrivals
+
+    def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
+        """How long it took, and how large what the tier keeps of it is. Under the lane's lock."""
+        came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+        stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if came else 0
+        self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
+        self._speed.ended(id(job), now_s, brought=came, stored_bytes=stored_bytes)
+
+    def rest(self, rest: Rest, must_stop: Callable[[], bool]) -> Arrival | None:
+        """The outcome. None: it had to stop before. must_stop: asked before every step, under the lock."""
+        if (known := rest.first_bytes) is not None:
+            rest.read.header[:], rest.first_bytes = known.header, None
+            rest.bytes_read = len(known.payload)
+            rest.read.pages[: rest.bytes_read] = known.payload
+        arrival: Arrival | None = None
+        while arrival is None:
+            with self._changed:
+                if must_stop():
+                    return None
+                if self._jobs.is_clearing or self._jobs.is_hidden(rest.read.key):
+                    return Arrival(rest.read.key, Absent())
+            arrival = self._step(rest)
+        return arrival
+
+    def faults(self, arrivals: Sequence[Arrival]) -> tuple[dict[ChunkKey, str], list[str]]:
+        """Which of these are damaged, and why; and why some could not be read, which is a fault of the device."""
+        wrong = {arrival.key: one.reason for arrival in arrivals if isinstance(one := arrival.outcome, Damaged)}
+        failures = [one.reason for arrival in arrivals if isinstance(one := arrival.outcome, ReadFailed)]
+        with self._changed:
+            self._counts.damaged += len(wrong)
+            self._counts.read_failed += len(failures)
+        return wrong, list(dict.fromkeys(failures))
+
+    def store(self, job: Store) -> list[StoreOutcome]:
+        with self._changed:
+            chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
+        writes = self._payloads.writes(chunks)
+        answers = dict(zip([write.key for write in writes], self._tier.store(writes), strict=True))
+        outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
+        stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
+        with self._changed:
+            self._counts.stored += stored
+            self._counts.refused += len(outcomes) - stored
+        return outcomes
+
+    def _brought(
+        self, job: Load, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
+    ) -> dict[int, Arrival]:
+        """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
+        arrivals: dict[int, Arrival] = {}
+        if job.share > 1 and wanted:
+            assert isinstance(self._tier, ReadsPrefixes)
+            prefixes = self._tier.load_prefixes([first_parts(read, job.share) for read in wanted])
+            was_read(prefixes)
+            arrivals = self._payloads.approximations(wanted, prefixes, keeps=job.keeps)
+            wanted = [read for read in wanted if id(read) not in arrivals]
+        if wanted:
+            whole = self._tier.load(wanted)
+            was_read(whole)
+            arrivals.update((id(read), self._arrival(read, one)) for read, one in zip(wanted, whole, strict=True))
+        return arrivals
+
+    def _step(self, rest: Rest) -> Arrival | None:
+        """Read a little more of it. None: there is more to come."""
+        read = rest.read
+        if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
+            return self._arrival(read, self._tier.load([read])[0])
+        if rest.bytes_read:
+            upto = min(rest.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
+            outcome = self._tier.load_rests([replace(read, wanted_bytes=upto, from_bytes=rest.bytes_read)])[0]
+        else:
+            upto = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
+            outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto)])[0]
+        if not isinstance(outcome, Loaded):
+            return Arrival(read.key, outcome)
+        rest.bytes_read = outcome.nbytes
+        if outcome.nbytes == upto and upto < _stored_bytes(read):
+            return None
+        arrival = self._arrival(read, Loaded(outcome.nbytes))
+        if isinstance(arrival.outcome, Damaged):
+            rest.in_one = True
+            return None
+        return arrival
+
+    def _arrival(self, read: Read, outcome: LoadOutcome) -> Arrival:
+        if not isinstance(outcome, Loaded):
+            return Arrival(read.key, outcome)
+        return self._payloads.arrival(read, outcome, self._tier.name)
+
+
+def _stored_bytes(read: Read) -> int:
+    """The payload's size, as far as its header can be believed; 0 if it cannot."""
+    header = chunk_header.read_header(read.header)
+    return 0 if isinstance(header, Damaged) or header.decoded_bytes != chunk_bytes(read) else header.stored_bytes

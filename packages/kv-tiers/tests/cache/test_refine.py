@@ -1,0 +1,593 @@
+"""Approximations in the pool become exact while their tier is idle, and nobody waits for it or sees half of it."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from kv_core.clock import HandClock
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.outcome import Loaded, LoadOutcome, Stored
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_testing.faults import FaultyTier
+from kv_testing.service_contract import assert_adds_up
+from kv_testing.wait import until
+from kv_tiers import HostPool, LocalCache, chunk_header
+from kv_tiers.cache import refine
+from kv_tiers.codec import Codec
+from kv_tiers.codecs.progressive import HEAD, HEAD_BYTES, ProgressiveCodec
+from kv_tiers.config import ColdConfig
+from kv_tiers.events import events
+from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.eviction.lru import LruPolicy
+from kv_tiers.index.life import Life
+from kv_tiers.lanes import moving
+from kv_tiers.lanes.health import Health
+from kv_tiers.lanes.jobs import Outgoing
+from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.testing.tier_contract import aligned_pages
+from kv_tiers.tier import Read
+from kv_tiers.tiers.dram import DramTier
+
+CHUNK_BYTES = 1 << 16
+FORM = chunk_header.format_id("refined")
+CODEC = ProgressiveCodec()
+KEYS = key_chain(3)
+
+
+def exact(key: ChunkKey) -> bytes:
+    """A chunk of numbers such as keys and values are, another for each key."""
+    numbers = np.random.default_rng(list(key)).standard_normal(CHUNK_BYTES // 2).astype(np.float32)
+    return (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def payload(key: ChunkKey) -> bytes:
+    out = memoryview(bytearray(CHUNK_BYTES))
+    stored_bytes = CODEC.encode(memoryview(exact(key)), out)
+    assert stored_bytes is not None
+    return bytes(out[:stored_bytes])
+
+
+def approximate(key: ChunkKey, parts: int = 1) -> bytes:
+    out = bytearray(CHUNK_BYTES)
+    assert CODEC.decode_prefix(memoryview(payload(key))[: parts * CHUNK_BYTES // 4], memoryview(out)) == parts
+    return bytes(out)
+
+
+class Counting(FaultyTier):
+    """Knows how many bytes of payloads it has brought, and does what it is told before it reads the rest of one."""
+
+    brought_bytes = 0
+    before_rest: Callable[[], object] = staticmethod(lambda: None)
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self._counted(reads, super().load(reads))
+
+    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        return self._counted(reads, super().load_prefixes(reads))
+
+    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        self.before_rest()
+        return self._counted(reads, super().load_rests(reads))
+
+    def _counted(self, reads: Sequence[Read], outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
+        for read, one in zip(reads, outcomes, strict=True):
+            self.brought_bytes += one.nbytes - read.from_bytes if isinstance(one, Loaded) else 0
+        return outcomes
+
+
+@dataclass
+class Small:
+    """A cache that reads approximations of what an exact cache has stored, step by step unless it has threads."""
+
+    slots: int = 8
+    threads: int = 0
+    keys: tuple[ChunkKey, ...] = tuple(KEYS)
+    pool: HostPool | None = None
+    bus: EventBus | None = None
+    drops_parts: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = HandClock()
+        below = HostPool.anonymous("below", CHUNK_BYTES, 64)
+        self.dram = DramTier(below, LruPolicy(), drops_parts=self.drops_parts)
+        self.tier = Counting(self.dram)
+        self.fill(list(self.keys))
+        codecs: dict[str, Codec] = {CODEC.name: CODEC}
+        self.lane = Lane(
+            self.tier,
+            FORM,
+            find_codec=codecs.__getitem__,
+            approximate=True,
+            drops_parts=self.drops_parts,
+            only_hides=True,
+            threads=self.threads,
+            backoff_s=0.01,
+            max_backoff_s=0.01,
+            clock=self.clock,
+        )
+        self.cache = LocalCache(
+            self.pool or HostPool.anonymous("host", CHUNK_BYTES, self.slots),
+            policy=LruPolicy(),
+            clock=self.clock,
+            lanes=[(self.lane, "never")],
+            cold=ColdConfig(drain_s=0.1),
+            events=self.bus.source("c", (CHUNK_BYTES,)) if self.bus is not None else None,
+        )
+
+    def fill(self, keys: list[ChunkKey]) -> None:
+        lane, outcomes = Lane(self.dram, FORM, codec=CODEC, threads=0), list[object]()
+        for key in keys:
+            pages = aligned_pages(slot_bytes_for(CHUNK_BYTES))
+            pages[:CHUNK_BYTES] = exact(key)
+            assert lane.store([Outgoing(key, None, pages, CHUNK_BYTES)], outcomes.extend)
+            assert lane.step()
+        assert outcomes == [Stored()] * len(keys)
+
+    @property
+    def refined(self) -> int:
+        return self.cache.lower.states()[0].refined
+
+    def fetch(self, keys: list[ChunkKey], holder: str = "r") -> None:
+        """Promote and promise them, with as few steps of the lane as that takes."""
+        for _ in range(50):
+            plan = self.cache.lookup(keys, holder, wait_for_promotion=True)
+            if plan.ended is not Ended.PENDING:
+                assert plan.chunks == len(keys)
+                return
+            if not self.threads:
+                self.lane.step()
+            else:
+                until(lambda: not self.cache.lower.promotions._arriving)
+        raise AssertionError("they never came")
+
+    def open(self, keys: list[ChunkKey], holder: str = "reader") -> ReadLease:
+        lease = self.cache.load(keys, holder)
+        assert isinstance(lease, ReadLease)
+        return lease
+
+    def bytes_of(self, lease: ReadLease) -> list[bytes]:
+        view = self.cache.pool.view
+        return [bytes(view[one.offset : one.offset + one.nbytes]) for one in lease.extents]
+
+    def read(self, keys: list[ChunkKey]) -> list[bytes]:
+        """As a request does that ends at once."""
+        self.fetch(keys)
+        lease = self.open(keys)
+        found = self.bytes_of(lease)
+        assert self.cache.release(lease)
+        self.cache.end("r")
+        return found
+
+    def refine(self) -> None:
+        while self.lane.step():
+            pass
+
+    def at_rest(self) -> None:
+        """Nothing is kept that should be free."""
+        refinements = self.cache.lower.refinements
+        assert refinements._under_way == [None] and not refinements._filled
+        counts = self.cache.counts()
+        assert_adds_up(counts)
+        assert counts.slots_used == counts.chunks_resident
+        assert Life.LENT not in self.cache._index._life
+        kept = [one.first_bytes for one in refinements._at.values() if one.first_bytes is not None]
+        assert refinements._kept_bytes == sum(len(first.payload) for first in kept)
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+@pytest.fixture
+def small() -> Iterator[Small]:
+    made = Small()
+    yield made
+    made.at_rest()
+    made.close()
+
+
+def test_what_was_approximate_is_exact_once_the_tier_has_been_idle(small: Small) -> None:
+    assert small.read(KEYS) == [approximate(key) for key in KEYS] != [exact(key) for key in KEYS]
+    assert small.tier.brought_bytes == 3 * CHUNK_BYTES // 4
+    assert small.cache.lower.refinements.approximations == 3
+    small.refine()
+    assert small.read(KEYS) == [exact(key) for key in KEYS]
+    assert (small.refined, small.lane.counts().approximate, small.lane.counts().loaded) == (3, 3, 3)
+    assert small.cache.lower.refinements.approximations == 0
+
+
+def test_only_what_is_missing_is_read(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of it where first parts were not kept; or once, in one call, if a tier cannot read on."""
+    whole = [len(payload(key)) for key in KEYS]
+    small.read(KEYS[:1])
+    small.refine()
+    assert small.tier.brought_bytes == whole[0]
+    monkeypatch.setattr(refine, "KEPT_BYTES", 0)
+    small.read(KEYS[:2])
+    small.refine()
+    assert small.tier.brought_bytes == whole[0] + CHUNK_BYTES // 4 + whole[1]
+    monkeypatch.setattr(moving, "ReadsRests", int)
+    small.tier.calls.clear()
+    small.read(KEYS)
+    small.refine()
+    assert small.tier.calls == ["holds", "load_prefixes", "load"]
+    assert small.read(KEYS) == [exact(key) for key in KEYS]
+
+
+def test_no_refinement_begins_before_what_a_request_waits_for(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has begun is left between two steps, and goes on later from where it was."""
+    monkeypatch.setattr(moving, "STEP_BYTES", 4096)
+    small.read(KEYS[:1])
+    small.tier.calls.clear()
+    asked = False
+
+    def ask() -> None:
+        nonlocal asked
+        if not asked and small.tier.calls.count("load_rests") == 2:
+            asked = True
+            assert small.cache.lookup(KEYS, "other", wait_for_promotion=True).ended is Ended.PENDING
+
+    small.tier.before_rest = ask
+    assert small.lane.step()
+    assert small.tier.calls == ["load_rests"] * 2 + ["holds"] * asked + ["load_rests"] * asked
+    assert small.lane.step()
+    assert small.tier.calls[-1] == "load_prefixes"
+    small.refine()
+    assert small.refined == 0  # who waited has leases on all of them
+    small.cache.end("other")
+    small.refine()
+    assert small.tier.brought_bytes == sum(len(payload(key)) for key in KEYS)
+    assert small.read(KEYS) == [exact(key) for key in KEYS]
+
+
+def test_who_reads_keeps_what_it_reads_and_who_asks_next_gets_the_exact_bytes(small: Small) -> None:
+    small.fetch(KEYS[:1], "first")
+    small.cache.end("first")
+    held: list[ReadLease] = []
+    small.tier.before_rest = lambda: held.append(small.open(KEYS[:1]))
+    small.refine()
+    assert small.refined == 0
+    assert small.cache.counts().slots_used == 2
+    assert small.bytes_of(held[0]) == [approximate(KEYS[0])]
+    second = small.open(KEYS[:1], "second")
+    assert small.cache.release(held[0])
+    assert small.refined == 0  # the second still reads
+    assert small.bytes_of(second) == [approximate(KEYS[0])]
+    assert small.cache.release(second)
+    assert small.refined == 1
+    assert small.read(KEYS[:1]) == [exact(KEYS[0])]
+
+
+def test_a_chunk_that_is_leased_waits_and_others_do_not(small: Small) -> None:
+    small.fetch(KEYS)
+    lease = small.open(KEYS[:2])
+    small.cache.end("r")
+    small.refine()
+    assert small.refined == 1
+    assert small.bytes_of(lease) == [approximate(key) for key in KEYS[:2]]
+    assert small.cache.release(lease)
+    small.refine()
+    assert small.refined == 3
+    assert small.read(KEYS) == [exact(key) for key in KEYS]
+
+
+def test_few_wait_for_leases_with_their_bytes_and_what_is_given_up_is_read_again(small: Small) -> None:
+    small.read(KEYS)
+    held: list[ReadLease] = []
+    small.tier.before_rest = lambda: held.append(small.open([KEYS[len(held)]], f"reader {len(held)}"))
+    small.refine()
+    assert len(held) == 3
+    assert small.cache.counts().slots_used == 3 + refine._FILLED
+    small.tier.before_rest = lambda: None
+    for lease in held:
+        assert small.cache.release(lease)
+    small.refine()
+    assert small.refined == 3
+    assert small.read(KEYS) == [exact(key) for key in KEYS]
+
+
+@pytest.mark.parametrize("fault", ["down", "bug", "panic", "unreadable", "refuse"])
+def test_a_tier_that_fails_costs_one_attempt_and_no_slot(small: Small, fault: str) -> None:
+    small.read(KEYS)
+    small.tier.before_rest = lambda: setattr(small.tier, "fault", fault)
+    assert small.lane.step()
+    small.tier.before_rest = lambda: None
+    if fault == "unreadable":  # only whole loads have it
+        small.tier.fault = ""
+    if fault in ("down", "bug", "panic"):
+        assert small.lane.health()[0] is Health.DOWN
+        small.at_rest()
+        assert not small.lane.step()
+    small.tier.fault = ""
+    small.clock.advance(1.0)
+    small.refine()
+    assert small.lane.health()[0] is Health.UP
+    found = small.read(KEYS)
+    assert found[1:] == [exact(key) for key in KEYS[1:]]
+    assert found[0] in (approximate(KEYS[0]), exact(KEYS[0]))
+    assert small.refined == 2 + (found[0] == exact(KEYS[0]))
+
+
+def test_damage_in_the_third_part_is_found_and_the_approximation_stays(small: Small) -> None:
+    small.read(KEYS)
+    spoil(small, KEYS[1], part=3)
+    small.refine()
+    assert small.lane.counts().damaged == 1
+    assert small.read(KEYS) == [exact(KEYS[0]), approximate(KEYS[1]), exact(KEYS[2])]
+    small.refine()
+    assert small.refined == 2
+    small.cache.forget([KEYS[1]])
+    plan = small.cache.lookup(KEYS, "r", wait_for_promotion=True)
+    assert plan.chunks == 1 and plan.ended is not Ended.PENDING  # it is no longer found below
+
+
+def spoil(small: Small, key: ChunkKey, part: int) -> None:
+    """One bit in the middle of this part of what the tier has."""
+    stored = payload(key)
+    sizes = HEAD.unpack(stored[: HEAD.size])[2:5]
+    at = HEAD_BYTES + sum(sizes[: part - 1]) + sizes[part - 1] // 2
+    pool = small.dram._pool
+    start = bytes(pool.view).index(stored[:64])
+    pool.view[start + at] ^= 4
+
+
+def test_what_was_stored_anew_below_is_not_taken_for_damaged(small: Small) -> None:
+    """The rest of another payload, behind the first parts of the old one, is no chunk: it is read again in one call."""
+    small.read(KEYS[:1])
+    small.dram.discard(KEYS[:1])
+    lane, outcomes = Lane(small.dram, FORM, threads=0), list[object]()
+    pages = aligned_pages(slot_bytes_for(CHUNK_BYTES))
+    pages[:CHUNK_BYTES] = exact(KEYS[0])
+    lane.store([Outgoing(KEYS[0], None, pages, CHUNK_BYTES)], outcomes.extend)
+    lane.step()
+    small.refine()
+    assert small.lane.counts().damaged == 0
+    assert small.read(KEYS[:1]) == [exact(KEYS[0])]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_chunk_that_is_forgotten_meanwhile_is_not_brought_back(small: Small, again: bool) -> None:
+    """Nor is one that was stored again under its key since: what an engine computes stays as it is."""
+    small.read(KEYS[:1])
+
+    def forget() -> None:
+        small.cache.forget(KEYS[:1])
+        if again:
+            lease = small.cache.begin_store(KEYS[:1], "w")
+            (extent,) = lease.extents
+            small.cache.pool.view[extent.offset : extent.offset + CHUNK_BYTES] = b"c" * CHUNK_BYTES
+            small.cache.commit(lease)
+
+    small.tier.before_rest = forget
+    small.refine()
+    assert small.refined == 0
+    small.at_rest()
+    if again:
+        assert small.read(KEYS[:1]) == [b"c" * CHUNK_BYTES]
+    else:
+        assert small.cache.counts().chunks_resident == 0
+
+
+@pytest.mark.parametrize("how", ["forget", "clear"])
+@pytest.mark.parametrize("when", ["paused", "filled", "wanted"])
+def test_what_is_forgotten_gives_everything_back(
+    small: Small, monkeypatch: pytest.MonkeyPatch, when: str, how: str
+) -> None:
+    small.read(KEYS[:1])
+    held: list[ReadLease] = []
+    if when == "paused":
+        monkeypatch.setattr(moving, "STEP_BYTES", 4096)
+        small.tier.before_rest = lambda: small.cache.lookup(KEYS, "other", wait_for_promotion=True)
+        small.lane.step()
+        assert small.cache.lower.refinements._under_way != [None]
+    elif when == "filled":
+        small.tier.before_rest = lambda: held.append(small.open(KEYS[:1]))
+        small.lane.step()
+        assert small.cache.lower.refinements._filled
+    if how == "forget":
+        small.cache.forget(KEYS[:1])
+    else:
+        small.cache.clear()
+    for lease in held:
+        assert small.bytes_of(lease) == [approximate(KEYS[0])]
+        assert not small.cache.release(lease)  # its chunk was forgotten
+    small.cache.end("other")
+    small.refine()
+    small.at_rest()
+
+
+def test_a_chunk_that_is_evicted_meanwhile_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Small(slots=2)
+    monkeypatch.setattr(moving, "STEP_BYTES", 4096)
+    small.read(KEYS[:1])
+
+    def crowd() -> None:
+        small.tier.before_rest = lambda: None
+        small.clock.advance(1.0)
+        lease = small.cache.begin_store(key_chain(1, branch="other"), "w")  # the other slot is lent
+        assert lease.keys
+        small.cache.commit(lease)
+
+    small.tier.before_rest = crowd
+    small.refine()
+    assert small.refined == 0
+    assert small.cache.counts().chunks_evicted == 1
+    small.at_rest()
+    small.close()
+
+
+def test_a_full_pool_of_few_slots_evicts_nothing_to_refine_and_a_larger_one_evicts_one() -> None:
+    for slots, evicted in ((8, 0), (40, 1)):
+        keys = key_chain(slots)
+        small = Small(slots=slots, keys=tuple(keys))
+        small.read(keys)
+        small.refine()
+        counts = small.cache.counts()
+        assert counts.chunks_evicted == evicted
+        assert small.refined == evicted * (slots - 1)
+        found = small.read(keys[: slots - 1])
+        assert found == [(exact if evicted else approximate)(key) for key in keys[: slots - 1]]
+        small.refine()
+        small.at_rest()
+        small.close()
+
+
+@pytest.mark.parametrize("when", ["wanted", "filled", "between steps"])
+def test_a_cache_that_closes_meanwhile_closes(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    monkeypatch.setattr(moving, "STEP_BYTES", 4096)
+    small = Small()
+    small.read(KEYS)
+    if when == "filled":
+        small.tier.before_rest = lambda: small.tier.calls.count("load_rests") or small.open(KEYS[:1])
+        small.lane.step()
+        assert small.cache.lower.refinements._filled
+    elif when == "between steps":
+        small.tier.before_rest = lambda: small.cache.lower.refinements.stop()
+        small.lane.step()
+    small.close()
+    assert small.tier.calls[-1] == "close"
+
+
+def test_a_cache_that_closes_while_its_threads_refine_closes() -> None:
+    small = Small(threads=2)
+    began = threading.Event()
+    small.tier.before_rest = began.set
+    small.tier.fault = "delay"
+    small.read(KEYS)
+    assert began.wait(10.0)
+    small.close()
+    assert small.tier.calls[-1] == "close"
+
+
+def test_a_named_pool_has_the_exact_bytes_for_the_next_process() -> None:
+    name = "refined-for-the-next"
+    HostPool.unlink(name)
+    try:
+        small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        small.read(KEYS)
+        small.refine()
+        assert small.refined == 3
+        small.read(KEYS)
+        small.close()
+        again = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        assert again.cache.counts().chunks_adopted == 3
+        calls = list(again.tier.calls)
+        assert again.read(KEYS) == [exact(key) for key in KEYS]
+        assert again.tier.calls == calls
+        assert again.cache.counts().chunks_damaged == 0
+        again.close()
+    finally:
+        HostPool.unlink(name)
+
+
+def test_adopted_chunks_are_doubted_no_more_than_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool whose slots have changed places writes the records where the bytes are."""
+    name = "refined-and-stored"
+    HostPool.unlink(name)
+    try:
+        small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        small.read(KEYS[:1])
+        small.refine()
+        others = key_chain(4, branch="others")
+        lease = small.cache.begin_store(others, "w")
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            small.cache.pool.view[extent.offset : extent.offset + CHUNK_BYTES] = exact(key)
+        small.cache.commit(lease)
+        small.cache.forget(others[3:])
+        small.close()
+        again = Small(pool=HostPool.named(name, CHUNK_BYTES, 8), keys=())
+        assert again.cache.counts().chunks_adopted == 4
+        assert again.read(others[:3]) == [exact(key) for key in others[:3]]
+        assert again.read(KEYS[:1]) == [exact(KEYS[0])]
+        again.close()
+    finally:
+        HostPool.unlink(name)
+
+
+def test_what_a_tier_has_cut_is_as_good_as_what_it_kept() -> None:
+    """A half replaces a quarter; and what was asked for as a whole is not asked for again."""
+    small = Small(drops_parts=True, keys=())
+    small.fill(KEYS)
+    small.read(KEYS[:1])
+    cut(small, KEYS[0])
+    small.refine()
+    assert small.read(KEYS[:1]) == [approximate(KEYS[0], 2)]
+    assert small.refined == 1
+    calls = len(small.tier.calls)
+    small.refine()
+    assert len(small.tier.calls) == calls
+    assert small.cache.lower.refinements.approximations == 1
+    small.at_rest()
+    small.close()
+
+
+def cut(small: Small, key: ChunkKey) -> None:
+    """Fill the tier until it has dropped the last part of this chunk."""
+    read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CHUNK_BYTES), CHUNK_BYTES)
+    for number in range(200):
+        (outcome,) = small.dram.load([read])
+        assert isinstance(outcome, Loaded)
+        if outcome.nbytes <= CHUNK_BYTES // 2:
+            return
+        small.fill(key_chain(1, branch=f"more {number}"))
+    raise AssertionError("it was never cut")
+
+
+class Kept(Subscriber):
+    def __init__(self) -> None:
+        self.events: list[events.Refined] = []
+
+    def take(self, occurred: Occurred) -> None:
+        if isinstance(occurred.event, events.Refined):
+            self.events.append(occurred.event)
+
+
+def test_an_event_tells() -> None:
+    bus, kept = EventBus(interval_s=0.001), Kept()
+    bus.subscribe(kept)
+    small = Small(bus=bus)
+    small.read(KEYS[:2])
+    small.refine()
+    assert bus.flush()
+    assert [(one.tier, one.keys, one.nbytes) for one in kept.events] == [
+        ("dram", [key], CHUNK_BYTES) for key in KEYS[:2]
+    ]
+    small.close()
+    bus.close()
+
+
+def test_readers_on_other_threads_never_see_a_mixture() -> None:
+    """Four threads read without a pause while the lane's own exchange what they read."""
+    keys = key_chain(12)
+    small = Small(slots=40, threads=2, keys=tuple(keys))
+    allowed = {key: (approximate(key), exact(key)) for key in keys}
+    wrong: list[ChunkKey] = []
+    over = threading.Event()
+
+    def read(number: int) -> None:
+        at = number
+        while not over.is_set():
+            at = (at * 7 + 1) % len(keys)
+            lease = small.cache.load([keys[at]], f"reader {number}")
+            if isinstance(lease, ReadLease):
+                first, second = small.bytes_of(lease), small.bytes_of(lease)
+                if first != second or first[0] not in allowed[keys[at]]:
+                    wrong.append(keys[at])
+                small.cache.release(lease)
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for reader in readers:
+        reader.start()
+    small.fetch(keys)
+    small.cache.end("r")
+    until(lambda: small.refined == len(keys) or wrong)
+    over.set()
+    for reader in readers:
+        reader.join(30)
+    assert not wrong
+    assert small.read(keys) == [exact(key) for key in keys]
+    small.close()
