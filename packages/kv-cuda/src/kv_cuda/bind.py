@@ -31,6 +31,7 @@ class BoundGroup:
     coverage: which part of a prefix these layers need.
     table: which of the engine's block tables is theirs.
     block_tokens: tokens a block of that table; of states, how far apart their places in it are.
+    numbers: of its layers in the model; () for states, and where the engine does not say them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -40,6 +41,7 @@ class BoundGroup:
     coverage: Coverage
     table: int
     block_tokens: int
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range) -> BoundGro
         coverage=group.coverage,
         table=group.table,
         block_tokens=table_tokens_of(group),
+        numbers=group.numbers[run.start : run.stop] if isinstance(group, LayerGroup) else (),
     )
 
 

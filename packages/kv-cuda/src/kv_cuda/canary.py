@@ -61,6 +61,7 @@ class LayerGroup:
     table: which of the engine's block tables is theirs.
     table_tokens: tokens a block of that table. A whole number of the tensors' blocks, which follow each other in one of
         it; 0: they are the same.
+    numbers: of its layers in the model, for codecs that know layers apart; () where the engine does not say them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -76,6 +77,7 @@ class LayerGroup:
     coverage: Coverage = ALL
     table: int = 0
     table_tokens: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 def prove(group: LayerGroup, wanted: FormatSetting, chunk_tokens: int) -> Proof | Refusal:

@@ -27,6 +27,8 @@ from kv_tiers.attach.connect import Format, check_replicas, open_in_process, ope
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
+from kv_tiers.codecs.calibration import Calibration
+from kv_tiers.codecs.division import Division, GroupLayers, divide
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
@@ -153,9 +155,9 @@ def attach(
         check_replicas(settings)
     judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
     codec, stored = "" if calibration is None else calibration.name, [pages.format for pages in pools.values()]
-    demand(judge.verdict, judge.max_kl, stored, approximate=approximate, codec=codec)
-    if calibration is not None:
-        calibration.check(stored)
+    divisions = {} if calibration is None else _divisions(calibration, rank, pools)
+    judged = stored if calibration is None else [pools[KV].format]
+    demand(judge.verdict, judge.max_kl, judged, approximate=approximate, codec=codec)
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
@@ -164,7 +166,10 @@ def attach(
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
-    prints = {name: fingerprint_of(calibration, pages.format.fingerprint) for name, pages in pools.items()}
+    prints = {
+        name: fingerprint_of(calibration, pages.format.fingerprint, divisions.get(name))
+        for name, pages in pools.items()
+    }
     formats = {name: Format((pages.format.nbytes,), prints[name]) for name, pages in pools.items()}
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so what one of them has may differ from the others'.
@@ -224,6 +229,29 @@ def attach(
         made.close()
         raise
     return made
+
+
+def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPages]) -> dict[str, Division | None]:
+    """Which layers and heads the pages of each pool have. What only SGLang can read (states) is stored as it is.
+
+    Raises:
+        ConfigError: the calibration is not of this model, or SGLang does not say which layers a pool has.
+    """
+    if rank.stages > 1:
+        raise ConfigError(
+            f"codec kvtc: the engine has {rank.stages} pipeline stages, whose pages SGLang does not name apart: use "
+            "tensor parallelism, or another codec"
+        )
+    others = [name for name, pages in pools.items() if name != KV and pages.format.kind != "blocks"]
+    if others:
+        raise ConfigError(
+            f"codec kvtc: the engine has pools {KV} and {', '.join(others)}, and SGLang does not say which of the "
+            "model's layers each has: use another codec"
+        )
+    own = pools[KV].format
+    layers = GroupLayers(f"pool {KV}", own, tuple(range(own.layers)))
+    as_they_are = Division((None,), shards=rank.ranks)
+    return dict.fromkeys(pools, as_they_are) | {KV: divide(calibration, [layers], shards=rank.ranks)}
 
 
 def _would_lose_what_waits(settings: Settings) -> bool:

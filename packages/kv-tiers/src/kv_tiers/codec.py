@@ -70,6 +70,15 @@ class EncodesFirst(Protocol):
         """Like `encode`, of a chunk that may be its prompt's first: no chunk before it is known."""
 
 
+@runtime_checkable
+class CodesShares(Protocol):
+    """Optional capability of a `Codec`: chunks of each group of layers, and each shard of them, have a codec of their
+    own. The lane asks for it with every chunk, and calls neither `encode` nor `decode` of this one."""
+
+    def of_share(self, group: int, shard: int) -> Codec | None:
+        """What encodes and decodes chunks whose keys say this. None: they are stored as they are."""
+
+
 CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
 """What an entry point of the group `kv_tiers.codecs` names. Arguments: the options that the user wrote (without `type`;
 empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a library

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 from kv_core.log import limited_logger
-from kv_cuda.bind import bind_groups, table_tokens_of
+from kv_cuda.bind import BoundGroups, bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
 from kv_cuda.judge.verdict import demand
 from kv_tiers.approximate import is_approximate
@@ -15,6 +15,7 @@ from kv_tiers.attach.connect import Format
 from kv_tiers.attach.engine import Engine, EngineFacts
 from kv_tiers.attach.neighbours import StoredFormat
 from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
+from kv_tiers.codecs.division import GroupLayers, divide
 from kv_tiers.settings import Setting, Settings
 
 from kv_vllm.layer_hooks import LayerPlace
@@ -57,12 +58,14 @@ def bind_worker(
     if isinstance(bound, Refusal):
         return _refused(engine, bound)
     judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
-    codec = "" if calibration is None else calibration.name
-    demand(judge.verdict, judge.max_kl, bound.formats, approximate=approximate, codec=codec)
-    if calibration is not None:
-        calibration.check(bound.formats)
-    fingerprint = fingerprint_of(calibration, bound.fingerprint)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
+    codec, division, judged = "", None, bound.formats
+    if calibration is not None:
+        divided = group_layers(bound)
+        division = divide(calibration, divided, stages=share.stages, shards=share.shards)
+        codec, judged = calibration.name, tuple(group.format for group in divided if not group.is_state)
+    demand(judge.verdict, judge.max_kl, judged, approximate=approximate, codec=codec)
+    fingerprint = fingerprint_of(calibration, bound.fingerprint, division)
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,
         groups=bound.shapes,
@@ -94,6 +97,19 @@ def bind_worker(
         for at, tensor in enumerate(group.tensors)
     }
     return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
+
+
+def group_layers(bound: BoundGroups) -> list[GroupLayers]:
+    """What a calibration is compared with."""
+    return [
+        GroupLayers(
+            f"group {group.table} of this model's layers ({group.coverage})",
+            group.format,
+            group.numbers,
+            is_state=group.coverage.kind == "state",
+        )
+        for group in bound.groups
+    ]
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None:

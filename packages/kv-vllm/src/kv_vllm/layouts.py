@@ -3,7 +3,7 @@
 Nothing is decided here. A candidate is an interpretation that the shapes allow; the canary finds the correct one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -117,7 +117,14 @@ def _read_group(
         coverage=needed.coverage,
         table=needed.table,
         table_tokens=spec.block_size,
+        numbers=_numbers(names),
     )
+
+
+def _numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """Of these layers in the model, as in the name model.layers.7.self_attn.attn; () if a name says none or several."""
+    said = [[part for part in name.split(".") if part.isdecimal()] for name in names]
+    return tuple(int(only) for (only,) in said) if all(len(parts) == 1 for parts in said) else ()
 
 
 def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -> torch.dtype | None:

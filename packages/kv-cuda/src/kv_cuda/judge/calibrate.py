@@ -25,8 +25,11 @@ _LARGEST_DIFFERENCE: Final = 0.02
 frequency makes it about 1, float32's rounding 0.0001."""
 
 
-def calibrate(model: Model, text: Sequence[int]) -> Any:
-    """What was learnt, a `kv_tiers.codecs.learning.Learning`. text: tokens.
+def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
+    """What was learnt, a `kv_tiers.codecs.learning.Learning`.
+
+    text: tokens.
+    ranks: the most that an engine may divide the model's heads among.
 
     Raises:
         ConfigError: the model rotates its keys in a way not known here, or has layers of several shapes, or there is
@@ -51,6 +54,7 @@ def calibrate(model: Model, text: Sequence[int]) -> Any:
                 head_dim=head_dim,
                 max_tokens=model.max_tokens,
                 frequencies=[list(one) for one in frequencies],
+                ranks=ranks,
             )
         learning.add(layers)
     return learning

@@ -68,6 +68,13 @@ def register(subparsers: Any) -> None:
         "--step", type=float, default=STEP, help=f"of a calibration, in standard deviations (default: {STEP})"
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a calibration: for engines of up to N tensor-parallel ranks, any number that divides N (default: 1)",
+    )
+    parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float16", "float32"),
@@ -113,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     model = Model(args.model, dtype=args.dtype, device=args.device)
     if args.calibrate:
         (path,) = args.calibration
-        learnt = calibrate(model, model.tokens(calibrating)).learnt(args.step)
+        learnt = calibrate(model, model.tokens(calibrating), ranks=args.ranks).learnt(args.step)
         try:
             learnt.write(path)
         except OSError as error:

@@ -11,6 +11,7 @@ from typing import Final
 from kv_core.errors import ConfigError
 
 from kv_tiers.codecs.calibration import Calibration, read_calibration
+from kv_tiers.codecs.division import Division
 
 _NAME: Final = "kvtc"
 
@@ -27,12 +28,15 @@ def calibration_of(tiers: Sequence[Mapping[str, object]]) -> Calibration | None:
     return next(iter(found.values()), None)
 
 
-def fingerprint_of(calibration: Calibration | None, fingerprint: str) -> str:
+def fingerprint_of(calibration: Calibration | None, fingerprint: str, division: Division | None = None) -> str:
     """The fingerprint of chunks that may have been through tiers with this calibration.
 
     fingerprint: of their format.
+    division: how they divide the calibration's model.
     """
-    return fingerprint if calibration is None else f"{fingerprint} {calibration.name}"
+    words = [] if calibration is None else [calibration.name]
+    words += [] if division is None else [division.text]
+    return " ".join([fingerprint, *words])
 
 
 def _paths(tiers: Sequence[Mapping[str, object]]) -> Iterator[str]:

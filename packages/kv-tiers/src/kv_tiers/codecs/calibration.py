@@ -10,20 +10,21 @@ import json
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from kv_core.errors import ConfigError
-from kv_core.format import ChunkFormat
 from numpy.typing import NDArray
 
 from kv_tiers.codecs.rotation import Frequencies, Numbers
 
 _MAGIC: Final = b"kv-kvtc\n"
 VERSION: Final = 2
+VERSION_FOR_RANKS: Final = 3
+"""Of a file whose blocks are smaller than they would be, so that ranks have whole ones; it says how small."""
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
 ID_BYTES: Final = 8
@@ -43,6 +44,13 @@ _LIMITS: Final = {"layers": 1024, "heads": 1024, "head_dim": 1024, "max_tokens":
 _MAX_DESCRIPTION_BYTES: Final = 1 << 16
 
 
+def block_channels(heads: int, head_dim: int) -> int:
+    """Of a plane with these heads, or of a rank's share of one: the most that are worth it."""
+    channels = heads * head_dim
+    most = min(max(BLOCK_CHANNELS, head_dim), _MOST_CHANNELS, channels)
+    return max(count for count in range(2, most + 1, 2) if channels % count == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a calibration is for.
@@ -53,6 +61,8 @@ class Shape:
     max_tokens: the longest prompt.
     step: of a symbol, in standard deviations of all of a layer's keys, or values.
     tables: for each layer, which frequencies rotate its keys.
+    block_channels: how many adjacent channels of a plane are transformed together: an even part of them. 0: as many as
+        are worth it.
     """
 
     model: str
@@ -63,13 +73,11 @@ class Shape:
     max_tokens: int
     step: float
     tables: tuple[int, ...]
+    block_channels: int = 0
 
-    @property
-    def block_channels(self) -> int:
-        """How many adjacent channels of a plane are transformed together: an even part of them."""
-        channels = self.heads * self.head_dim
-        most = min(max(BLOCK_CHANNELS, self.head_dim), _MOST_CHANNELS, channels)
-        return max(count for count in range(2, most + 1, 2) if channels % count == 0)
+    def __post_init__(self) -> None:
+        if not self.block_channels:
+            object.__setattr__(self, "block_channels", block_channels(self.heads, self.head_dim))
 
     @property
     def blocks(self) -> int:
@@ -104,10 +112,13 @@ class Calibration:
     deviations: Numbers
     widths: Numbers
 
-    @cached_property
+    @property
     def content(self) -> bytes:
         """The file, without the digest at its end."""
         described = {name: getattr(self.shape, name) for name in Shape.__slots__}
+        is_usual = self.shape.block_channels == block_channels(self.shape.heads, self.shape.head_dim)
+        if is_usual:
+            del described["block_channels"]
         text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
         arrays = (
             self.frequencies,
@@ -121,7 +132,8 @@ class Calibration:
         types = _layout(self.shape)
         packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
         assert [one.shape for one in packed] == [shape for _, shape in types]
-        return b"".join([_HEAD.pack(_MAGIC, VERSION, len(text)), text, *(one.tobytes() for one in packed)])
+        head = _HEAD.pack(_MAGIC, VERSION if is_usual else VERSION_FOR_RANKS, len(text))
+        return b"".join([head, text, *(one.tobytes() for one in packed)])
 
     @cached_property
     def id(self) -> bytes:
@@ -137,33 +149,51 @@ class Calibration:
         Raises:
             OSError: it cannot be written.
         """
-        path.write_bytes(self.content + hashlib.sha256(self.content).digest())
+        content = self.content
+        path.write_bytes(content + hashlib.sha256(content).digest())
 
-    def check(self, formats: Sequence[ChunkFormat]) -> None:
-        """
+    def part(self, layers: Sequence[int], heads: range) -> "Calibration":
+        """What this says of some layers, in this order, and some heads: a calibration like any other, with a name of
+        its own.
+
         Raises:
-            ConfigError: chunks of these formats, an engine's groups, are not what this was made for.
+            ConfigError: other heads' channels are transformed together with these.
         """
         shape = self.shape
-        if len(formats) != 1:
+        if tuple(layers) == tuple(range(shape.layers)) and heads == range(shape.heads):
+            return self
+        channels = shape.block_channels
+        first, end = heads.start * shape.head_dim, heads.stop * shape.head_dim
+        if first % channels or end % channels:
             raise ConfigError(
-                f"codec kvtc: the model has {len(formats)} groups of layers, such as sliding windows beside full "
-                "attention; the codec is for models with one"
+                f"codec kvtc: the calibration transforms {channels} channels together, and a rank's {len(heads)} heads "
+                f"of {shape.head_dim} are no whole number of those: write it again with `kv judge --calibrate --ranks`"
             )
-        (one,) = formats
-        if one.kind != "canonical" or one.parts != ("k", "v"):
-            raise ConfigError(
-                f"codec kvtc needs keys and values in format canonical; these chunks are {'+'.join(one.parts)} in "
-                f"format {one.kind}"
-            )
-        found = (one.layers, one.heads, one.head_dim, one.dtype)
-        if found != (shape.layers, shape.heads, shape.head_dim, shape.dtype):
-            raise ConfigError(
-                f"codec kvtc: the calibration is of {shape.model}, with {shape.layers} layers of {shape.heads} heads "
-                f"of {shape.head_dim} in {shape.dtype}; this engine's chunks have {one.layers} of {one.heads} heads of "
-                f"{one.head_dim} in {one.dtype}. Write one for it with `kv judge`; ranks that share heads or layers "
-                "are not supported"
-            )
+        tables = [shape.tables[layer] for layer in layers]
+        used = list(dict.fromkeys(tables))
+
+        arrays: list[NDArray[Any]] = [
+            self.means,
+            self.forward,
+            self.backward,
+            self.scales,
+            self.deviations,
+            self.widths,
+        ]
+        blocks = slice(first // channels, end // channels)
+        cut = [one.reshape(PARTS, shape.layers, -1, *one.shape[1:])[:, list(layers), blocks] for one in arrays]
+        its_shape = replace(
+            shape,
+            layers=len(tables),
+            heads=len(heads),
+            tables=tuple(used.index(table) for table in tables),
+            block_channels=channels,
+        )
+        return Calibration(
+            its_shape,
+            self.frequencies[used],
+            *(some.reshape(its_shape.blocks, *one.shape[1:]) for some, one in zip(cut, arrays, strict=True)),
+        )
 
 
 def read_calibration(path: str | Path) -> Calibration:
@@ -181,10 +211,12 @@ def read_calibration(path: str | Path) -> Calibration:
             magic, version, text_bytes = _HEAD.unpack(head)
             if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
                 raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
-            if version != VERSION:
-                raise ConfigError(f"{where}: version {version}; this release reads version {VERSION}")
+            if version not in (VERSION, VERSION_FOR_RANKS):
+                raise ConfigError(
+                    f"{where}: version {version}; this release reads versions {VERSION} and {VERSION_FOR_RANKS}"
+                )
             text = file.read(text_bytes)
-            shape = _shape(text, where)
+            shape = _shape(text, where, for_ranks=version == VERSION_FOR_RANKS)
             layout = _layout(shape)
             wanted = _HEAD.size + text_bytes + sum(_nbytes(*one) for one in layout) + _DIGEST_BYTES
             if size != wanted:
@@ -230,9 +262,11 @@ def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
     return count
 
 
-def _shape(text: bytes, where: str) -> Shape:
+def _shape(text: bytes, where: str, *, for_ranks: bool) -> Shape:
     try:
         said: Any = json.loads(text)
+        if ("block_channels" in said) != for_ranks:
+            raise ValueError("block_channels")
         shape = Shape(**{**said, "tables": tuple(said["tables"])})
         whole = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
         whole |= {"tables": len(shape.tables)}
@@ -242,6 +276,12 @@ def _shape(text: bytes, where: str) -> Shape:
             raise ValueError("tables")
         if shape.dtype not in ITEMSIZES or shape.head_dim % 2 or len(shape.tables) != shape.layers:
             raise ValueError("shape")
+        block = shape.block_channels
+        is_even_part = type(block) is int and 0 < block <= _MOST_CHANNELS and block % 2 == 0
+        if not is_even_part or shape.heads * shape.head_dim % block:
+            raise ValueError("block_channels")
+        if for_ranks and said["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
+            raise ValueError("block_channels")  # which a file of the other version says
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

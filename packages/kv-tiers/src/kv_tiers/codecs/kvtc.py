@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kv_tiers.codec import Codec, CodecError
 from kv_tiers.codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
+from kv_tiers.codecs.division import Division, division_in
 from kv_tiers.codecs.kernels import Kernels, Rows, Words, best_kernels
 from kv_tiers.codecs.learning import SINKS
 from kv_tiers.codecs.numpy_transform import wide
@@ -65,7 +66,40 @@ def make_kvtc_codec(options: Mapping[str, object], context: TierContext | None) 
             "codec kvtc is lossy and an engine's own to allow: set it in the engine's settings, not in those of a "
             "kv-server that engines join"
         )
-    return KvtcCodec(calibration)
+    division = None if context is None else division_in(context.fingerprint)
+    return KvtcCodec(calibration) if division is None else DividedKvtc(calibration, division)
+
+
+class DividedKvtc:
+    """For engines whose chunks have some of the model's layers or heads each: a codec for each group and shard."""
+
+    name = "kvtc"
+    is_lossless = False
+
+    def __init__(self, calibration: Calibration, division: Division) -> None:
+        """
+        Raises:
+            ConfigError: the calibration is of a model that cannot be divided so.
+        """
+        division.check(calibration.shape)
+        self.calibration = calibration
+        self._division = division
+        self._codecs: dict[tuple[int, int], KvtcCodec | None] = {}
+        self._making = threading.Lock()
+
+    def of_share(self, group: int, shard: int) -> Codec | None:
+        share = group, shard
+        with self._making:
+            if share not in self._codecs:
+                part = self._division.part(self.calibration, group, shard)
+                self._codecs[share] = None if part is None else KvtcCodec(part)
+            return self._codecs[share]
+
+    def encode(self, chunk: memoryview, out: memoryview) -> int | None:
+        return None  # of whichever share it is, which it does not say
+
+    def decode(self, payload: memoryview, out: memoryview) -> None:
+        raise CodecError("whose share it is was not said")
 
 
 class KvtcCodec:

@@ -1,13 +1,14 @@
 """Learns a `Calibration` from a model's keys and values: `kv judge --calibrate` hands them over."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_tiers.codecs.calibration import MATRIX_BITS, Calibration, Shape
+from kv_tiers.codecs.calibration import MATRIX_BITS, Calibration, Shape, block_channels
 from kv_tiers.codecs.rotation import Numbers, turn_back, turns
 
 SINKS: Final = 4
@@ -30,8 +31,17 @@ class Learning:
         head_dim: int,
         max_tokens: int,
         frequencies: Sequence[Sequence[float]],
+        ranks: int = 1,
     ) -> None:
-        """frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2]."""
+        """
+        frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2].
+        ranks: among how many a model's heads may be divided: no component is of two ranks' heads.
+
+        Raises:
+            ConfigError: heads cannot be divided so.
+        """
+        if ranks < 1 or (heads % ranks and ranks % heads):
+            raise ConfigError(f"{ranks} ranks cannot have equal parts of {heads} heads")
         each = [tuple(float(one) for one in layer) for layer in frequencies]
         known = list(dict.fromkeys(each))
         self._frequencies = np.array(known, np.float64)
@@ -44,6 +54,7 @@ class Learning:
             max_tokens=max_tokens,
             step=1.0,
             tables=tuple(known.index(layer) for layer in each),
+            block_channels=block_channels(max(1, heads // ranks), head_dim),
         )
         blocks, channels = self._shape.blocks, self._shape.block_channels
         self._tokens = 0
@@ -99,7 +110,7 @@ class Learning:
         # The inverse of what decodes, so that rounding it to bytes makes no error but that of components' steps.
         forward = np.linalg.inv(backward * scales) * (1 << MATRIX_BITS)
         return Calibration(
-            Shape(**{name: getattr(shape, name) for name in Shape.__slots__} | {"step": float(step)}),
+            replace(shape, step=float(step)),
             self._frequencies,
             means.astype(np.float32),
             np.rint(forward).astype(np.int16),

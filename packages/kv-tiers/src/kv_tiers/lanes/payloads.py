@@ -13,12 +13,13 @@ from typing import Final
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
-from kv_tiers.codec import Codec, CodecError, DecodesPrefixes, EncodesFirst
+from kv_tiers.codec import Codec, CodecError, CodesShares, DecodesPrefixes, EncodesFirst
 from kv_tiers.lanes.jobs import Arrival, FirstBytes, Outgoing
 from kv_tiers.tier import Read, Write
 
@@ -136,10 +137,10 @@ class Payloads:
 
     def _write(self, chunk: Outgoing, at: int) -> Write:
         bytes_ = chunk.pages[: chunk.nbytes]
-        if self._codec is not None and chunk.nbytes > _PAGE_BYTES:
+        codec = None if self._codec is None else _of_share(self._codec, chunk.key)
+        if codec is not None and chunk.nbytes > _PAGE_BYTES:
             out = self._buffer(at, len(chunk.pages))
             # A page less at least, or nothing is won on any medium.
-            codec = self._codec
             encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
             stored_bytes = encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
             if stored_bytes is not None:
@@ -150,16 +151,19 @@ class Payloads:
                     chunk.nbytes,
                     stored_bytes,
                     self._format_id,
-                    self._codec.name,
+                    codec.name,
                     checksum,
-                    checksum_of(bytes_) if self._codec.is_lossless else None,
+                    checksum_of(bytes_) if codec.is_lossless else None,
                     pieces,
                 )
                 return Write(chunk.key, chunk.parent, make_header(header), out, stored_bytes)
         header_bytes = pack_header(chunk.key, chunk.parent, bytes_, self._format_id)
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
 
-    def _decode(self, codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
+    def _decode(self, whole: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
+        codec = _of_share(whole, read.key)
+        if codec is None:
+            return Arrival(read.key, Damaged(f"{whole.name} encodes no chunks of group {read.key.group}"))
         try:
             codec.decode(self._copied(payload, read), chunk := read.pages[: header.decoded_bytes])
         except CodecError as error:
@@ -195,6 +199,11 @@ class Payloads:
         while len(buffers) <= at:
             buffers.append(memoryview(mmap.mmap(-1, nbytes)))
         return buffers[at]
+
+
+def _of_share(codec: Codec, key: ChunkKey) -> Codec | None:
+    """What encodes and decodes this chunk; None: it is stored as it is."""
+    return codec.of_share(key.group, key.shard) if isinstance(codec, CodesShares) else codec
 
 
 def first_parts(read: Read, share: int) -> Read:

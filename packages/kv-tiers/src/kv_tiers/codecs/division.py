@@ -1,0 +1,198 @@
+"""How an engine's chunks divide a model: which of its layers and heads the chunks of each group and shard have.
+
+A calibration is of the whole model. An engine with sliding windows beside full attention has a group of layers for each
+kind, one with several ranks a shard for each rank's heads, and for each pipeline stage's layers. Engines say it in
+numbers (`GroupLayers`); `divide` compares that with a calibration, or says why the codec cannot be used.
+
+A `Division` goes wherever the chunks' fingerprint goes, as a part of it: which layers a payload has is part of what its
+bytes mean. So private servers, other nodes and peers know it, and nothing is found that was divided otherwise.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
+
+from kv_tiers.codecs.calibration import Calibration, Shape
+
+_MARK: Final = "layers:"
+_STORED_AS_IT_IS: Final = "-"
+_TEXT: Final = re.compile(rf"{_MARK}(\d{{1,5}})x(\d{{1,5}}):([0-9,/;-]{{1,4096}})")
+_MOST_LAYERS: Final = 1024
+_RUN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4})(?:/(\d{1,4}))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayers:
+    """A group of an engine's layers, as this process's rank has it.
+
+    name: for errors, such as "group 0 (window:512)".
+    format: of its chunks.
+    layers: the numbers of its layers in the model, in the order of the chunk. They need not begin at 0, or be without
+        gaps: what counts is their order.
+    is_state: its chunks are states, which no codec of keys and values can encode.
+    """
+
+    name: str
+    format: ChunkFormat
+    layers: tuple[int, ...]
+    is_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """
+    groups: by the keys' groups, which layers chunks of the first stage have, counted among all layers that have keys.
+        None: chunks of this group are stored as they are.
+    stages: of the pipeline: each has as many layers as the others, behind those of the stages before it.
+    shards: of each stage: each has as many neighbouring heads as the others. With more shards than heads several have
+        the same one.
+    """
+
+    groups: tuple[tuple[int, ...] | None, ...]
+    stages: int = 1
+    shards: int = 1
+
+    @property
+    def text(self) -> str:
+        """In fingerprints. One word."""
+        return f"{_MARK}{self.stages}x{self.shards}:" + ";".join(map(_spelled, self.groups))
+
+    def check(self, shape: Shape) -> None:
+        """
+        Raises:
+            ConfigError: a calibration of this shape is of a model that cannot be divided so.
+        """
+        if shape.layers % self.stages or (shape.heads % self.shards and self.shards % shape.heads):
+            raise ConfigError(
+                f"codec kvtc: the calibration is of {shape.layers} layers of {shape.heads} heads, which {self.stages} "
+                f"stages of {self.shards} ranks cannot have equal parts of"
+            )
+        if any(max(layers, default=0) >= shape.layers // self.stages for layers in self.groups if layers is not None):
+            raise ConfigError(f"codec kvtc: the calibration has {shape.layers} layers, and chunks have others")
+        count = self._heads(shape)
+        if count < shape.heads and count * shape.head_dim % shape.block_channels:
+            raise ConfigError(
+                f"codec kvtc: the calibration transforms {shape.block_channels} channels together, and a rank's "
+                f"{count} heads of {shape.head_dim} are no whole number of those: write it again with "
+                f"`kv judge --calibrate --ranks {self.shards}`"
+            )
+
+    def part(self, calibration: Calibration, group: int, shard: int) -> Calibration | None:
+        """The calibration, checked before, of chunks of this group and shard; None: they are stored as they are."""
+        layers = self.groups[group] if group < len(self.groups) else None
+        if layers is None or shard >= self.stages * self.shards:
+            return None
+        stage, of_stage = divmod(shard, self.shards)
+        shape = calibration.shape
+        before, first = stage * (shape.layers // self.stages), of_stage * shape.heads // self.shards
+        return calibration.part([before + layer for layer in layers], range(first, first + self._heads(shape)))
+
+    def _heads(self, shape: Shape) -> int:
+        """Of each shard."""
+        return max(1, shape.heads // self.shards)
+
+
+def division_in(fingerprint: str) -> Division | None:
+    """The division that a fingerprint says, unchecked; None: it says none, and chunks have all layers and heads.
+
+    Raises:
+        ConfigError: it says one that is none.
+    """
+    said = next((word for word in fingerprint.split() if word.startswith(_MARK)), None)
+    if said is None:
+        return None
+    matched = _TEXT.fullmatch(said)
+    if matched is None or not int(matched[1]) or not int(matched[2]):
+        raise ConfigError(f"codec kvtc: {said!r} does not say which layers chunks have")
+    return Division(tuple(map(_read, matched[3].split(";"))), int(matched[1]), int(matched[2]))
+
+
+def divide(
+    calibration: Calibration, groups: Sequence[GroupLayers], *, stages: int = 1, shards: int = 1
+) -> Division | None:
+    """How this engine divides the calibration's model; None: not at all, its chunks have all layers and heads.
+
+    groups: in the order of the keys, as any rank has them: they are the same for all ranks, but for the layers' numbers
+        where there are stages.
+    shards: of each chunk, of all stages together.
+
+    Raises:
+        ConfigError: a group's chunks cannot be encoded, or the calibration is not of this model.
+    """
+    shape, of_stage = calibration.shape, shards // stages
+    coded = [group for group in groups if not group.is_state]
+    if not coded:
+        raise ConfigError("codec kvtc is for keys and values, and this model keeps states alone: leave it out")
+    for group in coded:
+        one = group.format
+        if one.kind != "canonical" or one.parts != ("k", "v"):
+            raise ConfigError(
+                f"codec kvtc needs keys and values in format canonical; the chunks of {group.name} are "
+                f"{'+'.join(one.parts)} in format {one.kind}"
+            )
+        if len(group.layers) != one.layers:
+            raise ConfigError(f"codec kvtc: the engine does not say which layers the chunks of {group.name} have")
+        if (one.heads, one.head_dim, one.dtype) != (max(1, shape.heads // of_stage), shape.head_dim, shape.dtype):
+            raise _another_model(
+                shape,
+                f"the chunks of {group.name} have {one.layers} layers of {one.heads} heads of {one.head_dim} in "
+                f"{one.dtype}",
+                of_stage,
+            )
+    numbers = sorted(number for group in coded for number in group.layers)
+    if len(numbers) * stages != shape.layers or len(set(numbers)) < len(numbers):
+        raise _another_model(shape, f"this engine has {len(numbers) * stages} with keys", of_stage)
+    places = {number: place for place, number in enumerate(numbers)}
+    made = Division(
+        tuple(None if group.is_state else tuple(places[number] for number in group.layers) for group in groups),
+        stages,
+        of_stage,
+    )
+    made.check(shape)
+    return None if made == Division((tuple(range(shape.layers)),)) else made
+
+
+def _another_model(shape: Shape, found: str, ranks: int) -> ConfigError:
+    of_ranks = f" among {ranks} ranks" if ranks > 1 else ""
+    return ConfigError(
+        f"codec kvtc: the calibration is of {shape.model}, with {shape.layers} layers of {shape.heads} heads of "
+        f"{shape.head_dim} in {shape.dtype}{of_ranks}; {found}. Write one for the engine's model with `kv judge`; "
+        "a draft's layers beside the model's are not supported"
+    )
+
+
+def _spelled(layers: tuple[int, ...] | None) -> str:
+    """Runs of equal distances: 0-4,6-10 or 0-54/6."""
+    if layers is None:
+        return _STORED_AS_IT_IS
+    runs, at = [], 0
+    while at < len(layers):
+        step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 0
+        end = at + 1
+        while step > 0 and end < len(layers) and layers[end] - layers[end - 1] == step:
+            end += 1
+        if end - at < 3 and step != 1:
+            end = at + 1
+        first, last = layers[at], layers[end - 1]
+        runs.append(str(first) if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
+        at = end
+    return ",".join(runs)
+
+
+def _read(text: str) -> tuple[int, ...] | None:
+    if text == _STORED_AS_IT_IS:
+        return None
+    layers: list[int] = []
+    for run in text.split(","):
+        matched = _RUN.fullmatch(run)
+        if matched is None or matched[3] == "0":
+            raise ConfigError(f"codec kvtc: {text!r} does not say which layers chunks have")
+        first, last, step = int(matched[1]), int(matched[2] or matched[1]), int(matched[3] or 1)
+        layers += range(first, last + 1, step)
+    if not 0 < len(layers) <= _MOST_LAYERS:
+        raise ConfigError(f"codec kvtc: {text!r} does not say which layers chunks have")
+    return tuple(layers)
