@@ -21,14 +21,25 @@ def threads_environ(threads: int) -> dict[str, str]:
 
 
 def vllm(
-    model: str, cache: dict[str, Any] | None, *, dtype: str = "float32", engine_id: str | None = None, **arguments: Any
+    model: str,
+    cache: dict[str, Any] | None,
+    *,
+    own: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    engine_id: str | None = None,
+    **arguments: Any,
 ) -> Any:
-    """A `vllm.LLM`, its own prefix caching off. cache: our settings; None: without us. engine_id: its name for us."""
+    """A `vllm.LLM`, its own prefix caching off. cache: our settings; None: without us. own: `own_offloading` instead.
+    engine_id: its name for us."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     transfer = None
-    if cache is not None:
+    if own is not None:
+        transfer = KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=own
+        )
+    elif cache is not None:
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -46,6 +57,16 @@ def vllm(
         "kv_transfer_config": transfer,
     }
     return LLM(model, **chosen | arguments)
+
+
+def own_offloading(capacity_bytes: int, directory: str = "") -> dict[str, Any]:
+    """Settings of vLLM's own offloading. directory: of its file tier below; empty: none."""
+    extra: dict[str, Any] = {
+        "spec_name": "MemcpyOffloadingSpec",
+        "spec_module_path": "kv_testing.vllm_offloading",
+        "cpu_bytes_to_use": capacity_bytes,
+    }
+    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": directory}]} if directory else {})
 
 
 def ask_vllm(engine: Any, prompt: list[int], new_tokens: int) -> tuple[int, list[int]]:

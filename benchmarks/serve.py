@@ -6,9 +6,11 @@ engine's own memory, of 5,120 tokens, has been filled by others:
     document    questions about documents, in turn
     multi-turn  conversations that grow, in turn
     agent       agents with the same long instructions and tools, each with observations of its own
+    restart     of what keeps prompts on a disk, and alone: the documents' first questions, to a server started anew
 
     alone       the engine with its own prefix cache, the limit of every row
-    own host    SGLang's HiCache in host memory (vLLM's offloading refuses CPUs)
+    own host    the engine's own: vLLM's offloading to the CPU, with copies by memcpy; SGLang's HiCache in host memory
+    own file    the engine's own with files below: vLLM's `fs` tier, and less memory than the prompts; HiCache's backend
     in process  ours, the cache in the engine's process
     private     ours, the cache in a private server, as vLLM has it by itself on a CPU
     shared      ours, the cache in `kv-server`
@@ -43,17 +45,18 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 sys.path.append(str(Path(__file__).parent))
 
 from _child import progress
-from _engines import ENVIRON, threads_environ
+from _engines import ENVIRON, own_offloading, threads_environ
 from _report import parser
 
 HOME = Path(__file__).parents[1]
 DEVICE_TOKENS, BLOCK_TOKENS, PAGE_TOKENS = 5120, 128, 64
 NEW_TOKENS = 8
 READY_S = 240
-POOL, SMALL_POOL = "1GiB", "192MiB"  # a token takes 45 KiB
+POOL_BYTES, SMALL_POOL_BYTES = 1 << 30, 192 << 20  # a token takes 45 KiB
+RESTARTED = ("alone", "own file", "disk")
 WAYS = {
-    "vllm": ["alone", "in process", "private", "shared", "disk"],
-    "sglang": ["alone", "own host", "in process", "shared", "disk"],
+    "vllm": ["alone", "own host", "own file", "in process", "private", "shared", "disk"],
+    "sglang": ["alone", "own host", "own file", "in process", "shared", "disk"],
 }
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -77,7 +80,7 @@ def workloads(share: float) -> dict[str, list[str]]:
         for number in range(len(agents)):
             agents[number] += f"\nAgent {number} reads: {text[100_000 + (number * 11 + step) * 1400 :][:1400]}"
             agent.append(agents[number])
-    return {"document": document, "multi-turn": multi_turn, "agent": agent}
+    return {"document": document, "multi-turn": multi_turn, "agent": agent, "restart": document[: len(documents)]}
 
 
 # The client, in the engine's environment.
@@ -141,10 +144,10 @@ def sglang_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, f
     }
 
 
-def client(engine: str, url: str, model: str, directory: str) -> None:
-    """Prints for each workload a line of JSON. SGLang's client takes what is said in a chat, vLLM's a text."""
+def client(engine: str, url: str, model: str, directory: str, *works: str) -> None:
+    """Print a line of JSON for each of these workloads. SGLang's client takes what is said in a chat, vLLM's a text."""
     ask = {"vllm": vllm_client, "sglang": sglang_client}[engine]
-    for prompts in sorted(Path(directory).glob("*.jsonl")):
+    for prompts in (Path(directory, f"{work}.jsonl") for work in sorted(works)):
         found = ask(url, model, prompts, prompts.with_suffix(f".{time.time_ns()}.out"))
         print("FOUND " + json.dumps([prompts.stem, found]), flush=True)
 
@@ -158,8 +161,8 @@ def settings(way: str, home: Path) -> dict[str, Any]:
         return {"server": {"socket": str(home / "kv.sock")}}
     if way == "disk":
         disk = {"type": "disk", "directory": str(home / "disk"), "capacity_bytes": "4GiB"}
-        return {"host": {"capacity_bytes": SMALL_POOL}, "tiers": [disk]}
-    return {"host": {"capacity_bytes": POOL}}
+        return {"host": {"capacity_bytes": SMALL_POOL_BYTES}, "tiers": [disk]}
+    return {"host": {"capacity_bytes": POOL_BYTES}}
 
 
 def vllm_words(way: str, model: str, home: Path) -> list[str]:
@@ -167,7 +170,12 @@ def vllm_words(way: str, model: str, home: Path) -> list[str]:
     words += ["--num-gpu-blocks-override", str(DEVICE_TOKENS // BLOCK_TOKENS), "--enable-prefix-caching"]
     if way in ("in process", "disk"):
         words += ["--distributed-executor-backend", ONE_PROCESS]
-    if way != "alone":
+    if way.startswith("own"):
+        below = str(home / "own") if way == "own file" else ""
+        extra = own_offloading(SMALL_POOL_BYTES if below else POOL_BYTES, below)
+        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        words += ["--kv-transfer-config", json.dumps(transfer)]
+    elif way != "alone":
         transfer = {
             "kv_connector": "KVTiersConnector",
             "kv_role": "kv_both",
@@ -199,11 +207,13 @@ def sglang_words(way: str, model: str, home: Path) -> list[str]:
         "4096",
     ]
     words += ["--max-total-tokens", str(DEVICE_TOKENS), "--chunked-prefill-size", "4096", "--enable-cache-report"]
-    if way in ("alone", "own host"):
+    if way == "alone" or way.startswith("own"):
         words += ["--page-size", str(PAGE_TOKENS)]
-    if way == "own host":
+    if way.startswith("own"):
         words += ["--enable-hierarchical-cache", "--hicache-size", "1"]
-    elif way != "alone":
+    if way == "own file":
+        words += ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"]
+    elif way not in ("alone", "own host"):
         file = home / "kv.json"
         file.write_text(json.dumps(settings(way, home)))
         flags = [
@@ -262,27 +272,36 @@ def one_start(engine: str, way: str, model: str, prompts: Path, threads: int) ->
         environ["PYTHONPATH"] = str(HOME / "tests" / "engine_sglang" / "standins")
     with tempfile.TemporaryDirectory(prefix="kv-serve-") as directory, contextlib.ExitStack() as stack:
         home = Path(directory)
-        environ["XDG_RUNTIME_DIR"] = directory
+        environ |= {"XDG_RUNTIME_DIR": directory, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(home / "own")}
         if way == "shared":
             command = [
                 str(Path(sys.executable).parent / "kv-server"),
                 "--socket",
                 str(home / "kv.sock"),
                 "--capacity",
-                POOL,
+                str(POOL_BYTES),
             ]
             stack.enter_context(process(command, environ, home / "kv-server.log"))
         words = {"vllm": vllm_words, "sglang": sglang_words}[engine](way, model, home)
-        log = home / "engine.log"
         command = [python(engine), *words, "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-        server = stack.enter_context(process(command, environ, log))
-        wait_until_ready(server, url, log)
-        command = [python(engine), __file__, "--client", engine, url, model, str(prompts)]
-        asked = subprocess.run(command, check=False, capture_output=True, text=True, env=environ)
-        if asked.returncode:
-            raise SystemExit(f"the client failed:\n{asked.stderr[-2000:]}\n{log.read_text()[-2000:]}")
-        lines = [line for line in asked.stdout.splitlines() if line.startswith("FOUND ")]
-        return dict(json.loads(line.removeprefix("FOUND ")) for line in lines)
+        log = home / "engine.log"
+        measured: dict[str, dict[str, float]] = {}
+        first = [file.stem for file in prompts.glob("*.jsonl") if file.stem != "restart"]
+        for works in [first, ["restart"]] if way in RESTARTED else [first]:
+            with process(command, environ, log) as server:
+                wait_until_ready(server, url, log)
+                asking = [python(engine), __file__, "--client", engine, url, model, str(prompts), *works]
+                measured |= measured_by(asking, environ, log)
+        return measured
+
+
+def measured_by(command: Sequence[str], environ: dict[str, str], log: Path) -> dict[str, dict[str, float]]:
+    """What this client has measured, by workload. log: the server's."""
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, env=environ)
+    if ran.returncode:
+        raise SystemExit(f"the client failed:\n{ran.stderr[-2000:]}\n{log.read_text()[-2000:]}")
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+    return dict(json.loads(line.removeprefix("FOUND ")) for line in lines)
 
 
 # What is made of it.
@@ -324,11 +343,12 @@ def plot(results: dict[tuple[str, str, str], list[dict[str, float]]], file: str)
         works = list(dict.fromkeys(work for of, work, _ in results if of == engine))
         ways = list(dict.fromkeys(way for of, _, way in results if of == engine))
         for number, way in enumerate(ways):
-            first = [[start["first token, mean"] for start in results[engine, work, way]] for work in works]
+            here = [place for place, work in enumerate(works) if (engine, work, way) in results]
+            first = [[start["first token, mean"] for start in results[engine, works[place], way]] for place in here]
             middle = [statistics.median(each) for each in first]
             spread = [[m - min(each) for m, each in zip(middle, first, strict=True)]]
             spread.append([max(each) - m for m, each in zip(middle, first, strict=True)])
-            places = [place + number / (len(ways) + 1) for place in range(len(works))]
+            places = [place + number / (len(ways) + 1) for place in here]
             panel.bar(places, middle, 1 / (len(ways) + 1), yerr=spread, label=way)
         panel.set_xticks([place + (len(ways) - 1) / (len(ways) + 1) / 2 for place in range(len(works))], works)
         panel.set_title(engine)

@@ -3,11 +3,11 @@
 A state serves hits at one boundary only, and vLLM's issue 45238 counted 52 hits, and none with the shared prefix 100
 tokens shorter.
 
-Ours, vLLM's own prefix cache, vLLM's own offloading to the CPU and LMCache's connectors: the one in the engine's
-process, and the one to its server, which is started for it, with each way that it has of moving bytes on a CPU. With a
-connector vLLM's own cache is emptied before each request, so that what is found is found with the connector. Of one
-that does not start, what it says. LMCache's packages are behind the engine's own on the path, as installing them beside
-vLLM 0.32 downgrades some of its own.
+Ours, vLLM's own prefix cache, vLLM's own offloading (with copies by memcpy, as its own refuse a CPU) and LMCache's
+connectors: the one in the engine's process, and the one to its server, which is started for it, with each way that it
+has of moving bytes on a CPU. With a connector vLLM's own cache is emptied before each request, so that what is found is
+found with the connector. Of one that does not start, what it says. LMCache's packages are behind the engine's own on
+the path, as installing them beside vLLM 0.32 downgrades some of its own.
 
     make bench-shift
     python benchmarks/shift.py "kv-vllm" "LMCache's server"     only these rows
@@ -49,7 +49,7 @@ SYSTEMS: Final[dict[str, dict[str, Any] | None]] = {
     "vLLM's prefix cache": None,
     "vLLM's offloading": {
         "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_BYTES},
+        "kv_connector_extra_config": _engines.own_offloading(POOL_BYTES),
     },
     "LMCache": {"kv_connector": "LMCacheConnectorV1"},
     "LMCache's server": {

@@ -6,8 +6,8 @@ A small random model on a real engine in a process of its own. Every prompt is a
 emptied or crowded out, and it is asked again; one token is generated.
 
     recompute   the engine with no cache at all: the limit of every row
-    own host    SGLang's HiCache alone, its host memory (vLLM's offloading refuses the CPU, so it is here on a GPU only)
-    own file    SGLang's HiCache with its own file backend
+    own host    the engine's own: vLLM's offloading to the CPU, with copies by memcpy; SGLang's HiCache in host memory
+    own file    the engine's own with files below: vLLM's `fs` tier, pushed out of its memory; HiCache's file backend
     pool        ours, found in the host pool
     linker      ours, found in the host pool through SGLang's external linker
     disk        ours, pushed out of the pool and found on disk
@@ -40,24 +40,33 @@ CHUNK_TOKENS = 64  # SGLang's page; vLLM's block on a CPU is 128, so there a chu
 LONGEST = max(LENGTHS)
 TOKENS_ON_DEVICE = 2 * LONGEST
 WAYS = {
-    "vllm": ["recompute", "pool", "disk"],
+    "vllm": ["recompute", "own host", "own file", "pool", "disk"],
     "sglang": ["recompute", "own host", "own file", "pool", "linker", "disk"],
 }
 
 
+LARGE_BYTES, SMALL_BYTES, FILLERS = 1 << 30, 40 << 20, 3
+"""Memory for everything, or what so many of the longest prompts (16 MiB each) fill anew. vLLM's tiers find nothing with
+less than twice a prompt."""
+
+
 def settings(way: str, directory: str, chunk_tokens: int) -> dict[str, Any]:
-    """Ours, with a pool for everything, or one that two of the longest prompts (16 MiB each) fill anew, and a disk."""
-    made: dict[str, Any] = {"use": "always", "chunk_tokens": chunk_tokens, "host": {"capacity_bytes": "1GiB"}}
+    """Ours, with a pool for everything, or a small one and a disk."""
+    made: dict[str, Any] = {"use": "always", "chunk_tokens": chunk_tokens, "host": {"capacity_bytes": LARGE_BYTES}}
     if way == "disk":
         disk = {"type": "disk", "directory": str(Path(directory) / "disk"), "capacity_bytes": "2GiB"}
-        made |= {"host": {"capacity_bytes": "24MiB"}, "tiers": [disk]}
+        made |= {"host": {"capacity_bytes": SMALL_BYTES}, "tiers": [disk]}
     return made
 
 
 def serve_vllm(model: str, way: str, directory: str) -> None:
-    cache = None if way == "recompute" else settings(way, directory, 2 * CHUNK_TOKENS)
+    cache = settings(way, directory, 2 * CHUNK_TOKENS) if way in ("pool", "disk") else None
+    own = {
+        "own host": _engines.own_offloading(LARGE_BYTES),
+        "own file": _engines.own_offloading(SMALL_BYTES, str(Path(directory) / "own")),
+    }.get(way)
     longest = LONGEST + 8
-    engine = _engines.vllm(model, cache, max_model_len=longest, max_num_batched_tokens=longest)
+    engine = _engines.vllm(model, cache, own=own, max_model_len=longest, max_num_batched_tokens=longest)
     _child.serve(lambda asked: _engines.ask_vllm(engine, asked, 1)[0])
 
 
@@ -112,7 +121,8 @@ def measure(engine: str, way: str, model: str, directory: str, threads: int) -> 
                 progress(f"{engine}, {way}, {tokens} tokens: {repeat + 1} of {REPEATS + 1}        ")
                 asked = prompt(tokens, 1000 * tokens + repeat)
                 child.ask(asked)
-                for other in range(2 if way == "disk" else 0):  # what comes after pushes it out of the pool
+                pushes_out = way == "disk" or (engine, way) == ("vllm", "own file")
+                for other in range(FILLERS if pushes_out else 0):  # what comes after pushes it out of the pool
                     child.ask(prompt(LONGEST, 500_000 + 10 * repeat + other + tokens))
                 if engine == "sglang" and way != "recompute":
                     child.forget()
