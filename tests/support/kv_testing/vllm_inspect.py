@@ -13,6 +13,8 @@ from kv_tiers import LocalCache
 from kv_tiers.attach.engine import Engine, engines
 from kv_tiers.server.remote_cache import RemoteCache
 
+from kv_testing.wait import until
+
 
 class Inspect:
     """Methods that vLLM adds to its worker. Their names are the only ones they may not clash with."""
@@ -52,10 +54,12 @@ class Inspect:
         """Does nothing, and does not say so."""
 
     def kv_settle(self) -> None:
-        """Wait until transfers to and from the lower tiers have completed."""
+        """Wait until transfers to and from the lower tiers have completed, and approximations are exact."""
         engine = _only_engine()
         if isinstance(engine.cache, LocalCache):
             engine.cache.lower.drain(10)
+            refinements = engine.cache.lower.refinements
+            until(lambda: refinements.is_at_rest)
 
     def kv_know_weights(self) -> bool:
         """Wait until it is known which weights and adapters the engine has; whether it is."""

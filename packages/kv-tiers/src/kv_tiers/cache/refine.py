@@ -116,6 +116,11 @@ class Refinements:
         """How many chunks in the pool are approximations of what a tier has."""
         return len(self._at)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is being refined, and nothing waits for it."""
+        return not any(self._under_way) and not any(self._wanted) and not self._filled
+
     def keeps(self, tier: int, nbytes: int) -> bool:
         """Whether first parts of chunks of this size are worth keeping, and there is room for them."""
         lane = self._lanes[tier]

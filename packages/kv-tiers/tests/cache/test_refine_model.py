@@ -1,0 +1,243 @@
+"""Refinement against a dict that is always right, in any order of calls and with faults, by Hypothesis.
+
+The dict knows of every key which bytes a reader may get: its approximation or its exact bytes while a tier brought it,
+and nothing but what was computed since an engine stored it. What a reader has open stays as it is until it is
+released. Once exact, a chunk stays exact until it leaves the pool. Whatever happens, no slot is lost.
+"""
+
+from functools import cache as remember
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_testing.approximations import CHUNK_BYTES, Small
+from kv_testing.approximations import approximate as approximate_bytes
+from kv_testing.approximations import exact as exact_bytes
+from kv_testing.faults import FAULTS, Fault
+from kv_testing.service_contract import assert_adds_up
+from kv_tiers import HostPool
+from kv_tiers.cache import refine
+from kv_tiers.index.life import Life
+from kv_tiers.lanes import moving
+
+STEM = key_chain(2)
+CHAINS = ([*STEM, *key_chain(2, branch="left")], [*STEM, *key_chain(3, branch="right")], key_chain(3, branch="other"))
+KEYS = list(dict.fromkeys(key for chain in CHAINS for key in chain))
+HOLDERS = ("ann", "ben")
+READERS = ("cyd", "dan", "eve")
+SEQUENTIAL_FAULTS = [fault for fault in FAULTS if fault not in ("hang", "lie")]
+COMPUTED = b"computed".ljust(CHUNK_BYTES, b".")
+
+approximate, exact = remember(approximate_bytes), remember(exact_bytes)
+chains = st.sampled_from(CHAINS)
+lengths = st.integers(1, 5)
+
+
+@remember
+def allowed(key: ChunkKey) -> tuple[bytes, bytes, bytes]:
+    """What the tier may have brought: first parts, two of them, or all."""
+    return approximate(key), approximate(key, 2), exact(key)
+
+
+class Refining(RuleBasedStateMachine):
+    @initialize(slots=st.sampled_from([3, 6, 33]), step=st.sampled_from([4096, 12_288, 1 << 20]), kept=st.booleans())
+    def start(self, slots: int, step: int, kept: bool) -> None:
+        self.before = moving.STEP_BYTES, refine.KEPT_BYTES
+        moving.STEP_BYTES, refine.KEPT_BYTES = step, refine.KEPT_BYTES if kept else 0  # type: ignore[misc]
+        pool = HostPool.anonymous("host", CHUNK_BYTES, slots)
+        self.small = Small(pool=pool, keys=tuple(KEYS))
+        self.cache, self.tier = self.small.cache, self.small.tier
+        self.open: dict[str, tuple[ReadLease, list[bytes]]] = {}
+        self.computed: set[ChunkKey] = set()
+        self.unbroken = True
+        self.crowds = 0
+
+    @rule(chain=chains, length=lengths, holder=st.sampled_from(HOLDERS))
+    def look_up(self, chain: list[ChunkKey], length: int, holder: str) -> None:
+        plan = self.cache.lookup(chain[:length], holder, wait_for_promotion=True)
+        if plan.chunks:
+            lease = self.small.open(chain[: plan.chunks], "at once")  # what was promised is there
+            self.check(lease)
+            assert self.cache.release(lease)
+
+    @rule(chain=chains, length=lengths, holder=st.sampled_from(HOLDERS), ends=st.booleans())
+    def fetch(self, chain: list[ChunkKey], length: int, holder: str, ends: bool) -> None:
+        """As a request does that waits until everything is here."""
+        for _ in range(3):
+            self.look_up(chain, length, holder)
+            self.small.lane.step()
+        if ends:
+            self.cache.end(holder)
+
+    @rule(chain=chains, length=lengths, reader=st.sampled_from(READERS))
+    def begin_to_read(self, chain: list[ChunkKey], length: int, reader: str) -> None:
+        if reader not in self.open:
+            lease = self.cache.load(chain[:length], reader)
+            if isinstance(lease, ReadLease):
+                self.open[reader] = lease, self.check(lease)
+
+    @rule(reader=st.sampled_from(READERS))
+    def end_reading(self, reader: str) -> None:
+        if reader in self.open:
+            lease, found = self.open.pop(reader)
+            assert self.small.bytes_of(lease) == found
+            self.cache.release(lease)
+
+    def check(self, lease: ReadLease) -> list[bytes]:
+        found = self.small.bytes_of(lease)
+        for key, chunk in zip(lease.keys, found, strict=True):
+            assert chunk in ((COMPUTED,) if key in self.computed else allowed(key))
+        return found
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def end(self, holder: str) -> None:
+        self.cache.end(holder)
+
+    @rule(chain=chains, length=lengths)
+    def compute(self, chain: list[ChunkKey], length: int) -> None:
+        lease = self.cache.begin_store(chain[:length], "w")
+        for extent in lease.extents:
+            self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] = COMPUTED
+        self.computed.update(lease.keys)
+        self.cache.commit(lease)
+
+    @rule(chunks=st.integers(1, 4))
+    def crowd(self, chunks: int) -> None:
+        """Others need room."""
+        self.crowds += 1
+        self.cache.commit(self.cache.begin_store(key_chain(chunks, branch=f"crowd {self.crowds}"), "w"))
+
+    @rule(key=st.sampled_from(KEYS))
+    def forget(self, key: ChunkKey) -> None:
+        self.cache.forget([key])
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+
+    @rule(key=st.sampled_from(KEYS), is_pinned=st.booleans())
+    def pin(self, key: ChunkKey, is_pinned: bool) -> None:
+        if is_pinned:
+            self.cache.admin.pin([key], "pin")
+        else:
+            self.cache.admin.unpin("pin")
+
+    @rule(fault=st.sampled_from(SEQUENTIAL_FAULTS))
+    def break_the_tier(self, fault: Fault) -> None:
+        self.tier.fault = fault
+        self.unbroken = self.unbroken and fault in ("", "delay")
+
+    @rule()
+    def mend(self) -> None:
+        self.tier.fault = ""
+        self.small.clock.advance(1.0)
+
+    @rule(
+        what=st.sampled_from(["read", "look up", "compute", "crowd", "forget", "clear", "release"]),
+        nth=st.integers(1, 3),
+        chain=chains,
+        length=lengths,
+        steps=st.integers(1, 4),
+    )
+    def work_while(self, what: str, nth: int, chain: list[ChunkKey], length: int, steps: int) -> None:
+        """Something else happens while the rest of a chunk is being read that came just now."""
+        self.fetch(chain, length, HOLDERS[0], ends=True)
+        left = nth
+
+        def meanwhile() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                match what:
+                    case "read":
+                        self.begin_to_read(chain, length, READERS[0])
+                    case "look up":
+                        self.look_up(chain, length, HOLDERS[0])
+                    case "compute":
+                        self.compute(chain, length)
+                    case "crowd":
+                        self.crowd(length)
+                    case "forget":
+                        self.cache.forget(chain[:length])
+                    case "clear":
+                        self.cache.clear()
+                    case _:
+                        self.end_reading(READERS[0])
+                self.what_left_is_no_longer_computed()
+
+        self.tier.before_rest = meanwhile
+        self.work(steps)
+        self.tier.before_rest = lambda: None
+
+    @rule(steps=st.integers(1, 6))
+    def work(self, steps: int) -> None:
+        for _ in range(steps):
+            self.small.lane.step()
+
+    @rule(seconds=st.sampled_from([0.5, 301.0]))
+    def wait(self, seconds: float) -> None:
+        self.small.clock.advance(seconds)
+        self.cache.counts()  # which ends what has expired
+        if seconds > 300.0:
+            self.open.clear()
+
+    @invariant()
+    def what_left_is_no_longer_computed(self) -> None:
+        if hasattr(self, "cache"):
+            held = set(self.cache._index.held())
+            self.computed &= held
+
+    @invariant()
+    def nothing_is_lost_and_what_is_open_stays(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert_adds_up(self.cache.counts())
+        for lease, found in self.open.values():
+            assert self.small.bytes_of(lease) == found
+        refinements, index = self.cache.lower.refinements, self.cache._index
+        lent = [one.lent for one in refinements._under_way if one is not None]
+        lent += [one.lent for one in refinements._filled.values()]
+        assert sorted(lent) == [slot for slot, life in enumerate(index._life) if life is Life.LENT]
+        for slot, one in refinements._at.items():
+            assert index.key_at(slot) == one.key
+        kept = [one.first_bytes for one in refinements._at.values() if one.first_bytes is not None]
+        assert refinements._kept_bytes == sum(len(first.payload) for first in kept)
+
+    @invariant()
+    def the_pool_knows_which_chunks_are_exact(self) -> None:
+        if hasattr(self, "cache"):
+            refinements, pool = self.cache.lower.refinements, self.cache.pool
+            for key in KEYS:
+                slot = self.cache._index.find(key)
+                if slot is not None and key not in self.computed:
+                    with pool.chunk(slot, CHUNK_BYTES) as chunk:
+                        assert (chunk == exact(key)) != (slot in refinements._at)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        moving.STEP_BYTES, refine.KEPT_BYTES = self.before  # type: ignore[misc]
+        self.mend()
+        for reader in READERS:
+            self.end_reading(reader)
+        for holder in (*HOLDERS, *READERS, "w", "at once"):
+            self.cache.end(holder)
+        self.cache.admin.unpin("pin")
+        self.small.refine()
+        self.small.at_rest()
+        assert not any(self.cache._index._leases)
+        if self.unbroken and self.cache.pool.slots == 33:
+            plan = self.cache.lookup(CHAINS[0], "last", wait_for_promotion=True)
+            assert plan.ended in (Ended.ALL_HELD, Ended.PENDING, Ended.ABSENT)
+            assert self.cache.lower.refinements.approximations <= 1  # the next to leave is left as it is
+        self.cache.end("last")
+        self.small.refine()
+        self.small.close()
+
+
+TestRefining = Refining.TestCase
+TestRefining.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
