@@ -74,7 +74,8 @@ def test_a_model_whose_rotation_is_not_known_is_not_calibrated(
     monkeypatch.setattr(model, "rotations", slower)
     with pytest.raises(ConfigError, match="rotates the keys of layer 0 in a way that codec kvtc does not know"):
         calibrate(model, tokens)
-    monkeypatch.setattr(model, "rotations", lambda count: [(1.2 * cos, 1.2 * sin) for cos, sin in rotations(count)])
+    longer = 1 + np.arange(64)[:, None] / 640
+    monkeypatch.setattr(model, "rotations", lambda _: [(longer * cos, longer * sin) for cos, sin in rotations(64)])
     with pytest.raises(ConfigError, match="rotates its keys in a way"):
         calibrate(model, tokens)
     with pytest.raises(ConfigError, match="1024 tokens of text or more"):

@@ -75,11 +75,16 @@ def _frequencies(model: Model) -> list[NDArray[np.float64]]:
     found = []
     for cos, sin in model.rotations(_SHOWN_TOKENS):
         half = cos.shape[1] // 2
-        rough = np.arctan2(sin[1, :half], cos[1, :half])
+        if np.array_equal(cos[:, :half], cos[:, half:]):  # once for each of two elements that turn together
+            cos, sin = cos[:, :half], sin[:, :half]
+        # YaRN makes all keys longer by one factor, which changes nothing of how they turn.
+        length = float(np.hypot(cos[0, 0], sin[0, 0]))
+        cos, sin = cos / length, sin / length
+        rough = np.arctan2(sin[1], cos[1])
         # What the model has is exact where an angle's tangent is not.
         exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
         chosen = exact[0] if exact else rough.astype(np.float64)
-        angles = np.arange(_SHOWN_TOKENS)[:, None] * np.concatenate((chosen, chosen))
+        angles = np.arange(_SHOWN_TOKENS)[:, None] * chosen
         if np.abs(np.cos(angles) - cos).max() > 1e-3 or np.abs(np.sin(angles) - sin).max() > 1e-3:
             raise ConfigError(f"model {model.name} rotates its keys in a way that codec {CODEC} does not know")
         found.append(chosen)

@@ -102,7 +102,7 @@ class Model:
         return answer
 
     def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
-        """For each layer, the cosines and sines, each [tokens, head_dim], by which it rotates keys.
+        """For each layer, the cosines and sines, each [tokens, head_dim or half of it], by which it rotates keys.
 
         Raises:
             ConfigError: the model has none, or not where Llama and Gemma have them.
