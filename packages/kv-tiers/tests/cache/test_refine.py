@@ -329,6 +329,31 @@ def test_a_named_pool_has_the_exact_bytes_for_the_next_process() -> None:
         HostPool.unlink(name)
 
 
+def test_the_next_process_knows_which_chunks_of_a_named_pool_are_approximate() -> None:
+    """What an engine computed is not one of them."""
+    name = "refined-by-the-next"
+    HostPool.unlink(name)
+    try:
+        small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        small.read(KEYS)
+        small.cache.commit(small.cache.begin_store(key_chain(1, branch="computed"), "w"))
+        small.close()
+        again = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        assert again.cache.lower.refinements.approximations == 3
+        again.refine()
+        assert again.refined == 3
+        assert again.read(KEYS) == [exact(key) for key in KEYS]
+        assert again.cache.counts().chunks_damaged == 0
+        again.at_rest()
+        again.close()
+        last = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
+        assert last.cache.lower.refinements.approximations == 0
+        assert last.read(KEYS) == [exact(key) for key in KEYS]
+        last.close()
+    finally:
+        HostPool.unlink(name)
+
+
 def test_adopted_chunks_are_doubted_no_more_than_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose slots have changed places writes the records where the bytes are."""
     name = "refined-and-stored"

@@ -105,6 +105,8 @@ class HostTier:
         self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
         self._closed = False
         self.watcher: SlotWatcher | None = None
+        self.adopted_parts: dict[int, int] = {}
+        """By slot, of how many first parts an adopted chunk was decoded, if it is an approximation."""
         self._adopt()
 
     def check_open(self) -> None:
@@ -287,14 +289,19 @@ class HostTier:
         self._index.give_back(lent)
         self.free([lent])
 
-    def exchange(self, slot: int, lent: int, checksum: bytes) -> None:
+    def is_approximate(self, slot: int, parts: int) -> None:
+        """The chunk in this slot was decoded from so many first parts: also for the next process."""
+        if self.pool.directory is not None:
+            self.pool.directory.is_approximate(self.pool.place(slot), parts)
+
+    def exchange(self, slot: int, lent: int, checksum: bytes, parts: int) -> None:
         """The chunk in this slot, which must not be leased, has the bytes of the lent one from now, which is free.
 
-        checksum: of these bytes.
+        checksum: of these bytes. parts: as above; 0: they are exact.
         """
         assert not self._index.is_leased(slot)
         if self.pool.directory is not None:
-            self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum)
+            self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum, parts)
         self._doubtful.pop(slot, None)
         self.pool.swap(slot, lent)
         self.give_back(lent)
@@ -403,6 +410,8 @@ class HostTier:
             self._shares.took([record.slot], record.key.tenant)
             self._index.adopt(record.key, record.slot)
             self._doubtful[record.slot] = _Doubt(record.digest, self.pool.sizes.of(record.key))
+            if record.parts:
+                self.adopted_parts[record.slot] = record.parts
         self.pool.take(adopted.values())
         self._totals.chunks_adopted = len(adopted)
         self._shares.note_over()

@@ -110,6 +110,7 @@ class Refinements:
             if len(lane.shares) > 1:
                 host.watcher = self
                 lane.when_idle = partial(self._next, number)
+        self._adopt()
 
     @property
     def approximations(self) -> int:
@@ -135,6 +136,7 @@ class Refinements:
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
                 one = self._at[slot] = Approximation(arrival.key, tier, arrival.parts)
+                self._host.is_approximate(slot, arrival.parts)
                 if share != 1 and not self._stopped:
                     self._wanted[tier][slot] = one
                     self._keep(one, arrival.first_bytes)
@@ -176,6 +178,18 @@ class Refinements:
             self._host.give_back(self._filled.popitem()[1].lent)
         for wanted in self._wanted:
             wanted.clear()
+
+    def _adopt(self) -> None:
+        """What an earlier process left is asked for from the first tier that has parts: which one had it is not known.
+        Without the lock, before others know the cache.
+        """
+        tier = next((number for number, lane in enumerate(self._lanes) if len(lane.shares) > 1), None)
+        for slot, parts in self._host.adopted_parts.items():
+            key = self._index.key_at(slot)
+            if tier is not None and key is not None:
+                self._at[slot] = self._wanted[tier][slot] = Approximation(key, tier, parts)
+        if tier is not None:
+            self._tell([tier])
 
     def _tell(self, tiers: Iterable[int]) -> None:
         for tier in tiers:
@@ -250,7 +264,7 @@ class Refinements:
     def _exchange(self, slot: int, filled: _Filled) -> None:
         """Have the chunk in this slot, which is not leased, be what is in the lent one."""
         one = filled.of
-        self._host.exchange(slot, filled.lent, filled.checksum)
+        self._host.exchange(slot, filled.lent, filled.checksum, filled.parts)
         one.parts = filled.parts
         if not one.parts:
             del self._at[slot]

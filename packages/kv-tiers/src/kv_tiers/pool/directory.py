@@ -7,7 +7,7 @@ in the order in which it made them.
 
     header  magic 8 | version u32 | zero u32 | largest chunk_bytes u64 | slot_bytes u64 | slots u64
             | sha256(fingerprint, and where groups differ in size all sizes) 32 | xxh3_64 of the above
-    record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | zero u32 | chunk_bytes u64
+    record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | parts u32 | chunk_bytes u64
             | number u64 | xxh3_128 of the chunk 16 | key 72 | xxh3_64 of the above, seeded with the slot
 
 Everything is little-endian.
@@ -17,7 +17,7 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kv_core.errors import InputError
@@ -44,6 +44,7 @@ class Record:
 
     parent: the slot of the chunk before it in the prompt at that time, or `NO_PARENT`.
     number: counts commits, so that what was committed later has the larger one.
+    parts: it was decoded from this many first parts of what a tier has; 0: it is what was stored.
     """
 
     slot: int
@@ -51,6 +52,7 @@ class Record:
     parent: int
     number: int
     digest: bytes
+    parts: int = 0
 
 
 def nbytes_for(slots: int) -> int:
@@ -115,9 +117,15 @@ class Directory:
     def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
         """Vouch for a chunk whose bytes are in its slot."""
         number, self._next_number = self._next_number, self._next_number + 1
-        self._write(slot, key, parent, number, digest)
+        self._write(slot, Record(slot, key, parent, number, digest))
 
-    def move(self, slot: int, to: int, digest: bytes) -> None:
+    def is_approximate(self, slot: int, parts: int) -> None:
+        """The chunk of this record was decoded from so many first parts."""
+        record = self._read(slot)
+        if record is not None:
+            self._write(slot, replace(record, parts=parts))
+
+    def move(self, slot: int, to: int, digest: bytes, parts: int) -> None:
         """The chunk of this record has other bytes now, in another slot. It stays worth what it was.
 
         Killed at any moment, one record names it or none. Records of what follows it name the slot that it left, which
@@ -126,16 +134,17 @@ class Directory:
         record = self._read(slot)
         self.wipe(slot)
         if record is not None:
-            self._write(to, record.key, record.parent, record.number, digest)
+            self._write(to, replace(record, digest=digest, parts=parts))
 
     def wipe(self, slot: int) -> None:
         """The slot's bytes are about to be replaced, or its chunk was forgotten."""
         start = HEADER_BYTES + slot * RECORD_BYTES
         self._mapping[start : start + RECORD_BYTES] = bytes(RECORD_BYTES)
 
-    def _write(self, slot: int, key: ChunkKey, parent: int, number: int, digest: bytes) -> None:
-        nbytes = self._sizes.of(key)
-        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), parent, 0, nbytes, number, digest, key)
+    def _write(self, slot: int, record: Record) -> None:
+        key, nbytes = record.key, self._sizes.of(record.key)
+        where = record.parent, record.parts, nbytes, record.number
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), *where, record.digest, key)
         start = HEADER_BYTES + slot * RECORD_BYTES
         self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
 
@@ -147,11 +156,11 @@ class Directory:
         fields = unseal(data, seed=slot)
         if fields is None:
             return None
-        _, version, key_bytes, parent, _, chunk_bytes, number, digest, key = _RECORD.unpack(fields)
+        _, version, key_bytes, parent, parts, chunk_bytes, number, digest, key = _RECORD.unpack(fields)
         if version != VERSION:
             return None
         try:
-            record = Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest)
+            record = Record(slot, ChunkKey.from_bytes(key[:key_bytes]), parent, number, digest, parts)
         except InputError:
             return None
         return record if chunk_bytes == self._sizes.of(record.key) else None
