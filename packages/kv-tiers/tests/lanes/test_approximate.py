@@ -352,3 +352,41 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
         remote.close()
         if server is not None:
             server.stop()
+
+
+def test_a_worker_of_a_private_server_keeps_what_it_reads_and_then_gets_the_exact_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process sees leases and no slots: where a chunk is after it was refined, each new lease says."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
+    exact = cache_over([disk | {"codec": "progressive"}])
+    lease = exact.begin_store(KEYS[:1], "w")
+    chunk_in(exact, lease)[:] = RECORDED
+    exact.commit(lease)
+    until(lambda: exact.lower.states()[0].lane.stored == 1)
+    exact.close()
+    tiers = [disk | {"approximate": True, "write": "never"}]
+    own, _ = load_settings({"host": {"capacity_bytes": "4MiB"}, "tiers": tiers}, {})
+    chunks = Format((len(RECORDED),), "f")
+    remote, server = open_remote(own, chunks, engine_id="one", is_first=True, facts={"rank": "0"})
+    try:
+
+        def found() -> bytes:
+            read = remote.load(KEYS[:1], "r")
+            assert isinstance(read, ReadLease)
+            (extent,) = read.extents
+            view = remote.pool.view
+            chunk = bytes(view[extent.offset : extent.offset + extent.nbytes])
+            assert bytes(view[extent.offset : extent.offset + extent.nbytes]) == chunk
+            assert remote.release(read)
+            return chunk
+
+        until(lambda: remote.lookup(KEYS[:1], "r", wait_for_promotion=True).chunks == 1)
+        assert found() in (expected(), RECORDED)
+        remote.end("r")
+        until(lambda: found() == RECORDED)
+    finally:
+        remote.close()
+        if server is not None:
+            server.stop()
