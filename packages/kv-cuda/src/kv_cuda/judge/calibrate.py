@@ -43,7 +43,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
     for at in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
         layers = [
             tuple(one[0].transpose(0, 1).float().cpu().numpy() for one in layer)
-            for layer in model.computed(text[at : at + CONTEXT_TOKENS])
+            for layer in model.attended(text[at : at + CONTEXT_TOKENS])
         ]
         if learning is None:
             _, heads, head_dim = layers[0][0].shape

@@ -88,6 +88,13 @@ class Model:
             raise ConfigError(f"model {self.name} keeps something else than all keys and values: it cannot be judged")
         return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
 
+    def attended(self, tokens: Sequence[int]) -> Layers:
+        """Like `computed`, of the layers that have attention; others, which keep states, are left out."""
+        cache = self._fresh()
+        self._forward(tokens, cache)
+        kept = [cache.layers[number] for number in self._attention()]
+        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
+
     def predicted(self, layers: Layers, tokens: Sequence[int]) -> torch.Tensor:
         """Log-probabilities [tokens, vocabulary], float32, of what follows each of these tokens behind the layers'."""
         logits = self._forward(tokens, self._cache(layers))
@@ -102,7 +109,8 @@ class Model:
         return answer
 
     def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
-        """For each layer, the cosines and sines, each [tokens, head_dim or half of it], by which it rotates keys.
+        """For each layer with attention, the cosines and sines, each [tokens, head_dim or half of it], by which it
+        rotates keys.
 
         Raises:
             ConfigError: the model has none, or not where Llama and Gemma have them.
@@ -111,7 +119,7 @@ class Model:
         made = []
         try:
             embedding, config = self._model.model.rotary_emb, self._model.config
-            for number in range(config.num_hidden_layers):
+            for number in self._attention():
                 # Gemma rotates layers with a sliding window otherwise than those without.
                 kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
                 cos, sin = embedding(some, positions, *kind)
@@ -127,15 +135,36 @@ class Model:
         return [one.double().cpu().numpy() for one in found if one.ndim == 1]
 
     def keys_at(self, tokens: Sequence[int], first: int) -> list[Any]:
-        """The keys of each layer, [heads, tokens, head_dim], float32, of a text that begins at this position."""
-        cache = self._cache([])
+        """The keys of each layer with attention, [heads, tokens, head_dim], float32, of a text that begins at this
+        position."""
+        cache = self._fresh()
         self._forward(tokens, cache, first)
-        return [layer.keys[0].float().cpu().numpy() for layer in cache.layers]
+        return [cache.layers[number].keys[0].float().cpu().numpy() for number in self._attention()]
 
     @property
     def max_tokens(self) -> int:
         """The longest prompt that it is made for."""
         return int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 1 << 17))
+
+    def _attention(self) -> list[int]:
+        """Which layers have attention."""
+        from transformers.cache_utils import DynamicLayer
+
+        layers = self._as_configured().layers
+        return [number for number, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
+
+    def _as_configured(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def _fresh(self) -> Any:
+        """An empty cache, of all tokens in every layer with attention, and of states if there are some."""
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+        made = self._as_configured()
+        has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in made.layers)
+        return made if has_states else self._cache([])
 
     def _cache(self, layers: Layers) -> Any:
         """A cache of all tokens in every layer, including layers with sliding windows: their mask hides what they do
