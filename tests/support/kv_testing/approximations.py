@@ -110,7 +110,7 @@ class Small:
             policy=LruPolicy(),
             clock=self.clock,
             lanes=[(self.lane, "never")],
-            cold=ColdConfig(drain_s=0.1),
+            cold=ColdConfig(drain_s=5.0 if self.threads else 0.1),
             events=self.bus.source("c", (CHUNK_BYTES,)) if self.bus is not None else None,
         )
 
