@@ -9,9 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 from kv_core.errors import ConfigError
+from kv_core.format import ChunkFormat
 from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
 from kv_tiers.attach.identity import ServedModel
+from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.learning import Learning
 from kv_tiers.config import HostConfig
 from kv_tiers.server.process import launch
@@ -54,24 +56,32 @@ def test_pools_of_two_formats_have_a_part_of_the_memory_each(make_pool: Callable
     made.close()
 
 
+def calibrated(pages: ChunkFormat, path: Path, *, heads: int, step: float = 0.4, ranks: int = 1) -> Calibration:
+    """Of a model with pages like these, but for the number of heads."""
+    learning = Learning(
+        model="m",
+        dtype=pages.dtype,
+        heads=heads,
+        head_dim=pages.head_dim,
+        max_tokens=4096,
+        frequencies=[[0.5**j for j in range(pages.head_dim // 2)]] * pages.layers,
+        ranks=ranks,
+    )
+    drawn = np.random.default_rng(1).normal(0, 1, (4 * heads * pages.head_dim, heads, pages.head_dim))
+    learning.add([(drawn, drawn)] * pages.layers)
+    made: Calibration = learning.learnt(step)
+    made.write(path)
+    return made
+
+
 def test_pages_of_a_calibrated_codec_are_kept_apart_and_another_models_calibration_is_refused(
     make_pool: Callable[..., Any], tmp_path: Path
 ) -> None:
     pages = describe(make_pool("mha", "page_first"), "kv").format
     spaces, directory = set(), tmp_path / "kv"
     for heads, step in ((pages.heads, 0.4), (pages.heads, 0.5), (pages.heads + 1, 0.4)):
-        learning = Learning(
-            model="m",
-            dtype=pages.dtype,
-            heads=heads,
-            head_dim=pages.head_dim,
-            max_tokens=4096,
-            frequencies=[[0.5**j for j in range(pages.head_dim // 2)]] * pages.layers,
-        )
-        drawn = np.random.default_rng(1).normal(0, 1, (4 * heads * pages.head_dim, heads, pages.head_dim))
-        learning.add([(drawn, drawn)] * pages.layers)
         path = tmp_path / f"{heads}-{step}.kvtc"
-        learning.learnt(step).write(path)
+        calibration = calibrated(pages, path, heads=heads, step=step)
         codec = {"type": "kvtc", "calibration": str(path)}
         disk = {"type": "disk", "directory": str(directory), "capacity_bytes": "64MiB", "codec": codec}
         settings = msgspec.structs.replace(SETTINGS, tiers=[disk])
@@ -83,7 +93,7 @@ def test_pages_of_a_calibrated_codec_are_kept_apart_and_another_models_calibrati
         assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
         spaces.add(made.stores["kv"].keys(NAMES)[0].space_id)
         (chunks,) = made.caches
-        assert chunks.fingerprint == f"{pages.fingerprint} {learning.learnt(step).name}"
+        assert chunks.fingerprint == f"{pages.fingerprint} {calibration.name}"
         made.close()
     exact = attached(make_pool, "kv")
     spaces.add(exact.stores["kv"].keys(NAMES)[0].space_id)
@@ -113,6 +123,43 @@ def test_ranks_keep_their_own_share_and_latents_are_shared(make_pool: Callable[.
             each.close()
     finally:
         server.stop()
+
+
+def test_a_calibration_is_divided_among_ranks_and_leaves_states_as_they_are(
+    make_pool: Callable[..., Any], tmp_path: Path
+) -> None:
+    pages, path = describe(make_pool("mha", "page_first"), "kv").format, tmp_path / "model.kvtc"
+    calibration = calibrated(pages, path, heads=2 * pages.heads, ranks=2)
+    codec = {"type": "kvtc", "calibration": str(path)}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "codec": codec}
+    server = launch({"host": {"capacity_bytes": 1 << 20}, "tiers": [disk]}, socket=tmp_path / "private" / "s")
+    named: dict[str, Any] = {"chunk_tokens": 4, "server": {"socket": str(server.socket)}, "tiers": [disk]}
+    joined = msgspec.convert(named, Settings)
+    try:
+        for number in range(2):
+            rank = replace(ALONE, number=number, ranks=2)
+            pools = {
+                "kv": describe(make_pool("mha", "page_first"), "kv"),
+                "mamba": describe(make_pool("mamba"), "mamba"),
+            }
+            made = attach(joined, MODEL, rank, pools)
+            layers = f"0-{pages.layers - 1}"
+            assert [chunks.fingerprint for chunks in made.caches] == [
+                f"{pages.fingerprint} {calibration.name} layers:1x2:{layers}",
+                f"{pools['mamba'].format.fingerprint} {calibration.name} layers:1x2:-",
+            ]
+            assert made.stores["kv"].write(NAMES, [0, 4]) == [True, True]
+            made.close()
+    finally:
+        server.stop()
+    refused: dict[str, tuple[tuple[str, ...], Rank]] = {
+        "pools kv and swa": (("kv", "swa"), replace(ALONE, ranks=2)),
+        "2 pipeline stages": (("kv",), replace(ALONE, stages=2)),
+        "with 3 layers of 4 heads": (("kv",), ALONE),
+    }
+    for said, (names, rank) in refused.items():
+        with pytest.raises(ConfigError, match=said):
+            attached(make_pool, *names, rank=rank, settings=joined)
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,13 @@ def through_calibrated(path: str) -> ThroughCodec:
 def _frequencies(model: Model) -> list[NDArray[np.float64]]:
     """For each layer, radians a token [head_dim / 2]."""
     found = []
-    for cos, sin in model.rotations(_SHOWN_TOKENS):
-        half = cos.shape[1] // 2
-        if np.array_equal(cos[:, :half], cos[:, half:]):  # once for each of two elements that turn together
-            cos, sin = cos[:, :half], sin[:, :half]
+    for given in model.rotations(_SHOWN_TOKENS):
+        half = given[0].shape[1] // 2
+        # Most models have them twice, for each of two elements that turn together.
+        is_twice = np.array_equal(given[0][:, :half], given[0][:, half:])
         # YaRN makes all keys longer by one factor, which changes nothing of how they turn.
-        length = float(np.hypot(cos[0, 0], sin[0, 0]))
-        cos, sin = cos / length, sin / length
+        length = np.hypot(given[0][0, 0], given[1][0, 0])
+        cos, sin = ((one[:, :half] if is_twice else one) / length for one in given)
         rough = np.arctan2(sin[1], cos[1])
         # What the model has is exact where an angle's tangent is not.
         exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
