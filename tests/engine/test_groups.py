@@ -90,6 +90,17 @@ def test_windows_and_local_attention_are_proved_beside_full_attention_on_the_sam
     assert torch.equal(memory, before)
 
 
+def test_layers_are_numbered_by_their_names_through_every_cut(cache: Cache) -> None:
+    """By which codecs know them apart. A name that does not say one number leaves its group without."""
+    for name in ("model.layers.0.attn", "model.layers.2.attn", "model.layers.1.attn", "a.1.b.2", "c"):
+        cache.add(name)
+    windows, full = ["model.layers.0.attn", "model.layers.2.attn"], ["model.layers.1.attn"]
+    bound = cache.bind(
+        *(KVCacheGroupSpec(*each) for each in ((windows, WINDOW), (full, FULL), (["a.1.b.2", "c"], FULL)))
+    )
+    assert [group.numbers for group in bound.groups] == [(0,), (2,), (1,), (), ()]
+
+
 def test_tokens_that_a_draft_model_needs_behind_a_window_belong_to_it(cache: Cache) -> None:
     cache.add("a")
     bound = cache.bind(KVCacheGroupSpec(["a"], replace(WINDOW, extra_retained_tokens=5)))

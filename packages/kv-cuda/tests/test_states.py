@@ -133,12 +133,12 @@ def bound(*groups: LayerGroup | StateGroup) -> BoundGroups:
 
 
 def test_groups_keep_their_coverage_and_table_when_they_are_cut() -> None:
-    made = bound(attention(3), group())
-    assert [(each.coverage, each.table, len(each.tensors)) for each in made.groups] == [
-        (ALL, 0, 1),
-        (ALL, 0, 1),
-        (ALL, 0, 1),
-        (STATE, 2, 3),
+    made = bound(replace(attention(3), numbers=(1, 4, 5)), group())
+    assert [(each.coverage, each.table, len(each.tensors), each.numbers) for each in made.groups] == [
+        (ALL, 0, 1, (1,)),
+        (ALL, 0, 1, (4,)),
+        (ALL, 0, 1, (5,)),
+        (STATE, 2, 3, ()),
     ]
     assert made.group_bytes == (2048, 2048, 2048, LAYERS * STATE_BYTES)
     assert [shape.block_tokens for shape in made.shapes] == [BLOCK_TOKENS] * 4
