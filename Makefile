@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+.PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
   wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -42,6 +42,10 @@ test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
 	-@scripts/setup.sh dynamo
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
+
+test-next: ## the same with the next vLLM, of which there is no CPU build yet: its Python code over the last one's kernels
+	@scripts/setup.sh vllm-next
+	$(ONE_THREAD) .venvs/vllm-next/bin/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
 
 test-sglang: ## real SGLang on the CPU
 	@scripts/setup.sh sglang

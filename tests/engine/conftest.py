@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engines import Answer
     from vllm.config import VllmConfig
@@ -70,6 +70,18 @@ def spelling_model(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str],
         return _spelling(BY_NAME[name].write(tmp_path_factory.mktemp("spelling")))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def newer_runner() -> "Iterator[None]":
+    """Configures vLLM's newer model runner, which GPUs have by default, where a CPU's configuration may: from 0.33 on.
+    For schedulers without an engine."""
+    from oracle import HAS_NEWER_RUNNER
+
+    with pytest.MonkeyPatch.context() as patch:
+        if HAS_NEWER_RUNNER:
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from guessed_states import GuessedStates
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
 from kv_vllm.connector import KVTiersConnector
+from packaging.version import Version
 from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -43,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.version import __version__ as version
 from work import BlockTables, StepsAhead, Work
 
 BLOCK_TOKENS = 32
@@ -61,6 +63,8 @@ _NO_TOKEN = 2
 
 NGRAM = {"method": "ngram", "prompt_lookup_max": 2}
 """The drafter that needs no model."""
+HAS_NEWER_RUNNER = Version(version) >= Version("0.33")
+"""Whether a CPU's configuration takes vLLM's newer model runner."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Both halves of the connector are here, and vLLM would have them apart on a CPU."""
 

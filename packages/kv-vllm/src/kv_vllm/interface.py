@@ -12,8 +12,16 @@ from kv_tiers.attach.interface import call_differences, field_differences, unkno
 
 _log = limited_logger(__name__)
 
-TESTED: Final = "0.32"
-"""The version of vLLM that this was written for and tested with."""
+TESTED: Final = ("0.32", "0.33")
+"""The versions of vLLM that this was written for and tested with."""
+TESTED_NAMES: Final = " and ".join(TESTED)
+INSTALL: Final = "vllm>=0.32,<0.34"
+"""What to ask an installer for."""
+
+
+def is_tested(version: str) -> bool:
+    return version.startswith(tuple(f"{tested}." for tested in TESTED))
+
 
 CALLS: Final[Mapping[str, Sequence[str]]] = {
     "register_kv_caches": ["kv_caches"],
@@ -90,14 +98,14 @@ def check_interface() -> str:
     differences = list(interface_differences())
     if differences:
         return (
-            f"vLLM {version} has another connector interface than {TESTED}, with which kv-vllm is tested: "
-            f"{'; '.join(differences)}; install vllm=={TESTED}.*, or a kv-vllm for this one"
+            f"vLLM {version} has another connector interface than {TESTED_NAMES}, with which kv-vllm is tested: "
+            f"{'; '.join(differences)}; install '{INSTALL}', or a kv-vllm for this one"
         )
-    if not version.startswith(f"{TESTED}."):
+    if not is_tested(version):
         _log.warning(
             "kv-vllm is tested with vLLM %s, and this is %s: its connector interface is the same, what it means is not "
             "known. Compare some outputs with those of an engine without --kv-transfer-config",
-            TESTED,
+            TESTED_NAMES,
             version,
         )
     return ""
