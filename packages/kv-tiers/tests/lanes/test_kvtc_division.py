@@ -209,7 +209,8 @@ def _small(ranks: int = 1) -> Calibration:
 def test_an_engines_groups_are_divided_by_the_order_of_their_layers() -> None:
     """Numbers count layers without keys too, and a stage's begin anywhere."""
     whole = GroupLayers("whole", canonical(6), tuple(range(6)))
-    assert divide(_small(), [whole]) is None
+    unnamed = GroupLayers("whole", canonical(6), ())
+    assert divide(_small(), [whole]) is divide(_small(), [unnamed]) is None
     assert divide(_small(), [whole, GroupLayers("states", OPAQUE, (), is_state=True)]) == Division(
         (tuple(range(6)), None)
     )
@@ -228,7 +229,11 @@ def test_what_cannot_be_encoded_is_refused_by_its_name() -> None:
         "this model keeps states alone": ([states], 1, 1),
         "the chunks of group 2 are blocks in format blocks": ([whole, GroupLayers("group 2", OPAQUE, (6,))], 1, 1),
         "the chunks of group 3 are kv in format canonical": ([GroupLayers("group 3", LATENT, tuple(range(6)))], 1, 1),
-        "does not say which layers the chunks of group 4 have": ([GroupLayers("group 4", canonical(6), ())], 1, 1),
+        "does not say which layers the chunks of group 4 have": (
+            [whole, GroupLayers("group 4", canonical(6), ())],
+            1,
+            1,
+        ),
         "have 6 layers of 2 heads of 32 in bfloat16": ([GroupLayers("g", canonical(6, 2), tuple(range(6)))], 1, 1),
         "of 4 heads of 32 in float32": ([GroupLayers("g", canonical(6, dtype="float32"), tuple(range(6)))], 1, 1),
         "this engine has 7 with keys": ([whole, GroupLayers("a draft", canonical(1), (6,))], 1, 1),

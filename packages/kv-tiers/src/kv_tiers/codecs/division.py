@@ -10,7 +10,7 @@ bytes mean. So private servers, other nodes and peers know it, and nothing is fo
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kv_core.errors import ConfigError
@@ -32,7 +32,7 @@ class GroupLayers:
     name: for errors, such as "group 0 (window:512)".
     format: of its chunks.
     layers: the numbers of its layers in the model, in the order of the chunk. They need not begin at 0, or be without
-        gaps: what counts is their order.
+        gaps: what counts is their order. () where the engine does not say: a model's only group has all in their order.
     is_state: its chunks are states, which no codec of keys and values can encode.
     """
 
@@ -127,6 +127,8 @@ def divide(
     coded = [group for group in groups if not group.is_state]
     if not coded:
         raise ConfigError("codec kvtc is for keys and values, and this model keeps states alone: leave it out")
+    if len(coded) == 1 and not coded[0].layers:
+        coded = [replace(coded[0], layers=tuple(range(coded[0].format.layers)))]
     for group in coded:
         one = group.format
         if one.kind != "canonical" or one.parts != ("k", "v"):
@@ -147,11 +149,8 @@ def divide(
     if len(numbers) * stages != shape.layers or len(set(numbers)) < len(numbers):
         raise _another_model(shape, f"this engine has {len(numbers) * stages} with keys", of_stage)
     places = {number: place for place, number in enumerate(numbers)}
-    made = Division(
-        tuple(None if group.is_state else tuple(places[number] for number in group.layers) for group in groups),
-        stages,
-        of_stage,
-    )
+    of_groups = iter(tuple(places[number] for number in group.layers) for group in coded)
+    made = Division(tuple(None if group.is_state else next(of_groups) for group in groups), stages, of_stage)
     made.check(shape)
     return None if made == Division((tuple(range(shape.layers)),)) else made
 
