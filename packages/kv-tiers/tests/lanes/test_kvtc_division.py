@@ -332,7 +332,13 @@ def test_the_factory_takes_the_division_from_the_fingerprint(tmp_path: Path) -> 
     assert isinstance(divided, DividedKvtc)
     assert codec_of(divided, 0, 5).calibration.name == calibration.part((4, 5), range(2, 4)).name
     assert divided.of_share(1, 0) is divided.of_share(0, 6) is divided.of_share(2, 0) is None
-    for wrong in (Division(((0, 6),)), Division(((0,),), stages=4), Division(((0,),), shards=3)):
+    assert divided.of_share(0, 5) is divided.of_share(0, 5)  # none is made while an engine waits
+    for wrong in (
+        Division(((0, 6),)),
+        Division(((0,),), stages=4),
+        Division(((0,),), shards=3),
+        Division(((0,),), shards=2048),
+    ):
         with pytest.raises(ConfigError, match="codec kvtc: the calibration"):
             made(wrong)
 

@@ -22,6 +22,7 @@ _MARK: Final = "layers:"
 _STORED_AS_IT_IS: Final = "-"
 _TEXT: Final = re.compile(rf"{_MARK}(\d{{1,5}})x(\d{{1,5}}):([0-9,/;-]{{1,4096}})")
 _MOST_LAYERS: Final = 1024
+_MOST_SHARDS: Final = 1024
 _RUN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4})(?:/(\d{1,4}))?)?")
 
 
@@ -66,7 +67,8 @@ class Division:
         Raises:
             ConfigError: a calibration of this shape is of a model that cannot be divided so.
         """
-        if shape.layers % self.stages or (shape.heads % self.shards and self.shards % shape.heads):
+        is_even = shape.heads % self.shards == 0 or self.shards % shape.heads == 0
+        if shape.layers % self.stages or not is_even or self.shards > _MOST_SHARDS:
             raise ConfigError(
                 f"codec kvtc: the calibration is of {shape.layers} layers of {shape.heads} heads, which {self.stages} "
                 f"stages of {self.shards} ranks cannot have equal parts of"
@@ -81,11 +83,16 @@ class Division:
                 f"`kv judge --calibrate --ranks {self.shards}`"
             )
 
-    def part(self, calibration: Calibration, group: int, shard: int) -> Calibration | None:
-        """The calibration, checked before, of chunks of this group and shard; None: they are stored as they are."""
-        layers = self.groups[group] if group < len(self.groups) else None
-        if layers is None or shard >= self.stages * self.shards:
-            return None
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """Group and shard of all chunks that are encoded."""
+        coded = [group for group, layers in enumerate(self.groups) if layers is not None]
+        return [(group, shard) for group in coded for shard in range(self.stages * self.shards)]
+
+    def part(self, calibration: Calibration, group: int, shard: int) -> Calibration:
+        """The calibration, checked before, of chunks of one of `shares`."""
+        layers = self.groups[group]
+        assert layers is not None
         stage, of_stage = divmod(shard, self.shards)
         shape = calibration.shape
         before, first = stage * (shape.layers // self.stages), of_stage * shape.heads // self.shards

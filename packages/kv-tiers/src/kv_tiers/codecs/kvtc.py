@@ -83,17 +83,17 @@ class DividedKvtc:
         """
         division.check(calibration.shape)
         self.calibration = calibration
-        self._division = division
-        self._codecs: dict[tuple[int, int], KvtcCodec | None] = {}
-        self._making = threading.Lock()
+        # All of them now, while nobody waits: together they are no larger than the calibration.
+        self._codecs: dict[tuple[int, int], KvtcCodec] = {}
+        made: dict[bytes, KvtcCodec] = {}
+        for group, shard in division.shares:
+            part = division.part(calibration, group, shard)
+            if part.id not in made:
+                made[part.id] = KvtcCodec(part)
+            self._codecs[group, shard] = made[part.id]
 
     def of_share(self, group: int, shard: int) -> Codec | None:
-        share = group, shard
-        with self._making:
-            if share not in self._codecs:
-                part = self._division.part(self.calibration, group, shard)
-                self._codecs[share] = None if part is None else KvtcCodec(part)
-            return self._codecs[share]
+        return self._codecs.get((group, shard))
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         return None  # of whichever share it is, which it does not say
