@@ -16,7 +16,7 @@ from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.requests import RequestPages
 from kv_testing.layouts import reach
-from kv_testing.throttled import ThrottledTier
+from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
@@ -412,8 +412,12 @@ def test_a_hash_that_is_none_is_an_error(cache: Cache, make_pool: MakePool) -> N
         store.held(["__placeholder__"])
 
 
-def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(make_pool: MakePool) -> None:
-    made = Cache(pages=4, tiers=[{"type": "dram", "capacity_bytes": 1 << 20}])
+def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = Cache(pages=4, tiers=[{"type": "throttled", "tier": {"type": "dram", "capacity_bytes": 1 << 20}}])
     try:
         pool = make_pool("mha", "page_first")
         fill(pool)
@@ -423,7 +427,8 @@ def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(ma
         (opened,) = made.opened.values()
         (lane,) = opened.lower._lanes
         assert lane.drain(5)
-        lane.tier = ThrottledTier(lane.tier, 10_000.0)
+        assert isinstance(lane.tier, ThrottledTier)
+        lane.tier.load_bytes_per_s = 10_000.0
 
         def held(compute_s: float | None, use: Use = "auto") -> tuple[int, float]:
             others = hashes(8)[2:]

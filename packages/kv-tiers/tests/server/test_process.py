@@ -122,12 +122,18 @@ def test_a_detached_server_is_stopped_like_a_child(home: Path) -> None:
 def command(
     home: Path, stdout: int = subprocess.PIPE, ignored: signal.Signals | None = None
 ) -> "subprocess.Popen[str]":
-    """`kv-server` with a disk to which nothing is written before it must."""
+    """`kv-server` with a disk to which nothing is written before it must. ignored: by it, from its start on."""
+
+    def have_default_signals() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever runs the tests may have had ignored, as nohup does
+        if ignored:
+            signal.signal(ignored, signal.SIG_IGN)
+
     (home / "kv.json").write_text(json.dumps(settings_for(home, disk=True, write="back")))
     return subprocess.Popen(
         [sys.executable, "-m", "kv_tiers.server", "--config", str(home / "kv.json"), "--socket", str(home / "s")],
         stdout=stdout, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: ignored and signal.signal(ignored, signal.SIG_IGN),
+        preexec_fn=have_default_signals,
     )  # fmt: skip
 
 
