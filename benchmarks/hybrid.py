@@ -6,12 +6,15 @@ shared length at which fewest of them find it all; the limit is what vLLM's own 
 `refused`: a model that we leave alone, with us and without.
 
     make bench-hybrid [JSON=1]
+    python benchmarks/hybrid.py --only "Qwen3-Next, unique" --starts 6
 """
 
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from models import BY_NAME
 from shift import REQUESTS, hits
 
 CACHE: dict[str, Any] = {"use": "always", "host": {"capacity_bytes": "512MiB"}}
-SMALL: dict[str, Any] = {"host": {"capacity_bytes": "24MiB"}}
+SMALL: dict[str, Any] = {"host": {"capacity_bytes": "2MiB"}}
 """Full after a few prompts, as a pool that has served for a while is."""
 KNOWN_TOKENS = 2048
 SHIFTS = range(0, 256, 25)
@@ -109,18 +112,25 @@ def main() -> int:
         return 0
     asked = parser(__doc__.split("\n\n")[0])
     asked.add_argument("--starts", type=int, default=2, help="how often each engine is started (default: 2)")
+    asked.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="rows whose names begin so (default: all)"
+    )
     chosen = asked.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as scratch:
         written = {
             name: str(BY_NAME[name].write(Path(scratch) / name.replace(" ", "-")))
             for name in ("Gemma 3", "Qwen3-Next", "Falcon-H1")
         }
+        made: dict[str, Callable[[], Row]] = {}
         for name in ("Gemma 3", "Qwen3-Next"):
-            rows += [first_token(name, written[name]), unique(name, written[name], f"{name}, unique", chosen.starts)]
-        rows.append(fewest_hits("Qwen3-Next", written["Qwen3-Next"]))
+            made[f"{name}, first"] = partial(first_token, name, written[name])
+            made[f"{name}, unique"] = partial(unique, name, written[name], f"{name}, unique", chosen.starts)
+        made["Qwen3-Next, hits"] = partial(fewest_hits, "Qwen3-Next", written["Qwen3-Next"])
         refused = {"enable_prefix_caching": False}
-        rows.append(unique("Falcon-H1", written["Falcon-H1"], "Falcon-H1, refused", chosen.starts, **refused))
+        made["Falcon-H1, refused"] = partial(
+            unique, "Falcon-H1", written["Falcon-H1"], "Falcon-H1, refused", chosen.starts, **refused
+        )
+        rows = [make() for name, make in made.items() if name.startswith(tuple(chosen.only))]
     return report(rows, chosen.json)
 
 
