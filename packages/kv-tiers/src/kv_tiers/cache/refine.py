@@ -2,9 +2,9 @@
 
 A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
-there are whole and verified and nobody has a lease on the chunk, the two slots change places: whoever asks from then
-on gets the exact bytes, and whoever has asked before has read what it began to read. All else that is known of the
-chunk (its order, its tenant, who holds it) stays with its slot.
+there are whole and verified and nobody has a lease on the chunk, the two slots change places: later loads read the
+exact bytes, and a load that had a lease before has read the old ones to the end. All else that is known of the chunk
+(its order, its tenant, who holds it) stays with its slot.
 
 Only what a tier brought is refined. What an engine computed behind an approximation stays what it is, so the cache
 keeps to itself as before (docs/adr/0023).

@@ -120,15 +120,7 @@ class Calibration:
         if is_usual:
             del described["block_channels"]
         text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
-        arrays = (
-            self.frequencies,
-            self.means,
-            self.forward,
-            self.backward,
-            self.scales,
-            self.deviations,
-            self.widths,
-        )
+        arrays = (self.frequencies, *self._by_block)
         types = _layout(self.shape)
         packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
         assert [one.shape for one in packed] == [shape for _, shape in types]
@@ -152,6 +144,11 @@ class Calibration:
         content = self.content
         path.write_bytes(content + hashlib.sha256(content).digest())
 
+    @property
+    def _by_block(self) -> tuple[NDArray[Any], ...]:
+        """The arrays whose first axis is the blocks of all parts and layers, in the file's order."""
+        return self.means, self.forward, self.backward, self.scales, self.deviations, self.widths
+
     def part(self, layers: Sequence[int], heads: range) -> "Calibration":
         """What this says of some layers, in this order, and some heads: a calibration like any other, with a name of
         its own.
@@ -172,16 +169,8 @@ class Calibration:
         tables = [shape.tables[layer] for layer in layers]
         used = list(dict.fromkeys(tables))
 
-        arrays: list[NDArray[Any]] = [
-            self.means,
-            self.forward,
-            self.backward,
-            self.scales,
-            self.deviations,
-            self.widths,
-        ]
         blocks = slice(first // channels, end // channels)
-        cut = [one.reshape(PARTS, shape.layers, -1, *one.shape[1:])[:, list(layers), blocks] for one in arrays]
+        cut = [one.reshape(PARTS, shape.layers, -1, *one.shape[1:])[:, list(layers), blocks] for one in self._by_block]
         its_shape = replace(
             shape,
             layers=len(tables),
@@ -192,7 +181,7 @@ class Calibration:
         return Calibration(
             its_shape,
             self.frequencies[used],
-            *(some.reshape(its_shape.blocks, *one.shape[1:]) for some, one in zip(cut, arrays, strict=True)),
+            *(some.reshape(its_shape.blocks, *one.shape[1:]) for some, one in zip(cut, self._by_block, strict=True)),
         )
 
 
