@@ -83,6 +83,8 @@ ROWS = {
         cannot="name 'causal_conv1d_fn_triton' is not defined",
     ),
     "Jamba": Sgl(cannot="JambaForCausalLM has no SGlang implementation"),
+    "Bamba": Sgl(cannot="BambaForCausalLM has no SGlang implementation"),
+    "Granite 4": Sgl(1, STATES, FLOAT32, cannot="name 'causal_conv1d_fn_triton' is not defined"),
     "Falcon-H1": Sgl(1, STATES, FLOAT32, cannot="name 'causal_conv1d_fn' is not defined"),
     "Nemotron-H": Sgl(
         1,

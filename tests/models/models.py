@@ -284,6 +284,41 @@ def _nemotron_h() -> Any:
     )
 
 
+def _bamba() -> Any:
+    from transformers import BambaConfig
+
+    return BambaConfig(
+        **_COMMON,
+        architectures=["BambaForCausalLM"],
+        num_hidden_layers=4,
+        attn_layer_indices=[2],
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    )
+
+
+def _granite4() -> Any:
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_COMMON,
+        architectures=["GraniteMoeHybridForCausalLM"],
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        attention_multiplier=0.125,
+        shared_intermediate_size=256,
+        num_local_experts=4,
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    )
+
+
 def _llama4() -> Any:
     from transformers import Llama4TextConfig
 
@@ -521,6 +556,8 @@ MODELS: Final = (
     TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES, cannot="object has no attribute 'selective_scan_fwd'"),
+    TinyModel("Bamba", _causal(_bamba, **_MAMBA2), STATES, cannot="does not dispatch through the Transformers attention interface"),
+    TinyModel("Granite 4", _causal(_granite4, **_MAMBA2), SCANNED),
     TinyModel("Falcon-H1", _causal(_falcon_h1, **_MAMBA2), SCANNED),
     TinyModel("Nemotron-H", _causal(_nemotron_h, **_MAMBA2), SCANNED),
     TinyModel("LFM2", _causal(_lfm2), STATES, own_hits=True),
