@@ -556,7 +556,12 @@ MODELS: Final = (
     TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES, cannot="object has no attribute 'selective_scan_fwd'"),
-    TinyModel("Bamba", _causal(_bamba, **_MAMBA2), STATES, cannot="does not dispatch through the Transformers attention interface"),
+    TinyModel(
+        "Bamba",
+        _causal(_bamba, **_MAMBA2),
+        STATES,
+        cannot="does not dispatch through the Transformers attention interface",
+    ),
     TinyModel("Granite 4", _causal(_granite4, **_MAMBA2), SCANNED),
     TinyModel("Falcon-H1", _causal(_falcon_h1, **_MAMBA2), SCANNED),
     TinyModel("Nemotron-H", _causal(_nemotron_h, **_MAMBA2), SCANNED),
