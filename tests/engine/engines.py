@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 NEW_TOKENS = 12
+CHUNK_TOKENS = 256
+"""Of the engines here, two of vLLM's blocks on a CPU, so that a chunk has several blocks as it has on GPUs."""
 SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
 PROMPTS = [
     SHARED[:512] + [11 + i for i in range(90)],
@@ -92,14 +94,21 @@ def started(
     own_process: bool = False,
     policy: str = "recompute",
     role: str = "kv_both",
+    chunk_tokens: int | None = CHUNK_TOKENS,
     **arguments: Any,
 ) -> Iterator[Engine]:
-    """A running engine; `cache` is our extra config, None for an engine without us."""
+    """A running engine; `cache` is our extra config, None for an engine without us.
+
+    chunk_tokens: unless `cache` says it. None: nobody does, and it adapts to the engine's blocks; for models with
+        states.
+    """
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     transfer = None
     if cache is not None:
+        if chunk_tokens is not None:
+            cache = {"chunk_tokens": chunk_tokens} | cache
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role=role,

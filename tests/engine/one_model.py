@@ -10,5 +10,6 @@ from models import BY_NAME
 
 if __name__ == "__main__":
     name, directory = sys.argv[1:]
-    with started(directory, cache={"host": {"capacity_bytes": "64MiB"}}, **BY_NAME[name].arguments) as engine:
+    cache = {"host": {"capacity_bytes": "64MiB"}}
+    with started(directory, cache=cache, chunk_tokens=None, **BY_NAME[name].arguments) as engine:
         print(engine.ask([[3 + (7919 * i) % 1900 for i in range(300)]]))

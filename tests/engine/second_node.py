@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Engine, started
+from engines import CHUNK_TOKENS, Engine, started
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder, LoadFailed, ReadLease
 from kv_tiers.attach.engine import engines
@@ -64,9 +64,15 @@ def _lose_next(cache: RemoteCache) -> None:
 
 @contextmanager
 def two_nodes(
-    model: str, port: int, caches: tuple[dict[str, Any], dict[str, Any]] | None, **more: Any
+    model: str,
+    port: int,
+    caches: tuple[dict[str, Any], dict[str, Any]] | None,
+    *,
+    chunk_tokens: int | None = CHUNK_TOKENS,
+    **more: Any,
 ) -> Iterator[Engine]:
-    """An engine of two ranks, one on each node. caches: the settings on either; None: without us."""
+    """An engine of two ranks, one on each node. caches: the settings on either; None: without us. chunk_tokens: as for
+    `started`."""
     parallel = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
@@ -76,6 +82,8 @@ def two_nodes(
         "worker_extension_cls": "second_node.OnNode",
     } | more
     here, there = caches or (None, None)
+    if there is not None and chunk_tokens is not None:
+        there = {"chunk_tokens": chunk_tokens} | there
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LOOPBACK.items():
             patch.setenv(name, value)
@@ -84,7 +92,8 @@ def two_nodes(
         given = json.dumps({"model": model, "cache": there, **parallel})
         node = subprocess.Popen([sys.executable, str(Path(__file__)), given], start_new_session=True)
         try:
-            with started(model, cache=here, own_process=True, node_rank=0, **parallel) as engine:
+            first: dict[str, Any] = {"chunk_tokens": chunk_tokens, "own_process": True, "node_rank": 0}
+            with started(model, cache=here, **first, **parallel) as engine:
                 yield engine
         finally:
             os.killpg(node.pid, signal.SIGKILL)  # its worker waits for ever for the first node

@@ -152,7 +152,7 @@ def test_states_are_stored_as_they_are_beside_attention_that_is_encoded(
 ) -> None:
     """Falcon-H1 has both in every layer. Wider steps change its answers, so it is attention that was encoded."""
     model = spelling_model("Falcon-H1")
-    arguments = {"enable_prefix_caching": True, **BY_NAME["Falcon-H1"].arguments}
+    arguments = {"chunk_tokens": None, **BY_NAME["Falcon-H1"].arguments}
     shared = {}
 
     def asked(engine: Engine) -> list[Answer]:

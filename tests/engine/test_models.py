@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Answer, Engine, empty_the_pool, started
+from engines import CHUNK_TOKENS, Answer, Engine, empty_the_pool, started
 from kv_core.service import ReadLease
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
@@ -83,7 +83,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @contextmanager
 def engine(model: str, row: TinyModel, cache: dict[str, Any] | None, **arguments: Any) -> Iterator[Engine]:
-    with started(model, cache=cache, **{**row.arguments, **arguments}) as running:
+    chunk_tokens = None if row.has_states else CHUNK_TOKENS
+    with started(model, cache=cache, chunk_tokens=chunk_tokens, **{**row.arguments, **arguments}) as running:
         yield running
 
 

@@ -96,7 +96,7 @@ def test_ranks_have_a_share_of_every_state(tmp_path: Path) -> None:
             hits += running.hits
         return answers, hits
 
-    arguments = {**SHAPES["TP=2"], **row.arguments, "own_process": True}
+    arguments = {**SHAPES["TP=2"], **row.arguments, "own_process": True, "chunk_tokens": None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         with started(model, cache=None, **arguments) as plain:

@@ -20,7 +20,8 @@ SHIFTS = (0, 31, 100, 128, 177, 255)
 def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
     model = BY_NAME["Qwen3-Next"]
     directory = str(model.write(tmp_path))
-    with started(directory, cache={"host": {"capacity_bytes": "512MiB"}}, **model.arguments) as engine:
+    cache = {"host": {"capacity_bytes": "512MiB"}}
+    with started(directory, cache=cache, chunk_tokens=None, **model.arguments) as engine:
         (inner,) = engines().values()
         assert inner.facts is not None
         chunk_tokens, found = inner.facts.chunk_tokens, {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, WARM_HITS, Answer, Engine
+from engines import CHUNK_TOKENS, PROMPTS, WARM_HITS, Answer, Engine
 from kv_core.keys import ChunkKey
 from kv_testing.wait import until
 from kv_tiers.server import wire
@@ -206,7 +206,8 @@ def test_windows_and_states_are_found_where_both_nodes_hold_all_groups(name: str
     with two_nodes(model, free_port(), None, **row.arguments) as plain:
         expected, _ = ask(plain)
     cache = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}
-    with two_nodes(model, free_port(), (cache, cache), **row.arguments) as engine:
+    chunk_tokens = None if row.has_states else CHUNK_TOKENS
+    with two_nodes(model, free_port(), (cache, cache), chunk_tokens=chunk_tokens, **row.arguments) as engine:
         on_second(engine, "follow")
         answers, hits = ask(engine)
         assert answers == expected and hits[0] == 0 and hits[2] > 0, hits

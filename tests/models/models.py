@@ -47,6 +47,10 @@ class TinyModel:
     cannot: str = ""
 
     @property
+    def has_states(self) -> bool:
+        return STATES.items() <= self.arguments.items()
+
+    @property
     def dtype(self) -> str:
         return str(self.arguments.get("dtype", "float32"))
 

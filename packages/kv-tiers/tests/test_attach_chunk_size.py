@@ -10,12 +10,20 @@ from kv_tiers.settings import load
 
 
 @pytest.mark.parametrize(
-    ("blocks", "chunk_tokens"),
-    [([16], 256), ([128, 128], 256), ([528], 528), ([176], 352), ([96, 64], 384), ([1024, 256], 1024)],
+    ("blocks", "chunk_tokens"), [([16], 256), ([48], 288), ([16, 32], 256), ([24, 16], 288), ([60], 300)]
 )
 def test_the_default_becomes_the_smallest_number_of_whole_blocks_from_256_on(
     blocks: list[int], chunk_tokens: int
 ) -> None:
+    settings, in_force = load({}, {})
+    assert fitted(settings, in_force, blocks).chunk_tokens == chunk_tokens
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunk_tokens"),
+    [([64], 64), ([128, 128], 128), ([528], 528), ([176], 176), ([96, 64], 192), ([1024, 256], 1024)],
+)
+def test_it_is_one_block_where_blocks_are_long(blocks: list[int], chunk_tokens: int) -> None:
     settings, in_force = load({}, {})
     assert fitted(settings, in_force, blocks).chunk_tokens == chunk_tokens
 

@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     chunk_tokens: Count = 256
     """Tokens a chunk: the unit that is named, kept and evicted. A multiple of the engine's block size; where
-    nobody sets it, the smallest from 256 on (`kv_tiers.attach.chunk_size`)."""
+    nobody sets it, one block of 64 tokens or more, else the smallest from 256 on (`kv_tiers.attach.chunk_size`)."""
     algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
     secret_file: str = ""

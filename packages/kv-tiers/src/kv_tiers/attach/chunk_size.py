@@ -13,7 +13,7 @@ from kv_tiers.settings import Setting, Settings
 _log = limited_logger(__name__)
 
 
-_LEAST_WITH_STATES: Final = 64
+_LONG_BLOCK_TOKENS: Final = 64
 
 
 def fitted(
@@ -21,10 +21,13 @@ def fitted(
 ) -> Settings:
     """The settings with a `chunk_tokens` that is a whole number of the engine's blocks.
 
-    If it is not set, it becomes the smallest whole number of blocks that is no less than the default, because blocks of
-    models with states are as long as a state is large, for example 528 tokens. An engine keeps a prompt's last state at
-    the end of a block. In a chunk of several blocks, most of these would not be at the end of a chunk and would be
-    useless, so for such models a chunk is one block of all tables, or as many as make 64 tokens.
+    If it is not set, it becomes one block where blocks are long, so that we find all that the engine's own prefix cache
+    would: vLLM's have 128 tokens on a CPU, where computing 128 more takes longest, 64 with some kernels for latents,
+    and, in models with states, as many as a state is large, for example 528. Else it is the smallest whole number of
+    blocks that is no less than the default.
+
+    An engine keeps a prompt's last state at the end of a block. In a chunk of several blocks, most of these would not
+    be at the end of a chunk and would be useless, so for such models short blocks make a chunk of 64 tokens.
 
     in_force: as `load` returns it with the settings.
     block_tokens: of each block table of the engine.
@@ -37,7 +40,8 @@ def fitted(
     if any(each.path == "chunk_tokens" and each.origin != "default" for each in in_force):
         check_blocks(settings.chunk_tokens, together)
         return settings
-    least = _LEAST_WITH_STATES if has_states else settings.chunk_tokens
+    has_long_blocks = together >= _LONG_BLOCK_TOKENS
+    least = _LONG_BLOCK_TOKENS if has_states or has_long_blocks else settings.chunk_tokens
     chunk_tokens = -(-least // together) * together
     if chunk_tokens == settings.chunk_tokens:
         return settings

@@ -66,7 +66,7 @@ class CoveragePolicy:
         self._bounded = bounded
         self._recent = LruPolicy()
         self._is_recent: set[int] = set()  # the slots that `_recent` orders
-        self._last_use: dict[int, int] = {}  # of all slots, since there are bounded groups
+        self._last_use: list[int] = []  # by slot, since there are bounded groups; 0: never
         self._now = 0
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -93,8 +93,8 @@ class CoveragePolicy:
         self._recent.extended((), recent[::-1])
 
     def removed(self, slot: int) -> None:
-        if self._last_use:
-            self._last_use.pop(slot, None)
+        if slot < len(self._last_use):
+            self._last_use[slot] = 0
         if slot in self._is_recent:
             self._is_recent.remove(slot)
             self._recent.removed(slot)
@@ -106,7 +106,7 @@ class CoveragePolicy:
         oldest = self._recent.victim() if self._is_recent else None
         if oldest is None or chosen is None:
             return chosen if oldest is None else oldest
-        return oldest if self._last_use.get(oldest, 0) <= self._last_use.get(chosen, 0) else chosen
+        return oldest if self._used_at(oldest) <= self._used_at(chosen) else chosen
 
     def demote(self, slots: Sequence[int]) -> None:
         """Make these chunks of bounded groups the next to leave, because the chunk of the prefix that they need is
@@ -126,6 +126,9 @@ class CoveragePolicy:
             self.policy.reinsert(slots)
         self._recent.reinsert(recent[::-1])
 
+    def _used_at(self, slot: int) -> int:
+        return self._last_use[slot] if slot < len(self._last_use) else 0
+
     def _parted(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> tuple[list[int], Sequence[ChunkKey], Sequence[int]]:
@@ -134,6 +137,8 @@ class CoveragePolicy:
             return [], keys, slots
         self._now = now = self._now + 1
         is_recent, last_use = self._is_recent, self._last_use
+        if slots and (more := max(slots) + 1 - len(last_use)) > 0:
+            last_use += [0] * (more + len(last_use) // 8)
         for slot in slots:
             last_use[slot] = now
         # Of a lookup the bounded groups come last.
