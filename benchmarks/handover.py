@@ -89,6 +89,7 @@ def transfer_of(way: str, role: str, server: ServerProcess | None) -> dict[str, 
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
+            "chunk_tokens": CHUNK_TOKENS,
             "use": "always",
             "load": "layerwise",
             "server": {"socket": str(server.socket)},

@@ -52,9 +52,9 @@ def ways(scratch: Path) -> dict[str, Way]:
     def over_disk(bytes_per_s: float, **options: Any) -> dict[str, Any]:
         disk = {"type": "disk", "directory": str(scratch / "disk"), "capacity_bytes": "2GiB"}
         tier = {"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": disk, **options}
-        return {"host": host, "tiers": [tier], "use": "always", "cold": {"wait_s": 60.0}}
+        return {**exact, "tiers": [tier], "cold": {"wait_s": 60.0}}
 
-    exact = {"host": host, "use": "always"}
+    exact = {"chunk_tokens": CHUNK_TOKENS, "host": host, "use": "always"}
     return {
         "exact float32": Way("float32", exact),
         "exact bfloat16": Way("bfloat16", exact),

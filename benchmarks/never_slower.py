@@ -39,7 +39,7 @@ from _processes import Meter
 from _report import Row, parser, report
 
 POOL_TOKENS = 20 * 256
-PAGE_TOKENS = 64
+BLOCK_TOKENS, PAGE_TOKENS = 128, 64  # vLLM's block on a CPU, of which a chunk is one, and SGLang's page
 PROMPT_TOKENS = 560  # two chunks and a tail, or eight pages and a tail
 NEW_TOKENS = 8
 ROUNDS = 4
@@ -196,7 +196,7 @@ def main() -> int:
     from kv_testing.throttled import offer
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
-    chunk_tokens = 256 if chosen.engine == "vllm" else PAGE_TOKENS
+    chunk_tokens = BLOCK_TOKENS if chosen.engine == "vllm" else PAGE_TOKENS
     chunk_bytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * chunk_tokens * 4
     pool_chunks = POOL_TOKENS // chunk_tokens
     working_set = round(1.8 * pool_chunks / (PROMPT_TOKENS // chunk_tokens))

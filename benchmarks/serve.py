@@ -1,6 +1,6 @@
 """Engines as users run them: HTTP servers with a trained model, driven by the engines' own clients.
 
-Three workloads over pages of this repository, one request at a time, each with prompts that come back after the
+Four workloads over pages of this repository, one request at a time, each with prompts that come back after the
 engine's own memory, of 5,120 tokens, has been filled by others:
 
     document    questions about documents, in turn
