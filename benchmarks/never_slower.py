@@ -40,7 +40,7 @@ from _report import Row, parser, report
 
 POOL_TOKENS = 20 * 256
 BLOCK_TOKENS, PAGE_TOKENS = 128, 64  # vLLM's block on a CPU, of which a chunk is one, and SGLang's page
-PROMPT_TOKENS = 560  # two chunks and a tail, or eight pages and a tail
+PROMPT_TOKENS = 560  # four chunks and a tail, or eight pages and a tail
 NEW_TOKENS = 8
 ROUNDS = 4
 ALLOWED = 1.05

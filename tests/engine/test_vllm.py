@@ -163,6 +163,22 @@ def test_with_vllms_own_prefix_cache_we_add_only_what_it_lacks(tiny_llama: str, 
         assert both.hits == [0]
 
 
+def test_by_default_it_finds_all_that_vllms_own_cache_would(tiny_llama: str, reference: list[Answer]) -> None:
+    """vLLM's blocks have 128 tokens on a CPU, and a chunk is one if nobody says otherwise. Of whole blocks alone vLLM
+    computes the last one again, and we one token."""
+    with started(tiny_llama, cache=None, enable_prefix_caching=True) as plain:
+        plain.ask_in_turn(PROMPTS)
+        plain.ask_in_turn(PROMPTS)
+        own = plain.hits
+    with started(tiny_llama, cache=CACHE, chunk_tokens=None) as ours:
+        assert ours.ask_in_turn(PROMPTS) == reference
+        assert ours.ask_in_turn(PROMPTS) == reference
+        assert len(PROMPTS[2]) % 128 == 0 and own[2] == len(PROMPTS[2]) - 128
+        assert ours.hits == [*own[:2], len(PROMPTS[2]) - 1, *own[3:]]
+        assert sum(ours.hits) > sum(WARM_HITS)
+        ours.assert_at_rest()
+
+
 def test_the_engine_core_in_its_own_process(tiny_llama: str, reference: list[Answer]) -> None:
     with started(tiny_llama, cache=CACHE, own_process=True, distributed_executor_backend=ONE_PROCESS) as apart:
         assert apart.ask_in_turn(PROMPTS) == reference
