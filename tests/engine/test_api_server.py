@@ -93,7 +93,7 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
     tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "write": "back"}
     cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier]}
     answers = []
-    for requests, end in ((2, "2 lookups found 2 of 4 chunks"), (1, "1 lookups found 2 of 2 chunks")):
+    for requests, end in ((2, "2 lookups found 4 of 8 chunks"), (1, "1 lookups found 4 of 4 chunks")):
         with api_server(spelling_llama, cache, tmp_path, runtime) as (process, url, log):
             answers += [complete(url, PROMPT)[0] for _ in range(requests)]
             process.send_signal(signal.SIGTERM)
@@ -101,8 +101,8 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
             # The private server ends after vLLM has.
             until(lambda: "the KV cache ends" in log.read_text(), END_S)
             said = log.read_text()
-        assert len(re.findall(r"INFO .*the KV cache is on: chunks of 256 tokens in a pool of 64 MiB", said)) == 1, said
-        assert len(re.findall(f"INFO .*the KV cache ends: {end}, and 2 chunks entered the pool", said)) == 1, said
+        assert len(re.findall(r"INFO .*the KV cache is on: chunks of 128 tokens in a pool of 64 MiB", said)) == 1, said
+        assert len(re.findall(f"INFO .*the KV cache ends: {end}, and 4 chunks entered the pool", said)) == 1, said
         # Neither a socket nor a lock is left.
         until(lambda: not [path for path in runtime.rglob("*") if not path.is_dir()], END_S)
     assert len(set(answers)) == 1
