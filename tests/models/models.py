@@ -48,6 +48,7 @@ class TinyModel:
 
     @property
     def has_states(self) -> bool:
+        """vLLM keeps them only with its own prefix cache on, which no other row asks for."""
         return STATES.items() <= self.arguments.items()
 
     @property
@@ -97,6 +98,16 @@ _MAMBA2: Final = {
     ".D": lambda parameter: torch.full_like(parameter, 0.1),  # what passes a state by, beside what comes out of it
     "out_proj.weight": lambda parameter: torch.randn_like(parameter) * 0.15,
 }
+
+
+_MAMBA2_SIZES: Final[dict[str, Any]] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+"""As most hybrid models name them."""
 
 
 def _drawn(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -260,13 +271,9 @@ def _falcon_h1() -> Any:
         num_hidden_layers=3,
         head_dim=64,
         mamba_d_ssm=512,
-        mamba_n_heads=16,
-        mamba_d_head=32,
-        mamba_n_groups=2,
-        mamba_d_state=32,
         mamba_d_conv=4,
         mamba_expand=2,
-        mamba_chunk_size=64,
+        **_MAMBA2_SIZES,
     )
 
 
@@ -296,11 +303,7 @@ def _bamba() -> Any:
         architectures=["BambaForCausalLM"],
         num_hidden_layers=4,
         attn_layer_indices=[2],
-        mamba_n_heads=16,
-        mamba_d_head=32,
-        mamba_n_groups=2,
-        mamba_d_state=32,
-        mamba_chunk_size=64,
+        **_MAMBA2_SIZES,
     )
 
 
@@ -315,11 +318,7 @@ def _granite4() -> Any:
         attention_multiplier=0.125,
         shared_intermediate_size=256,
         num_local_experts=4,
-        mamba_n_heads=16,
-        mamba_d_head=32,
-        mamba_n_groups=2,
-        mamba_d_state=32,
-        mamba_chunk_size=64,
+        **_MAMBA2_SIZES,
     )
 
 
