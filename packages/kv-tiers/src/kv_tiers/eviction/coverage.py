@@ -70,10 +70,11 @@ class CoveragePolicy:
         self._now = 0
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        if self._bounded:
-            self._is_recent.update(
-                slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key)
-            )  # a chunk that came before it was known stays with the policy
+        if not self._bounded:
+            self.policy.added(keys, slots)
+            return
+        # A chunk that came before its group was known stays with the policy.
+        self._is_recent.update(slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key))
         recent, keys, slots = self._parted(keys, slots)
         if slots:
             self.policy.added(keys, slots)
@@ -87,6 +88,9 @@ class CoveragePolicy:
         self._recent.used((), recent[::-1])
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if not self._bounded:
+            self.policy.extended(keys, slots)
+            return
         recent, keys, slots = self._parted(keys, slots)
         if slots:
             self.policy.extended(keys, slots)
@@ -103,7 +107,9 @@ class CoveragePolicy:
 
     def victim(self) -> int | None:
         chosen = self.policy.victim()
-        oldest = self._recent.victim() if self._is_recent else None
+        if not self._is_recent:
+            return chosen
+        oldest = self._recent.victim()
         if oldest is None or chosen is None:
             return chosen if oldest is None else oldest
         return oldest if self._used_at(oldest) <= self._used_at(chosen) else chosen

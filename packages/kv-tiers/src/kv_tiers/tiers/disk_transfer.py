@@ -80,9 +80,8 @@ def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: m
     """headers: a page for each. filler: pages whose bytes mean nothing."""
     placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []
     for one, header in zip(carried, headers, strict=True):
-        left = [one.chunk.pages[one.from_bytes : bytes_in_files(one.stored_bytes) - PAGE_BYTES]]
-        if not one.from_bytes:
-            left.insert(0, header)
+        payload = one.chunk.pages[one.from_bytes : bytes_in_files(one.stored_bytes) - PAGE_BYTES]
+        left = [payload] if one.from_bytes else [header, payload]
         if len(one.segments) == 1:
             file, offset, nbytes = one.segments[0]
             placed.append((file.fd, offset, one.at, file, nbytes, left))

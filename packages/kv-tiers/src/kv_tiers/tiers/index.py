@@ -15,7 +15,7 @@ the others are free, so no byte is moved. What is left is as long as a reader of
 
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,7 +29,7 @@ from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency
 from kv_tiers.tier import RankedChunk
 from kv_tiers.tiers.extents import CUTS, Extent, Place, Room, Stored, cut_bytes
-from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, PackedUnits, Space, pack, unpack
+from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, Space, pack, unpack
 
 _GROWS_BY: Final = 1024
 """Entries for which room is made at a time, at least."""
@@ -39,13 +39,11 @@ _GROWS_BY: Final = 1024
 class _Protected:
     """Entries that must not leave. Parts of them may be dropped."""
 
-    entries: set[int]
-    parts: PartsPolicy | None
+    entries: Container[int]
+    parts: PartsPolicy
 
     def __contains__(self, entry: object) -> bool:
-        if not isinstance(entry, int) or entry not in self.entries:
-            return False
-        return self.parts is None or self.parts.is_lowest(entry)
+        return isinstance(entry, int) and entry in self.entries and self.parts.is_lowest(entry)
 
 
 @dataclass(slots=True)
@@ -54,12 +52,14 @@ class _Search:
 
     protected: entries that must stay.
     skipped: those of them that were met, and are put back in the policy's order when the call ends.
+    no_room_for: this many free units were not found, and none has been freed since.
     evicted: as for `Room`.
     cut: entries of which less is stored than before; they may have been evicted since.
     """
 
-    protected: _Protected
+    protected: Container[int]
     skipped: set[int] = field(default_factory=set)
+    no_room_for: int = MAX_UNITS + 1
     evicted: list[int] = field(default_factory=list)
     cut: set[int] = field(default_factory=set)
 
@@ -199,7 +199,7 @@ class ExtentIndex:
         places: list[Place | None] = []
         with self._lock:
             _, here = self._residency.resident(keys)
-            search = _Search(_Protected({*self._entries_above(parent), *here}, self._parts))
+            search = _Search(self._protected({*self._entries_above(parent), *here}))
             missing = set(self._residency.not_held(keys))
             for at, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
                 place = None
@@ -253,11 +253,11 @@ class ExtentIndex:
         with self._lock:
             if any(space.has_untouched() for space in self._spaces):
                 return Room([], [], {})
-            search = _Search(_Protected(set(), self._parts))
             wanted = free_slots * self._geometry.slot_units
             missing = wanted - sum(space.free_units for space in self._spaces)
-            if missing > 0:
-                search.protected.entries.update(self._entries_above(parent))
+            if missing <= 0:
+                return Room([], [], {})
+            search = _Search(self._protected(set(self._entries_above(parent))))
             while missing > 0 and (entry := self._residency.victim(search.protected, search.skipped)) is not None:
                 units = len(self.extent(entry).units)
                 if self._shrink(entry, search.cut, last=True):
@@ -347,23 +347,22 @@ class ExtentIndex:
         self._free_entries = [[] for _ in self._spaces]
         self._untouched_entries = [0] * self._media
 
+    def _protected(self, entries: set[int]) -> Container[int]:
+        return entries if self._parts is None else _Protected(entries, self._parts)
+
     def _room(self, key: ChunkKey, stored_bytes: int, search: _Search) -> Place | None:
         units = self._geometry.units_for(self._overhead_bytes + stored_bytes)
         while True:
-            for turn in range(self._turn, self._turn + self._media):
-                medium = turn % self._media
-                space = self._spaces[medium]
-                if not space.has_room(units) or (entry := self._entry(medium)) is None:
-                    continue
-                taken = space.take(units)
-                assert taken is not None
-                self._turn = medium + 1
-                self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
-                return Place(key, entry, Extent(taken, stored_bytes))
+            if units < search.no_room_for:
+                place = self._free_place(key, units, stored_bytes)
+                if place is not None:
+                    return place
+                search.no_room_for = units
             victim = self._residency.victim(search.protected, search.skipped)
             if victim is None:
                 return None
-            if self._shrink(victim, search.cut):
+            if self._parts is not None and self._shrink(victim, search.cut):
+                search.no_room_for = MAX_UNITS + 1
                 continue
             self._empty(victim)
             search.evicted.append(victim)
@@ -373,6 +372,21 @@ class ExtentIndex:
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
                 return Place(key, victim, Extent(range(first, first + units), stored_bytes))
             self._free(victim)
+            search.no_room_for = MAX_UNITS + 1
+
+    def _free_place(self, key: ChunkKey, units: int, stored_bytes: int) -> Place | None:
+        """Of free units, from one medium after the other in turn."""
+        for turn in range(self._turn, self._turn + self._media):
+            medium = turn % self._media
+            space = self._spaces[medium]
+            if not space.has_room(units) or (entry := self._entry(medium)) is None:
+                continue
+            taken = space.take(units)
+            assert taken is not None
+            self._turn = medium + 1
+            self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
+            return Place(key, entry, Extent(taken, stored_bytes))
+        return None
 
     def _ended(self, search: _Search, places: list[Place | None]) -> Room:
         if search.skipped:
@@ -443,7 +457,7 @@ class ExtentIndex:
         """The entries of this chunk and its ancestors as far as they are here and it needs them, from the prompt's
         first."""
         above: list[int] = []
-        if key is not None and self._bounded.has(key):
+        if key is None or (self._bounded and self._bounded.has(key)):
             return above
         while key is not None and (entry := self._residency.find(key)) is not None and len(above) < len(self._parents):
             above.append(entry)
@@ -453,5 +467,7 @@ class ExtentIndex:
     def _prompt(self, keys: Sequence[ChunkKey], entries: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
         """These, which follow each other, with all that they build on before them."""
         above = self._entries_above(self._parents[entries[0]])
+        if not above:
+            return list(keys), list(entries)
         above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
         return [*above_keys, *keys], [*above, *entries]
