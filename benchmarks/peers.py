@@ -2,9 +2,11 @@
 
 The server is a process of its own, reached over loopback. The reader is a lane as a cache has it: two threads, loads of
 eight chunks, and the check of header and bytes, so a checksum is taken on either side. Bare sockets move the same bytes
-between two processes in the same run, in turn, from memory into the same pages; with a checksum on either side, and
-without; and NIXL over TCP where it is installed (scripts/setup.sh nixl, beside vLLM), which takes none. On two cores
-both sides share them with all checksums; over a line (`--line`) there is time for these.
+between two processes in the same run, in turn, from memory into the same pages: without checksums; and with one on
+either side, taken piece by piece while the bytes are in the cache, which is what a socket with checksums can move at
+most, as both take it from the cores that the kernel copies with. And NIXL over TCP where it is installed
+(scripts/setup.sh nixl, beside vLLM), which takes none. On two cores both sides share them with all checksums; over a
+line (`--line`) there is time for these. A lane with one thread has one connection, as the bare sockets have.
 
     python benchmarks/peers.py [--json] [--line 1gbit]
 
@@ -55,10 +57,12 @@ CHUNKS = BATCH * BATCHES
 CONTEXT = TierContext(CHUNK_BYTES, CHUNK_BYTES, "benchmark")
 KEYS = key_chain(CHUNKS)
 LOOKED_UP = 512
+PIECE_BYTES = 1 << 20
+"""Of the bare sockets with checksums, as of the protocol."""
 
 _SENDER = """
 import mmap, os, socket, ssl, sys, xxhash
-chunks, nbytes, certificate, key = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+chunks, nbytes, piece_bytes, certificate, key = *map(int, sys.argv[1:4]), *sys.argv[4:]
 pool = memoryview(mmap.mmap(-1, chunks * nbytes))  # shared memory, as a server's pool is
 pool[:] = os.urandom(4096) * (chunks * nbytes // 4096)
 listener = socket.create_server(("127.0.0.1", 0))
@@ -72,9 +76,13 @@ if certificate:
 while asked := sock.recv(1):
     for number in range(chunks):
         data = pool[number * nbytes : (number + 1) * nbytes]
-        if asked == b"c":
-            xxhash.xxh3_128_digest(data)
-        sock.sendall(data)
+        if asked == b"x":
+            sock.sendall(data)
+            continue
+        running = xxhash.xxh3_128()
+        for at in range(0, nbytes, piece_bytes):
+            running.update(data[at : at + piece_bytes])
+            sock.sendall(data[at : at + piece_bytes])
 """
 
 
@@ -120,23 +128,42 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None, repeats: i
     reads = _reads(pool)
     bare = _bare(ending, files)
     name = "TLS" if authority else "TCP"
-    (ours_s, bare_s), (again_s, checked_s) = (
+    (ours_s, bare_s), (again_s, checked_s) = _beside_bare(lane, reads, bare, repeats)
+    rows = [
+        _rate(f"chunks of 4 MiB from a peer's pool over {name}, against a bare socket", ours_s, bare_s),
+        _rate("  the same, against a bare socket with checksums", again_s, checked_s),
+    ]
+    if authority is None:
+        alone = _lane(host, files, threads=1)
+        ending.callback(alone.close)
+        (one_s, beside_s), (one_again_s, beside_checked_s) = _beside_bare(alone, reads, bare, repeats)
+        rows += [
+            _rate("  by a lane of one thread, against a bare socket", one_s, beside_s),
+            _rate("  by a lane of one thread, against a bare socket with checksums", one_again_s, beside_checked_s),
+        ]
+        checksums_s, nothing_s = paired_medians_s(
+            lambda: _receive(bare, reads, with_checksums=True),
+            lambda: _receive(bare, reads, with_checksums=False),
+            repeats,
+        )
+        # What no protocol with checksums can exceed on these cores: there is no target to miss.
+        rows.append(_rate("  a bare socket with checksums, against one without", checksums_s, nothing_s, target=0.0))
+        if is_installed():
+            rows.append(_beside_nixl(lane, reads, repeats))
+        rows += [_round_trips(lane), *_engines_wait(cache, host), _from_disk(cache, lane, reads, ours_s)]
+    return rows
+
+
+def _beside_bare(lane: Lane, reads: Sequence[Read], bare: socket.socket, repeats: int) -> list[tuple[float, float]]:
+    """Medians of our loads and of a bare socket's, in turn: of one without checksums, then of one with them."""
+    return [
         paired_medians_s(
             lambda: _load(lane, reads),
             lambda: _receive(bare, reads, with_checksums=with_checksums),  # noqa: B023  # it is called at once
             repeats,
         )
         for with_checksums in (False, True)
-    )
-    rows = [
-        _rate(f"chunks of 4 MiB from a peer's pool over {name}, against a bare socket", ours_s, bare_s),
-        _rate("  the same, against a bare socket with checksums", again_s, checked_s),
     ]
-    if authority is None:
-        if is_installed():
-            rows.append(_beside_nixl(lane, reads, repeats))
-        rows += [_round_trips(lane), *_engines_wait(cache, host), _from_disk(cache, lane, reads, ours_s)]
-    return rows
 
 
 def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:
@@ -147,8 +174,9 @@ def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:
     return _rate("  the same, against NIXL over TCP", ours_s, nixl_s)
 
 
-def _lane(host: str, files: dict[str, str]) -> Lane:
-    lane, _ = build_lane({"type": "peers", "hosts": [host], **files}, CONTEXT, where="benchmark")
+def _lane(host: str, files: dict[str, str], threads: int = 2) -> Lane:
+    options = {"type": "peers", "hosts": [host], "threads": threads, **files}
+    lane, _ = build_lane(options, CONTEXT, where="benchmark")
     return lane
 
 
@@ -183,7 +211,7 @@ def _store(cache: RemoteCache, keys: Sequence[ChunkKey]) -> None:
 def _bare(ending: ExitStack, files: dict[str, str]) -> socket.socket:
     """A connection to a process that sends a batch for each byte it gets."""
     certificate = [files.get(f"tls_{name}_file", "") for name in ("cert", "key")]
-    command = [sys.executable, "-c", _SENDER, str(CHUNKS), str(CHUNK_BYTES), *certificate]
+    command = [sys.executable, "-c", _SENDER, str(CHUNKS), str(CHUNK_BYTES), str(PIECE_BYTES), *certificate]
     sender = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     ending.callback(sender.communicate)
     assert sender.stdout is not None
@@ -198,12 +226,16 @@ def _bare(ending: ExitStack, files: dict[str, str]) -> socket.socket:
 def _receive(sock: socket.socket, reads: Sequence[Read], *, with_checksums: bool) -> None:
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     sock.sendall(b"c" if with_checksums else b"x")
+    piece_bytes = PIECE_BYTES if with_checksums else CHUNK_BYTES
     for read in reads:
-        received = 0
-        while received < CHUNK_BYTES:
-            received += sock.recv_into(read.pages[received:], 0, flags)
-        if with_checksums:
-            xxhash.xxh3_128_digest(read.pages)
+        running = xxhash.xxh3_128()
+        for at in range(0, CHUNK_BYTES, piece_bytes):
+            piece, received = read.pages[at : at + piece_bytes], 0
+            while received < piece_bytes:
+                received += sock.recv_into(piece[received:], 0, flags)
+            if with_checksums:
+                running.update(piece)
+        running.digest()
 
 
 def _round_trips(lane: Lane) -> Row:
