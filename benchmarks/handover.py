@@ -252,6 +252,11 @@ def main() -> int:
             (home / str(number)).mkdir(mode=0o700)
             try:
                 found[way] = measured(way, model, home / str(number), args.tokens, args.prompts, args.step_tokens)
+                for length, (first_s, exposed_s) in found[way].items():  # said at once: the next way takes minutes
+                    print(
+                        f"{length} tokens, {way}: first token after {first_s:.3f} s, {exposed_s * 1e3:.1f} ms exposed",
+                        file=sys.stderr,
+                    )
             except (SystemExit, OSError) as error:
                 if way != "nixl":
                     raise
