@@ -200,11 +200,8 @@ class Refining(RuleBasedStateMachine):
             assert self.small.bytes_of(lease) == found
         refinements, index = self.cache.lower.refinements, self.cache._index
         lent = [one.lent for one in refinements._under_way if one is not None]
+        lent += [one.lent for one in refinements._filled.values()]
         assert sorted(lent) == [slot for slot, life in enumerate(index._life) if life is Life.LENT]
-        replaced = set(index._replaced._chunks)
-        assert replaced >= {slot for slot, life in enumerate(index._life) if life is Life.REPLACED}
-        assert all(index.is_read(slot) for slot in replaced)
-        assert len(replaced) <= refine._STILL_READ + 1
         for slot, one in refinements._at.items():
             assert index.key_at(slot) == one.key
         kept = [one.first_bytes for one in refinements._at.values() if one.first_bytes is not None]

@@ -13,8 +13,7 @@ ALLOWED = {
     Life.RESIDENT: {Event.EVICT: Life.ABSENT, Event.FORGET: Life.LEAVING},
     Life.LEAVING: {Event.GONE: Life.ABSENT},
     Life.ORPHANED: {Event.COMMIT: Life.ABSENT, Event.ABORT: Life.ABSENT},
-    Life.LENT: {Event.RETURN: Life.ABSENT, Event.REPLACE: Life.REPLACED},
-    Life.REPLACED: {Event.GONE: Life.ABSENT, Event.FORGET: Life.LEAVING},
+    Life.LENT: {Event.RETURN: Life.ABSENT},
 }
 
 

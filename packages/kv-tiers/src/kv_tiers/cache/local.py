@@ -273,11 +273,10 @@ class LocalCache:
             read = self._leases.close_read(lease.id)
             if read is None:
                 return False
-            bytes_at = self._index.bytes_at(read.slots, read.since)
-            is_void = self._index.any_forgotten(bytes_at)
+            is_void = self._index.any_forgotten(read.slots)
             self._publish_end(read, now_s, "forgotten" if is_void else "released")
-            self.holds.read(self._index.still_of(read.slots, bytes_at))
-            self._give_back(read)
+            self.holds.read(read.slots)
+            self._host.unlease(read.slots)
             return not is_void
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
@@ -298,7 +297,7 @@ class LocalCache:
             for read in reads:
                 if read.kind == "load":
                     self._publish_end(read, self._clock.now_s(), "ended")
-                self._give_back(read)
+                self._host.unlease(read.slots)
             for write in writes:
                 self._abort(write)
             if self.events.on_requests:
@@ -394,7 +393,7 @@ class LocalCache:
         for read in self._leases.expire(now_s):
             if self.events.on:
                 self.events.publish(events.LeaseExpired(read.holder, read.number, len(read.slots), read.kind))
-            self._give_back(read)
+            self._host.unlease(read.slots)
             self._totals.leases_expired += 1
 
     def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
@@ -449,19 +448,13 @@ class LocalCache:
             if self.events.on_requests:
                 self.events.publish(events.LoadBegun(holder, 0, keys, len(missing)))
             return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
-        since = self._index.lease_bytes(slots)
+        self._index.lease(slots)
         self._promotions.used(slots)
         read = self._leases.open_read(holder, slots, now_s, lasting=lasting)
-        number, read.nbytes, read.since = read.number, self.pool.sizes.total(keys), since
+        number, read.nbytes = read.number, self.pool.sizes.total(keys)
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
         return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
-
-    def _give_back(self, read: Read) -> None:
-        if read.kind == "load":
-            self._host.unlease(self._index.bytes_at(read.slots, read.since), of_bytes=True)
-        else:
-            self._host.unlease(read.slots)
 
     def _publish_end(self, read: Read, now_s: float, how: events.LoadEnding) -> None:
         if self.events.on_requests:

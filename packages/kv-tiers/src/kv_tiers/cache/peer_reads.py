@@ -102,20 +102,19 @@ class PeerReads:
             self._host.check_open()
             slot = self._index.find(key)
             if slot is not None:
-                since = self._index.lease_bytes([slot])
-                leased = self._host.pool.chunk(slot, self._host.pool.sizes.of(key))
+                self._index.lease([slot])
         if slot is None:
             with self._read_lower(key, timeout_s) as stored:
                 yield stored
             return
         try:
-            with leased as chunk:
+            with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
                 yield StoredChunk(chunk, partial(pack_header, key, None, chunk, self._format_id))
             with self._host.lock:  # after the context: it has been sent
-                self._holds.read(self._index.still_of([slot], self._index.bytes_at([slot], since)))
+                self._holds.read([slot])
         finally:
             with self._host.lock:
-                self._host.unlease(self._index.bytes_at([slot], since), of_bytes=True)
+                self._host.unlease([slot])
 
     @contextmanager
     def _read_lower(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
