@@ -24,7 +24,6 @@ class Copier:
     """Of an engine whose memory is of no interest here."""
 
     is_queued = False
-    stores_behind = False
 
     def attach(self, *_: Any) -> None: ...
 
