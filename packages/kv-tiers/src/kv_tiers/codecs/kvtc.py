@@ -142,25 +142,18 @@ class KvtcCodec:
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if len(payload) < coded_at:
             raise CodecError(f"it ends behind {len(payload)} bytes, within its first tokens")
-        order, words = self._shape.order, self._words(out)
-        rows, restored = self._rows(tokens), self._stored(words)
-        if not order.is_usual:
-            words = np.empty_like(words)
+        rows, words = self._rows(tokens), self._words(out)
         self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
         with np.errstate(all="ignore"):  # of what no encoder makes
             self.kernels.project_back(self._transform, rows, self._turns(first, tokens), words)
         stored = self._stored(words)
         stored[:, :exact] = np.frombuffer(payload[HEAD_BYTES:coded_at], words.dtype).reshape(stored[:, :exact].shape)
-        if not order.is_usual:
-            layers = self._shape.layers
-            order.restored(stored[:layers], restored[:layers])
-            restored[layers:] = stored[layers:]
 
     def _encode(self, chunk: memoryview, out: memoryview, exact: int) -> int | None:
         tokens, rest = divmod(len(chunk), self._shape.token_bytes)
         if rest or not 0 < tokens <= MOST_TOKENS:
             return None
-        words = self._ordered(self._words(chunk))
+        words = self._words(chunk)
         stored = self._stored(words)
         exact = min(exact, tokens)
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
@@ -180,16 +173,6 @@ class KvtcCodec:
 
     def _words(self, chunk: memoryview) -> Words:
         return np.frombuffer(chunk, f"<u{ITEMSIZES[self._shape.dtype]}")
-
-    def _ordered(self, words: Words) -> Words:
-        """With the channels of keys in the order of kernels."""
-        order, layers = self._shape.order, self._shape.layers
-        if order.is_usual:
-            return words
-        out = np.empty_like(words)
-        order.ordered(self._stored(words)[:layers], self._stored(out)[:layers])
-        self._stored(out)[layers:] = self._stored(words)[layers:]
-        return out
 
     def _stored(self, words: Words) -> Words:
         """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
