@@ -1,9 +1,9 @@
 """Real vLLM engines for tests: started with and without us, asked, looked into, and shut down."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +22,7 @@ PROMPTS = [
 WARM_HITS = [512, 512, 1023, 768, 0, 512]
 """Tokens of each prompt that are found once all have been stored."""
 Answer = tuple[int, ...]
+_Read = TypeVar("_Read")
 
 
 class Engine:
@@ -137,6 +138,21 @@ def started(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+def in_pool(read: Callable[[memoryview], _Read]) -> dict[str, _Read]:
+    """What `read` returns for every chunk in the pool of the one engine of this process, by its key."""
+    from kv_tiers.attach.engine import engines
+
+    (engine,) = engines().values()
+    assert engine.cache is not None
+    found = {}
+    for key in engine.cache.admin.resident_keys():
+        slot = engine.cache._index.find(key)
+        assert slot is not None
+        with engine.cache.pool.chunk(slot, engine.cache.pool.sizes.of(key)) as chunk:
+            found[key.hex()] = read(chunk)
+    return found
 
 
 def empty_the_pool() -> None:

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import started
-from kv_tiers.attach.engine import engines
-from kv_tiers.cache.local import LocalCache
+from engines import in_pool, started
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import bytes_for
@@ -27,19 +25,10 @@ def over(directory: Path, **options: Any) -> dict[str, Any]:
     return {"host": {"capacity_bytes": "16MiB"}, "tiers": [disk | options], "cold": {"wait_s": 20.0}}
 
 
-def in_pool() -> dict[str, np.ndarray[Any, Any]]:
-    """The numbers of every chunk in the pool of the one engine, by its key."""
-    (engine,) = engines().values()
-    cache = engine.cache
-    assert isinstance(cache, LocalCache)
-    found = {}
-    for key in cache.admin.resident_keys():
-        slot = cache._index.find(key)
-        assert slot is not None
-        assert cache.pool.sizes.of(key) == CHUNK_BYTES
-        with cache.pool.chunk(slot, CHUNK_BYTES) as chunk:
-            found[key.hex()] = (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return found
+def numbers(chunk: memoryview) -> np.ndarray[Any, Any]:
+    """Of bfloat16, copied."""
+    assert len(chunk) == CHUNK_BYTES
+    return (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def after_a_restart(model: str, cache: dict[str, Any]) -> tuple[list[int], dict[str, float], dict[str, Any]]:
@@ -49,7 +38,7 @@ def after_a_restart(model: str, cache: dict[str, Any]) -> tuple[list[int], dict[
         engine.ask_in_turn(PROMPTS)
         assert engine.hits == [0] * len(PROMPTS)
         engine.assert_at_rest()
-        computed = in_pool()
+        computed = in_pool(numbers)
     assert len(computed) == 2 * len(PROMPTS)
     with started(model, cache=cache, dtype="bfloat16") as engine:
         errors = {}
@@ -57,7 +46,7 @@ def after_a_restart(model: str, cache: dict[str, Any]) -> tuple[list[int], dict[
         for prompt in reversed(PROMPTS):  # the newest first, which no store for an older one has pushed out by then
             engine.ask([prompt])
             hits = [*engine.hits, *hits]
-            for key, chunk in in_pool().items():
+            for key, chunk in in_pool(numbers).items():
                 errors.setdefault(key, float(np.abs(chunk - computed[key]).mean() / np.abs(computed[key]).mean()))
         return hits, errors, engine.assert_at_rest()["tiers"]["disk"]["lane"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, WARM_HITS, Engine, started
+from engines import PROMPTS, WARM_HITS, Engine, in_pool, started
 from kv_core.checksum import checksum_of
 from kv_core.outcome import Loaded, LoadOutcome
 from kv_tiers.attach.engine import engines
@@ -21,20 +21,6 @@ def over(directory: Path, **options: Any) -> dict[str, Any]:
     return {"host": {"capacity_bytes": "16MiB"}, "tiers": [disk], "cold": {"wait_s": 20.0}}
 
 
-def in_pool() -> dict[str, bytes]:
-    """The checksum of every chunk in the pool of the one engine, by its key."""
-    (engine,) = engines().values()
-    cache = engine.cache
-    assert isinstance(cache, LocalCache)
-    found = {}
-    for key in cache.admin.resident_keys():
-        slot = cache._index.find(key)
-        assert slot is not None
-        with cache.pool.chunk(slot, cache.pool.sizes.of(key)) as chunk:
-            found[key.hex()] = checksum_of(chunk)
-    return found
-
-
 class Asked:
     """What an engine says to all prompts: what comes from the disk, and the same again from the pool."""
 
@@ -42,7 +28,11 @@ class Asked:
         self.first = engine.ask_in_turn(PROMPTS)
         assert engine.hits == WARM_HITS
         tier = engine.assert_at_rest()["tiers"]["disk"]
-        self.pool, self.loaded, self.approximate = in_pool(), tier["lane"]["loaded"], tier["lane"]["approximate"]
+        self.pool, self.loaded, self.approximate = (
+            in_pool(checksum_of),
+            tier["lane"]["loaded"],
+            tier["lane"]["approximate"],
+        )
         self.again = engine.ask_in_turn(PROMPTS)
         assert engine.hits == WARM_HITS
         assert engine.assert_at_rest()["tiers"]["disk"]["lane"]["loaded"] == self.loaded  # the pool had it all
