@@ -55,5 +55,6 @@ def test_scores_of_documents_for_one_query(spelling_llama: str, tmp_path: Path) 
         expected = scores(plain)
         assert len(set(expected)) == 3
     with started(str(tmp_path), cache=CACHE, **POOLED) as ours:
-        assert scores(ours) == expected
+        # A step with fewer tokens may add them up in another order, as kernels for AVX2 do.
+        assert scores(ours) == pytest.approx(expected, rel=1e-5)
         assert loaded(ours) == 2 * 768

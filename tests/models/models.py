@@ -546,6 +546,9 @@ SCANNED: Final = STATES | {"max_num_batched_tokens": 128}
 """Where a step goes beyond a block, vLLM 0.32 asks Mamba2's kernel for the state at the block's end as well, and its
 kernel for CPUs has none to give: an IndexError in `conv_ssm_forward`."""
 
+GATED: Final = STATES | {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
+"""With AVX512-BF16 vLLM's kernel keeps states in float32, elsewhere in the model's type: a block is as long as a state."""
+
 REFERENCE_MLA: Final = {"attention_config": {"backend": "CPU_MLA"}}
 """vLLM's kernel for latents that runs on every processor; with AMX it has another (`test_every_cache` has both)."""
 
@@ -556,7 +559,7 @@ MODELS: Final = (
     TinyModel("gpt-oss", _causal(_gpt_oss, sinks=_drawn(1.0))),
     TinyModel("DeepSeek-V2", _deepseek_v2, REFERENCE_MLA),
     TinyModel("DeepSeek-V3.2", _deepseek_v32, cannot="Sparse Attention is not supported on CPU"),
-    TinyModel("Qwen3-Next", _causal(_qwen3_next), STATES | {"dtype": "bfloat16"}, own_hits=True),
+    TinyModel("Qwen3-Next", _causal(_qwen3_next), GATED, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES, cannot="object has no attribute 'selective_scan_fwd'"),
     TinyModel(
