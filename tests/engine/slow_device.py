@@ -92,9 +92,9 @@ class SlowDevice:
         self._missing: dict[HostExtent, set[int]] = {}  # layers
 
     def make_copier(
-        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
     ) -> QueuedCopier:
-        """Stands in for the real one, around it."""
+        """Stands in for the real one, around it; its own queue is what stores go on in."""
         copier = make_copier(layout, tensors, chunk_format)
         layers = _by_layer(layout, tensors, chunk_format) if self._layerwise else ()
         self._sizes |= {id(each): layout.block_tokens for each in (copier, *layers)}

@@ -12,6 +12,7 @@ from kv_cuda.copy.behind import LayerCopy, copying_thread
 from kv_testing.connect import QueuedCopy
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.process import launch
+from kv_vllm.held import PoolBlocks
 from slow_device import slow_device
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "128MiB"}}
@@ -84,13 +85,52 @@ def test_layers_that_a_thread_copies_give_the_same_tokens(
         assert engine.ask_in_turn(PROMPTS) == reference
         assert engine.hits == WARM_HITS
         seen = engine.assert_at_rest()
-        assert seen["scheduler"]["loads_layerwise"] == seen["scheduler"]["loads"] == len(begun) > 4
+        of_loads = [layers for layers in begun if layers > 1]  # a store is one copy
+        assert seen["scheduler"]["loads_layerwise"] == seen["scheduler"]["loads"] == len(of_loads) > 4
         free = Event()
         working = submit(free.wait)
         monkeypatch.setattr(LayerCopy, "hold_engine", lambda self: None)
         assert engine.ask([PROMPTS[2]]) != [reference[2]]
         free.set()
         working.result()
+
+
+@pytest.mark.slow
+def test_chunks_that_a_thread_stores_behind_the_step_are_what_was_computed(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU as it is, where blocks are soon given to others; and what nobody holds is stored as others wrote it."""
+    first, second = ([[number * 11 + turn + i % 97 for i in range(376)] for number in range(1, 7)] for turn in (3, 500))
+    monkeypatch.setattr(behind, "_MIN_BYTES", 0)
+    monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: {0, 1}, raising=False)
+    submit, stores, may_copy = copying_thread().submit, 0, Event()
+    may_copy.set()
+
+    def late(run: Any, copies: Any) -> Any:
+        nonlocal stores
+        stores += 1
+        return submit(lambda: (time.sleep(0.02), may_copy.wait(), run(copies)))
+
+    with started(tiny_llama, cache=None, max_model_len=1280) as plain:
+        expected = [plain.ask_in_turn(prompts, new_tokens=150) for prompts in (first, second)]
+    monkeypatch.setattr(copying_thread(), "submit", late)
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 14, "max_model_len": 1280}
+    with started(tiny_llama, cache=CACHE, **tight) as engine:
+        assert engine.ask(first, new_tokens=150) == expected[0]
+        assert engine.ask(first, new_tokens=150) == expected[0]
+        assert engine.hits == [256] * 6
+        assert stores >= 6
+        engine.assert_at_rest()
+        assert engine.llm.reset_prefix_cache()  # all blocks are vLLM's again
+
+        may_copy.clear()  # until the last request ends, which waits for them
+        monkeypatch.setattr(PoolBlocks, "hold", lambda self, blocks: None)
+        monkeypatch.setattr(PoolBlocks, "give_back", lambda self, blocks: None)
+        monkeypatch.setattr(PoolBlocks, "is_ours_alone", lambda self, block: False)
+        assert engine.ask(second, new_tokens=150) == expected[1]
+        may_copy.set()
+        assert engine.ask(second, new_tokens=150) != expected[1]
+        assert engine.hits == [256] * 6
 
 
 @pytest.mark.slow

@@ -2,16 +2,17 @@
 committed before its bytes are there, no step waits, and every block and every lease comes back."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kv_cuda.copy import behind
 from kv_vllm.held import PoolBlocks
 from models import BY_NAME
-from oracle import Oracle
+from oracle import BLOCK_TOKENS, Oracle
 from slow_device import SlowDevice, slow_device
 
 SHARED = [3 + (7 * i) % 40 for i in range(400)]
@@ -153,22 +154,57 @@ def test_a_cache_that_is_turned_off_gives_the_blocks_back(tiny_llama: str, async
 
 
 @SCHEDULERS
-@pytest.mark.parametrize("copies_at_once", [False, True])
+@pytest.mark.parametrize("device", ["a slow device", "a CPU", "one processor"])
 def test_where_nothing_may_be_on_its_way_a_step_ends_with_its_stores_in_the_pool(
-    tiny_llama: str, asynchronous: bool, copies_at_once: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: str, asynchronous: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on every CPU; and no block is held."""
+    """And no block is held. A thread that has to share its processor with the engine has nothing on its way."""
     monkeypatch.setattr(PoolBlocks, "hold", lambda self, blocks: pytest.fail("blocks are held"))
-    device = nullcontext() if copies_at_once else slow_device()
-    with device:
-        oracle = Oracle(
-            tiny_llama, asynchronous=asynchronous, **({} if copies_at_once else {"stores_in_flight_bytes": 0})
-        )
-    oracle.submit("a", SHARED[:200], 2)
-    oracle.run()
-    assert oracle.engine.worker is not None and oracle.engine.worker.counts.chunks_stored == 3
-    oracle.assert_at_rest()
-    oracle.close()
+    monkeypatch.setattr(behind, "_MIN_BYTES", 0)
+    processors = {0} if device == "one processor" else {0, 1}
+    monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: processors, raising=False)
+    options: dict[str, Any] = {} if device == "one processor" else {"stores_in_flight_bytes": 0}
+    with slow_device() if device == "a slow device" else nullcontext():
+        oracle = Oracle(tiny_llama, asynchronous=asynchronous, **options)
+    try:
+        oracle.submit("a", SHARED[:200], 2)
+        oracle.run()
+        assert oracle.engine.worker is not None and oracle.engine.worker.counts.chunks_stored == 3
+        oracle.assert_at_rest()
+    finally:
+        oracle.close(drain=False)  # or the engine would be found by the tests after this one
+
+
+@SCHEDULERS
+def test_a_thread_of_a_cpu_stores_behind_the_step(
+    tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are held, what is loaded is what was computed, and all blocks come back."""
+    held: list[int] = []
+    hold = PoolBlocks.hold
+
+    def noted(self: PoolBlocks, blocks: Sequence[int]) -> None:
+        held.extend(blocks)
+        hold(self, blocks)
+
+    monkeypatch.setattr(PoolBlocks, "hold", noted)
+    monkeypatch.setattr(behind, "_MIN_BYTES", 0)
+    monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: {0, 1}, raising=False)
+    oracle = Oracle(tiny_llama, asynchronous=asynchronous)
+    try:
+        oracle.submit("a", SHARED[:200], 2)
+        oracle.run()
+        oracle.drain()
+        assert oracle.engine.worker is not None and oracle.engine.worker.counts.chunks_stored == 3
+        assert len(set(held)) == 3 * 64 // BLOCK_TOKENS
+        oracle.submit("b", [*SHARED[:200], 9])
+        oracle.run()
+        assert oracle.loaded == 192
+        oracle.assert_at_rest()
+        pool = oracle.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    finally:
+        oracle.close(drain=False)
 
 
 @pytest.mark.slow

@@ -547,7 +547,7 @@ SCANNED: Final = STATES | {"max_num_batched_tokens": 128}
 kernel for CPUs has none to give: an IndexError in `conv_ssm_forward`."""
 
 GATED: Final = STATES | {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
-"""With AVX512-BF16 vLLM's kernel keeps states in float32, elsewhere in the model's type: a block is as long as a state."""
+"""With AVX512-BF16 vLLM keeps states in float32, elsewhere in the model's type; and a block has a state's bytes."""
 
 REFERENCE_MLA: Final = {"attention_config": {"backend": "CPU_MLA"}}
 """vLLM's kernel for latents that runs on every processor; with AMX it has another (`test_every_cache` has both)."""

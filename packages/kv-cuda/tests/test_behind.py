@@ -48,7 +48,7 @@ class Loaded:
         self.layers = layout.layers
         self.wanted, self.tensors = cache.make(), cache.make()
         whole = CpuCopier(layout, self.wanted, described)
-        self.copier = CpuCopier(layout, self.tensors, described, pays_behind=lambda nbytes: True)
+        self.copier = CpuCopier(layout, self.tensors, described, stores_behind=True, pays_behind=lambda nbytes: True)
         for copier in (whole, self.copier):
             copier.attach("pool", memoryview(self.pool))
         whole.load(self.plan).wait()
@@ -129,6 +129,45 @@ def test_few_bytes_and_parts_of_blocks_are_stored_in_one_piece() -> None:
     assert stored.copier.store_layers(part) is None
     with pytest.raises(InputError):
         stored.copier.store_layers(TransferPlan((replace(first, first_slot=1 << 30),), CHUNK))
+
+
+@needs_c
+@every_cache
+def test_a_whole_store_goes_on_behind_the_call_and_those_who_wait_make_it(cache: SmallCache, busy: Event) -> None:
+    stored = Stored(cache)
+    assert stored.copier.stores_behind
+    for is_waited_for in (True, False):
+        stored.pool[:] = bytes(len(stored.pool))
+        event = stored.copier.store(stored.plan)
+        assert not event.done() and not any(stored.pool)
+        if is_waited_for:
+            event.wait()
+        else:
+            busy.set()
+            copying_thread().submit(lambda: None).result()
+        assert event.done() and stored.pool == stored.chunks
+
+
+@needs_c
+def test_a_store_is_complete_when_it_returns_where_nobody_holds_its_blocks_or_it_is_small(busy: Event) -> None:
+    cache = next(iter(CACHES.values()))
+    stored = Stored(cache)
+    described = cache.layout.canonical_format(CHUNK)
+    held_by_nobody = CpuCopier(cache.layout, stored.tensors, described, pays_behind=lambda nbytes: True)
+    one_processor = CpuCopier(
+        cache.layout, stored.tensors, described, stores_behind=True, pays_behind=lambda nbytes: False
+    )
+    small = CpuCopier(
+        cache.layout, stored.tensors, described, stores_behind=True, pays_behind=lambda nbytes: nbytes > 1 << 30
+    )
+    assert [copier.stores_behind for copier in (held_by_nobody, one_processor, small)] == [False, False, True]
+    for copier in (held_by_nobody, one_processor, small):
+        copier.attach("pool", memoryview(stored.pool))
+        stored.pool[:] = bytes(len(stored.pool))
+        assert copier.store(stored.plan).done() and stored.pool == stored.chunks
+    (first, *_) = stored.plan.copies
+    with pytest.raises(InputError):
+        stored.copier.store(TransferPlan((replace(first, first_slot=1 << 30),), CHUNK))
 
 
 @needs_c

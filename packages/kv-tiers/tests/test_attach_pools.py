@@ -34,6 +34,10 @@ class Device(DictCopier):
     def is_queued(self) -> bool:
         return True
 
+    @property
+    def stores_behind(self) -> bool:
+        return True
+
     def attach(self, pool: str, view: memoryview) -> None:
         self.attached.append(pool)
 

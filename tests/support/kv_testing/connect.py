@@ -199,6 +199,10 @@ class DictCopier:
     def is_queued(self) -> bool:
         return False
 
+    @property
+    def stores_behind(self) -> bool:
+        return self.is_queued
+
     def attach(self, pool: str, view: memoryview) -> None:
         raise MisuseError(f"a dict has no memory to attach pool {pool} to ({len(view)} bytes)")
 
@@ -412,6 +416,10 @@ class QueuedCopier:
     @property
     def is_queued(self) -> bool:
         return True
+
+    @property
+    def stores_behind(self) -> bool:
+        return self.is_queued
 
     def attach(self, pool: str, view: memoryview) -> None:
         for copier in self._copiers:

@@ -60,7 +60,7 @@ class Witness:
         self.formats: list[ChunkFormat] = []
 
     def make_copier(
-        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
     ) -> "WitnessedCopier":
         self.formats.append(chunk_format)
         return WitnessedCopier(layout, tensors, chunk_format, self.errors)
@@ -89,6 +89,10 @@ class WitnessedCopier:
     @property
     def is_queued(self) -> bool:
         return self._copier.is_queued
+
+    @property
+    def stores_behind(self) -> bool:
+        return self._copier.stores_behind
 
     def store(self, plan: TransferPlan) -> CopyEvent:
         for extent, copies in plan.by_chunk().items():

@@ -147,7 +147,7 @@ def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range) -> BoundGro
         tensors=tensors,
         layout=layout,
         format=chunk_format,
-        copier=make_copier(layout, tensors, chunk_format),
+        copier=make_copier(layout, tensors, chunk_format, stores_behind=True),
         coverage=group.coverage,
         table=group.table,
         block_tokens=table_tokens_of(group),

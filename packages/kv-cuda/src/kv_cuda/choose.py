@@ -46,21 +46,27 @@ class RingCopier(LayerwiseCopier, Protocol):
         """Make `memory` known, uint8 in one axis on the device of the engine's. The copier keeps it alive."""
 
 
-def make_copier(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> RingCopier:
+def make_copier(
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool = False
+) -> RingCopier:
     """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies; around it, where
     the format is quantised, what does that.
+
+    stores_behind: `store` may return before a thread of a CPU has copied many bytes: the caller holds the blocks.
 
     Raises:
         InputError: layout, tensors and format do not go together.
     """
     device = tensors[0].device
     if chunk_format.is_quantised:
-        exact = _exact(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens))
+        exact = _exact(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens), stores_behind=False)
         return QuantisingCopier(layout, chunk_format, exact, device)
-    return _exact(layout, tensors, chunk_format)
+    return _exact(layout, tensors, chunk_format, stores_behind=stores_behind)
 
 
-def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> "CpuCopier | GpuCopier":
+def _exact(
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
+) -> "CpuCopier | GpuCopier":
     device = tensors[0].device
     rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 and not part.is_tiled for part in layout.parts)
     if device.type == "cuda" and rows_are_runs:
@@ -74,7 +80,7 @@ def _exact(layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: C
                 copy_paths=measured(device, copy_paths_file, read_copy_paths, CopyPaths()),
             )
         _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")
-    return CpuCopier(layout, tensors, chunk_format)
+    return CpuCopier(layout, tensors, chunk_format, stores_behind=stores_behind)
 
 
 def measured(

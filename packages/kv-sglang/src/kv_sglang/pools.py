@@ -215,6 +215,10 @@ class _FlatPages:
     def is_queued(self) -> bool:
         return False
 
+    @property
+    def stores_behind(self) -> bool:
+        return False
+
     def load(self, plan: TransferPlan) -> DoneEvent:
         for copy in plan.copies:
             # Cloned, so that the elements are aligned whatever the chunk's size.

@@ -24,6 +24,7 @@ class Copier:
     """Of an engine whose memory is of no interest here."""
 
     is_queued = False
+    stores_behind = False
 
     def attach(self, *_: Any) -> None: ...
 

@@ -74,7 +74,7 @@ def bind_worker(
         kv_scales=bound.kv_scales,
         formats=tuple(chunk_format.kind for chunk_format in bound.formats),
         layouts=tuple(layout.name for layout in bound.layouts),
-        is_queued=any(copier.is_queued for copier in bound.copiers),
+        stores_behind=any(copier.stores_behind for copier in bound.copiers),
         shifted=guesses_from_hidden_states(vllm_config),
         has_drafts=draft_model(vllm_config) is not None,
     )

@@ -359,9 +359,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """For workers with queued copies. Elsewhere, or if nothing may be in flight, they finish what they begin."""
+        """For workers whose stores go on behind the step. Others, or if nothing may be in flight, finish them in it."""
         facts, scheduler = self._engine.facts, self._scheduler
-        if scheduler is not None and facts is not None and facts.is_queued and self._settings.stores_in_flight_bytes:
+        if (
+            scheduler is not None
+            and facts is not None
+            and facts.stores_behind
+            and self._settings.stores_in_flight_bytes
+        ):
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._number)  # off: what was under way then was waited for, and nothing has begun since

@@ -38,8 +38,12 @@ class DeviceCopier(Protocol):
 
     @property
     def is_queued(self) -> bool:
-        """Whether copies continue after the call that starts them. False: those of `load` and `store` are complete when
-        it returns."""
+        """Whether copies are enqueued on a device, and pools prepared for it."""
+
+    @property
+    def stores_behind(self) -> bool:
+        """Whether a store may continue after the call that starts it, so that its blocks have to be held. False: it is
+        complete when `store` returns."""
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""

@@ -1,13 +1,14 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), except for
-layerwise loads and stores of many bytes (`behind`). Whole blocks are moved in C where that is installed (`compiled`).
-What is left is moved by few large torch calls that release the GIL and use torch's own threads: one call per part and
-run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the innermost),
-one strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the engine's
-own axis order, which stays in the processor's cache, so that each of the two passes is regular on one side. Measured on
-two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms scattered in
-bfloat16, where memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16 MiB.
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), but a thread
+copies many bytes of a store or of a layerwise load (`behind`). Whole blocks are moved in C where that is installed
+(`compiled`). What is left is moved by few large torch calls that release the GIL and use torch's own threads: one call
+per part and run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the
+innermost), one strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the
+engine's own axis order, which stays in the processor's cache, so that each of the two passes is regular on one side.
+Measured on two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 1.25 ms gathered in float32, 4.1 → 1.4 ms
+scattered in bfloat16, where memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16
+MiB.
 
 Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
 wants together are one word of twice the size, about three times as fast as element by element on one thread. Where it
@@ -17,6 +18,7 @@ innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s 
 Everything uses device-neutral torch calls, so tensors on a GPU work too, synchronously and slowly.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,12 +104,14 @@ class CpuCopier:
         chunk_format: ChunkFormat,
         *,
         compiled: bool = True,
+        stores_behind: bool = False,
         pays_behind: Callable[[int], bool] = pays_behind,
     ) -> None:
         """
         tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
         compiled: whether functions in C may be used, which copy the same bytes.
-        pays_behind: whether a layerwise load or store of so many bytes is made by a thread.
+        stores_behind: whether `store` may return before a thread has copied many bytes.
+        pays_behind: whether a copy of so many bytes is made by a thread.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -125,6 +129,7 @@ class CpuCopier:
         self._compiled = self._in_c([part.runs for part in self._parts])
         self._compiled_layers: list[CompiledBlocks] = []  # the same a layer at a time, from the first use on
         self._pays_behind = pays_behind
+        self._stores_behind = stores_behind and bool(self._compiled) and pays_behind(sys.maxsize)
         self._aligned = max(part.word.itemsize for part in self._parts)
         self._pools: dict[str, Place] = {}  # for functions in C; `_words` keep the memory alive
         self._pool_bytes: dict[str, int] = {}
@@ -171,6 +176,10 @@ class CpuCopier:
     def is_queued(self) -> bool:
         return False
 
+    @property
+    def stores_behind(self) -> bool:
+        return self._stores_behind
+
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         return None
 
@@ -195,25 +204,40 @@ class CpuCopier:
 
     def _copy_of_layer(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> Callable[[int], None] | None:
         """Copies one layer, on any thread; it keeps the pools alive. None: that does not pay."""
-        in_thread = bool(self._compiled) and not any(work.parts for work in chunks)
-        if not in_thread or not self._pays_behind(len(chunks) * self._format.nbytes):
+        if not self._in_thread(chunks):
             return None
         if not self._compiled_layers:
             self._compiled_layers = self._in_c(
                 [[run[layer : layer + 1] for run in part.runs for layer in range(len(run))] for part in self._parts]
             )
+        copy = self._copy_of(self._compiled_layers, chunks, to_engine=to_engine)
+        return lambda layer: copy(slice(layer, layer + 1))
+
+    def _in_thread(self, chunks: Sequence[ChunkWork]) -> bool:
+        """Whether a thread can make this copy, and it pays."""
+        whole = bool(self._compiled) and not any(work.parts for work in chunks)
+        return whole and self._pays_behind(len(chunks) * self._format.nbytes)
+
+    def _copy_of(
+        self, compiled: Sequence[CompiledBlocks], chunks: Sequence[ChunkWork], *, to_engine: bool
+    ) -> Callable[[slice], None]:
+        """Copies these of the runs of layers, on any thread; it keeps the pools alive."""
         pools, alive = dict(self._pools), list(self._words.values())
 
-        def copy(layer: int) -> None:
+        def copy(layers: slice) -> None:
             assert alive
-            layers = slice(layer, layer + 1)
-            self._copy_compiled(self._compiled_layers, chunks, pools, to_engine=to_engine, layers=layers)
+            self._copy_compiled(compiled, chunks, pools, to_engine=to_engine, layers=layers)
 
         return copy
 
-    def store(self, plan: TransferPlan) -> DoneEvent:
-        self._copy_all(self._checked(plan, to_engine=False), to_engine=False)
-        return _DONE
+    def store(self, plan: TransferPlan) -> Event:
+        """Where stores may be behind, a thread gathers many bytes, or those who wait."""
+        chunks = self._checked(plan, to_engine=False)
+        if not self._stores_behind or not self._in_thread(chunks):
+            self._copy_all(chunks, to_engine=False)
+            return _DONE
+        (event,) = copy_behind([partial(self._copy_of(self._compiled, chunks, to_engine=False), slice(None))])
+        return event
 
     def _copy_all(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> None:
         few_bytes = len(chunks) * self._format.nbytes <= _MAX_BYTES_OF_ONE_THREAD
@@ -241,7 +265,7 @@ class CpuCopier:
         pools: Mapping[str, Place],
         *,
         to_engine: bool,
-        layers: slice = slice(None),  # it never changes
+        layers: slice = slice(None),
     ) -> None:
         """The whole blocks of all chunks, pool by pool. layers: which of the runs of layers."""
         for pool, memory in pools.items():

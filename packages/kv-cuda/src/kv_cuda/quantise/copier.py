@@ -85,6 +85,10 @@ class QuantisingCopier:
     def is_queued(self) -> bool:
         return self._device.type == "cuda"
 
+    @property
+    def stores_behind(self) -> bool:
+        return self.is_queued
+
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         for extent in extents:
             self._pools[extent.pool].chunk(extent)

@@ -62,7 +62,7 @@ class EngineFacts:
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
     layouts: the name of the proved layout of each group.
-    is_queued: whether copies continue after the calls that start them.
+    stores_behind: whether stores continue after the calls that start them, so that their blocks have to be held.
     shifted: as `ConnectShape` has it.
     has_drafts: layers of a draft model are in the chunks, too.
     """
@@ -74,7 +74,7 @@ class EngineFacts:
     kv_scales: str
     formats: tuple[str, ...]
     layouts: tuple[str, ...]
-    is_queued: bool = False
+    stores_behind: bool = False
     shifted: bool = False
     has_drafts: bool = False
 
@@ -87,7 +87,7 @@ class EngineFacts:
             "kv_scales": self.kv_scales,
             "formats": _SEPARATOR.join(self.formats),
             "layouts": _SEPARATOR.join(self.layouts),
-            "is_queued": str(int(self.is_queued)),
+            "stores_behind": str(int(self.stores_behind)),
             "shifted": str(int(self.shifted)),
             "has_drafts": str(int(self.has_drafts)),
         }
@@ -102,7 +102,7 @@ class EngineFacts:
             kv_scales=text["kv_scales"],
             formats=tuple(text["formats"].split(_SEPARATOR)),
             layouts=tuple(text["layouts"].split(_SEPARATOR)),
-            is_queued=bool(int(text["is_queued"])),
+            stores_behind=bool(int(text["stores_behind"])),
             shifted=bool(int(text["shifted"])),
             has_drafts=bool(int(text["has_drafts"])),
         )
