@@ -73,7 +73,7 @@ def test_each_goes_on_with_what_the_other_or_its_like_computed(
             tokens, hits, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, of_vllm, params)
             assert tokens == expected
             assert hits == [512, 1023, 512]
-            # vLLM to SGLang, which says what need not be kept for it: it has the first pages, and computes the tail.
+            # vLLM to SGLang, which releases what it will not read: it has the first pages, and computes the tail.
             assert handed_over(server) > 0
             assert sglang.ask(of(PROMPTS, BY_VLLM), custom_params=DECODE) == of(reference, BY_VLLM)
             until(lambda: handed_over(server) == 0, 10)

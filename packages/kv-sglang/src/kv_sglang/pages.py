@@ -303,7 +303,7 @@ class PageStore:
             binding.unbind()
 
     def taken(self, hashes: Sequence[str]) -> None:
-        """The engine has these pages, or a lease on them: what was handed over need not be kept for it any more."""
+        """The engine has these pages, or a lease on them: of what was handed over, the protection ends."""
         self._requests.taken(hashes)
 
     def _say_taken(self, hashes: Sequence[str]) -> None:

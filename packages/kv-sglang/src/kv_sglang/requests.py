@@ -1,14 +1,14 @@
-"""What requests say for themselves (docs/requests.md), which SGLang does not tell its storage.
+"""Per-request options (docs/requests.md), which SGLang does not pass on to its storage.
 
-A request has its options in SGLang's `custom_params`, and SGLang asks its storage for pages, on threads that know of no
-request. So the options are read where the scheduler first looks for the prompt (`Scheduler._prefetch_kvcache`), before
-anything of it is looked up or written, and kept by the hashes of the prompt's pages. A page is the same for all
-requests that have it in their prompt: the latest of them decides. Pages that follow the prompt's are generated, and go
-by the page in front of them.
+A request has its options in SGLang's `custom_params`, but SGLang reads and writes pages of its storage on threads that
+know of no request. So the options are read where the scheduler first looks up the prompt
+(`Scheduler._prefetch_kvcache`), before any of its pages is read or written, and are stored by the hashes of these
+pages. A page is the same for all requests that have it in their prompt: the latest of them decides. Pages behind the
+prompt are generated, and have the options of the page in front of them.
 
-A proxy that has had a prompt computed by another engine says `do_remote_prefill` there, as in vLLM's
-`kv_transfer_params`. Its pages are kept for this engine until it has read them; of those that it does not read, as it
-has them or computes them after all, the cache is told that they need not be kept (`Taken`).
+A proxy that has had a prompt computed by another engine sets `do_remote_prefill` there, as in vLLM's
+`kv_transfer_params`. The cache protects these pages until this engine has read them. Those that it will not read, since
+it has them or computes them after all, are released by `Taken`.
 """
 
 import functools
@@ -49,7 +49,7 @@ class _Page:
 
 
 Taken = Callable[[Sequence[str]], object]
-"""Told of the hashes of pages that another engine handed over, and that need not be kept for this one any more."""
+"""Called with the hashes of pages that another engine handed over and that need no protection any more."""
 
 
 class RequestPages:
@@ -126,7 +126,7 @@ class RequestPages:
         return bool(self._awaited)
 
     def taken(self, pages: Sequence[str]) -> None:
-        """The engine has these pages. Those that were handed over to it need not be kept for it."""
+        """The engine has these pages: of those that were handed over to it, the protection ends."""
         if not self._awaited:
             return
         with self._lock:
@@ -177,8 +177,8 @@ def _followed(call: Any) -> Any:
                     own = hashes_of(req, self.tree_cache)
                     matched = int(req.prefix_len) + int(req.host_hit_length)
                     pages.taken(own[: matched // self.tree_cache.page_size])
-            except Exception:  # noqa: BLE001  # it costs what is kept until its time is over
-                _log.exception("what request %s has already is kept for it", req.rid)
+            except Exception:  # noqa: BLE001  # they stay protected until their time is over
+                _log.exception("pages that request %s has already stay protected for it", req.rid)
         return answer
 
     called._kv_followed = True  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class SchedulerHalf:
         """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
         takes; without them whatever is held is loaded. layerwise: which loads run in a step; None: none do. It is for
         one group of layers that needs the whole prefix. handovers: None: no request waits for
-        another engine, and nothing is kept for one."""
+        another engine, and no chunk is protected for one."""
         self._service = service
         self._shape = shape
         self._space = shape.space
@@ -66,14 +66,14 @@ class SchedulerHalf:
         within a bounded time, and once for a request, unless it is preempted. A request that may not load, or not so
         little, is not looked up. What computing is estimated to be quicker than (`kv_core.cost`) is not offered.
 
-        At least one token is always left to compute: the engine needs a logit. Cheap to ask again: while the promise
+        At least one token is always left to compute: the engine needs a logit. Cheap to call again: while the promise
         stands, nothing is hashed or looked up.
         """
         tracked = self._track(request)
         if tracked.phase is Phase.FILLING:
             return None  # preempted; what it had is still being copied, which will soon be over
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
-            raise MisuseError(f"request {request.request_id} was asked about while it is {tracked.phase.name}")
+            raise MisuseError(f"request {request.request_id} was looked up while it is {tracked.phase.name}")
         if tracked.phase is Phase.RUNNING:
             tracked.mixed = tracked.is_counted = False  # preempted: what it had in blocks is gone
         if computed_tokens and self._engine_has_old_blocks:
@@ -100,7 +100,7 @@ class SchedulerHalf:
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING or self._handovers.awaits(request, tracked, self.costs):
                     self._move(request.request_id, tracked, Event.PEND)
-                    if tracked.awaited is not None:  # lower tiers are asked again only by a lookup that begins anew
+                    if tracked.awaited is not None:  # only a lookup that begins anew searches lower tiers again
                         self._service.end(self._holder(request.request_id))
                     return None
                 tracked.may_wait = False
@@ -124,7 +124,7 @@ class SchedulerHalf:
 
     def is_layerwise(self, request_id: str) -> bool:
         """Whether what this request was offered last is loaded in the very step in which it gets its blocks, so that
-        the engine considers it computed from then on. Otherwise the engine waits until it is told that the load ended.
+        the engine considers it computed from then on. Otherwise the engine waits until the load is reported as ended.
         """
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.layerwise is not None
@@ -208,7 +208,7 @@ class SchedulerHalf:
             return self._space is not None
         wanted = 1 if tracked is None else tracked.stored_chunks + 1
         if min(computed_tokens, request.keep_tokens) < wanted * self._shape.scheme.chunk_tokens or self._space is None:
-            return False  # nearly always: this is asked of every request in every step
+            return False  # nearly always: this runs for every request in every step
         return (tracked is None or not tracked.mixed) and self._storable_chunks(request, computed_tokens) >= wanted
 
     def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
@@ -229,7 +229,7 @@ class SchedulerHalf:
         return plan
 
     def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
-        """All workers have reported these loads; `failed` ones will be asked about again or computed."""
+        """All workers have reported these loads; `failed` ones will be looked up again or computed."""
         finished, failed = set(finished), set(failed)
         if finished - failed:
             self.counts.loads_failed_in_a_row = 0

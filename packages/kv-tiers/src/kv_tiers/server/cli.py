@@ -56,7 +56,7 @@ same file, and join this server if server.socket is set in it. In YAML:
     listen: 10.0.0.1:9500         # nothing unless it is said; beyond loopback it needs the files or the token
     tls_ca_file: /…/ca.pem        # with tls_cert_file and tls_key_file
     token_file: /…/token          # a secret that all peers have
-  http:                           # pip install 'kv-tiers[http]'; GET /openapi.json tells what can be asked
+  http:                           # pip install 'kv-tiers[http]'; GET /openapi.json lists the requests
     listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; nothing unless it is said
     token_file: /…/token          # made if it is not there; without it nothing can be changed over HTTP
     archive_directory: /…/saved   # where prefixes are exported to and imported from
@@ -95,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _die_with(args.parent)
     if http is not None:
         http.start(server)
-    said = ["READY", str(server.socket_path), str(os.getpid())]
+    ready = ["READY", str(server.socket_path), str(os.getpid())]
     if http is not None:
-        said.append(http.url)
+        ready.append(http.url)
     if server.peers_address is not None:
-        said.append(f"peers={server.peers_address}")
+        ready.append(f"peers={server.peers_address}")
     try:
-        print(*said, flush=True)
+        print(*ready, flush=True)
     except OSError as error:  # nobody reads it any more; a lifeline ends us where that was our owner
-        _log.warning("nobody could be told that it is ready: %s", error.strerror)
+        _log.warning("nobody reads the line that says this server is ready: %s", error.strerror)
         sys.stdout = None  # or its end would be tried again at ours
     server.serve()
     if http is not None:
@@ -181,11 +181,11 @@ def _end_with(owner: int, server: CacheServer) -> None:
     except ProcessLookupError:
         server.stop()
     except (AttributeError, OSError):
-        _log.debug("the kernel tells nothing of process %d; the lifeline alone does", owner)
+        _log.debug("the kernel cannot watch process %d; only the lifeline ends this server", owner)
 
 
 def _die_with(parent: int) -> None:
     """Ask the kernel for SIGTERM when the thread that started us ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before this was set
         signal.raise_signal(signal.SIGTERM)
