@@ -63,10 +63,10 @@ test-engines: ## slow tests of both engines, of prefixes from one to the other, 
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not gpu"
-	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not gpu"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not long and not gpu"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
 
-test-long: ## what of both engines CI has no time for: SGLang's table of models, shapes of ranks, acceptance of guesses
+test-long: ## what of both engines CI has no time for: most of the tables of models, shapes of ranks, acceptance of guesses
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	$(ONE_THREAD) $(VLLM)/python -m pytest -q tests/engine -m "long and not gpu"

@@ -76,7 +76,7 @@ def negate(*, of_the_head: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.long), "eagle3", "mtp"])
 def test_as_many_guesses_of_a_head_are_right_from_the_cache_as_without(
     method: str, model: Path, answers: list[Answer], tmp_path: Path
 ) -> None:

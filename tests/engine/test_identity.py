@@ -110,7 +110,7 @@ def test_one_weight_changed_in_place_between_the_old_samples_is_another_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_was_computed_before_an_update_in_place_is_never_found_and_the_next_engine_finds_nothing_of_after(
     model: Path, tuned: Path, of_model: list[Answer], of_tuned: list[Answer], tmp_path: Path, apart: bool
 ) -> None:

@@ -24,6 +24,8 @@ from kv_tiers.attach.engine import engines
 from models import BY_NAME, MODELS, TinyModel
 from models_page import PAGE, Row, read_rows, write_row
 
+IN_CI = ("Llama", "Gemma 3", "DeepSeek-V2", "Qwen3-Next", "Mamba2", "Falcon-H1", "LFM2", "Llama 4")
+"""One of each kind. The others are like one of them, or cannot run here, and are among the long tests."""
 PROMPT = [3 + (7919 * i) % 1900 for i in range(1500)]
 NEW_TOKENS = 6
 
@@ -168,7 +170,11 @@ def scramble(inner: Attached, group: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [model.name for model in MODELS if not model.cannot],
+    [
+        pytest.param(model.name, marks=[] if model.name in IN_CI else pytest.mark.long)
+        for model in MODELS
+        if not model.cannot
+    ],
 )
 def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None:
     """Cold, warm, at every boundary, half forgotten, from disk, after a restart: the tokens of the engine alone; and
@@ -225,7 +231,7 @@ def test_a_model_that_is_cached(name: str, written: Any, tmp_path: Path) -> None
     _hold(Row(name, row.dtype, shown))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [model.name for model in MODELS if model.cannot])
 def test_a_model_that_vllm_cannot_run_here(name: str, written: Any) -> None:
     """The row says so in vLLM's words. Should this fail one day, the model can have a row like the others."""

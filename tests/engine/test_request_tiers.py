@@ -35,7 +35,9 @@ def saying(**kv_tiers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in process", "private server", "shared server"])
+@pytest.mark.parametrize(
+    "where", ["in process", "private server", pytest.param("shared server", marks=pytest.mark.long)]
+)
 def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
     tiny_llama: str, reference: list[Answer], tmp_path: Path, where: str
 ) -> None:

@@ -107,7 +107,15 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("kind", "requests"), [("canonical", 800), ("blocks", 600), ("int8", 300), ("fp8", 300)])
+@pytest.mark.parametrize(
+    ("kind", "requests"),
+    [
+        ("canonical", 800),
+        pytest.param("blocks", 600, marks=pytest.mark.long),
+        ("int8", 300),
+        pytest.param("fp8", 300, marks=pytest.mark.long),
+    ],
+)
 def test_no_wrong_token_and_nothing_left(
     kind: str,
     requests: int,

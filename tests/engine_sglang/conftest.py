@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if importlib.util.find_spec("sglang") is None:
 else:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))  # compiled once a machine
+    os.environ["KV_TESTS_SLEEP_WHEN_IDLE"] = "1"  # `standins.hicache_on_cpu`
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each start takes three minutes
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH")]))
 

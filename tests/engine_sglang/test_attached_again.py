@@ -48,7 +48,7 @@ def test_weights_updated_while_it_is_detached_are_others_once_it_is_attached(
         assert engine.hits == WARM_HITS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_served_before_the_first_storage_was_attached_is_not_known(
     tiny_llama: str, reference: list[Answer], cache: dict[str, Any]
 ) -> None:

@@ -93,7 +93,7 @@ def assert_sglang_finds_it(sglang: Engine, reference: list[Answer]) -> None:
     assert sglang.hits == [640, 640]
 
 
-@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("opaque", [pytest.param(False, marks=pytest.mark.long), True])
 def test_each_finds_at_a_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path, opaque: bool
 ) -> None:
@@ -116,6 +116,7 @@ def test_each_finds_at_a_server_what_the_other_computed(
         server.stop()
 
 
+@pytest.mark.long
 def test_each_finds_at_another_hosts_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:

@@ -80,7 +80,7 @@ def test_two_ranks_and_a_server_that_dies(tiny_llama: str, tmp_path: Path) -> No
         server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
     with started(tiny_deepseek) as plain:
         expected = plain.ask_in_turn(PROMPTS)

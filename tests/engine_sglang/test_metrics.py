@@ -70,7 +70,7 @@ def scraped(url: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("where", "flags"),
     [
-        ("in process", ["--hicache-size", "1"]),
+        pytest.param("in process", ["--hicache-size", "1"], marks=pytest.mark.long),
         ("shared server", ["--hicache-size", "1"]),
         ("in process", ["--linker"]),
     ],

@@ -20,7 +20,7 @@ def serve(directory: Path) -> ServerProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("linker", [False, True], ids=["storage", "linker"])
+@pytest.mark.parametrize("linker", [False, pytest.param(True, marks=pytest.mark.long)], ids=["storage", "linker"])
 def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
     tiny_llama: str, reference: list[Answer], tmp_path: Path, linker: bool
 ) -> None:

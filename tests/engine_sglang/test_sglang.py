@@ -59,7 +59,7 @@ class TestAfterARestart:
                 assert second.ask_in_turn(PROMPTS) == reference
                 assert min(second.hits[0], second.hits[1], second.hits[5]) > 0
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_another_dtype_on_the_same_directory_never_hits(self, tiny_llama: str, directory: Path) -> None:
         """SGLang's own file backend serves NaN here."""
         cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk(directory)], "cold": {"wait_s": 10.0}}
@@ -105,7 +105,7 @@ def test_two_ranks_each_with_its_shard(tiny_llama: str, tmp_path: Path) -> None:
         assert ranks.hits == WARM_HITS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
     """MLA: from a second process too, whose host layout is another."""
     with started(tiny_deepseek) as plain:
@@ -189,7 +189,7 @@ def test_adapters_share_no_page_with_the_model_nor_with_other_weights_of_their_n
         assert engine.hits == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_replicas_find_at_a_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
@@ -205,7 +205,7 @@ def test_two_replicas_find_at_a_server_what_the_other_computed(
         server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_stages_each_with_its_layers(tiny_llama: str, reference: list[Answer]) -> None:
     """Pipeline parallelism, at the private server that the first stage starts."""
     with started(tiny_llama, cache={"host": {"capacity_bytes": "32MiB"}}, pp_size=2, environ=ON_A_CORE_EACH) as stages:

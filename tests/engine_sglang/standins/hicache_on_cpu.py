@@ -5,16 +5,23 @@ copy kernels), has the attention in plain torch do what SGLang's others do, and 
 and host layouts are SGLang's.
 """
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import short_convolutions
 import torch
 
+SLEEPS_WHEN_IDLE = "KV_TESTS_SLEEP_WHEN_IDLE"
+"""The environment variable that asks for it."""
+
 
 def register() -> None:
     from sglang.srt.mem_cache.pool_host import base, mamba, mha, mla
 
+    if os.environ.get(SLEEPS_WHEN_IDLE):
+        _sleep_when_idle()
     _make_unpinned()
     for pool in (base.HostKVCache, mamba.MambaPoolHost):
         pool.__init__ = _without_pinning(pool.__init__)
@@ -28,6 +35,22 @@ def register() -> None:
     mla.MLATokenToKVPoolHost.backup_from_device_all_layer = _backup_mla
     mamba.MambaPoolHost._copy_tensor_pf_lf = _load_states
     mamba.MambaPoolHost._copy_tensor_all_layers_lf_pf = _backup_states
+
+
+def _sleep_when_idle() -> None:
+    """Have a scheduler with nothing to do leave its processor to those that work: it would ask for requests without a
+    pause, and tests start several engines on two cores. SGLang's own `sleep_on_idle` sleeps for a second also where a
+    request waits for its pages.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    on_idle = Scheduler.on_idle
+
+    def idle(self: Any) -> None:
+        on_idle(self)
+        time.sleep(0.002)
+
+    Scheduler.on_idle = idle
 
 
 def _without_pinning(make_pool: Callable[..., None]) -> Callable[..., None]:
