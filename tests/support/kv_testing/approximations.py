@@ -165,7 +165,7 @@ class Small:
     def at_rest(self) -> None:
         """Nothing is kept that should be free."""
         refinements = self.cache.lower.refinements
-        assert refinements._under_way == [None] and not refinements._filled
+        assert refinements._under_way == [None] and not self.cache._index.replaced
         counts = self.cache.counts()
         assert_adds_up(counts)
         assert counts.slots_used == counts.chunks_resident

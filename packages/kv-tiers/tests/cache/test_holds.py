@@ -168,6 +168,21 @@ def test_what_is_forgotten_is_kept_for_nobody(how: str) -> None:
     cache.close()
 
 
+def test_a_slot_that_two_chunks_were_held_in_until_the_same_time_is_let_go_once() -> None:
+    """The first was forgotten, and the second came into its slot at the same moment."""
+    clock, other = HandClock(), key_chain(1, branch="other")
+    cache = cache_of(4, clock=clock)
+    hand_over(cache, KEYS[:2])
+    slot = cache._index.find(KEYS[1])
+    cache.forget(KEYS[1:2])
+    hand_over(cache, other)
+    assert slot is not None and cache._index.find(other[0]) == slot
+    clock.advance(31)
+    assert_adds_up(cache.counts())
+    assert cache.holds.chunks == 0 and not any(cache._index._leases)
+    cache.close()
+
+
 def test_half_of_the_pool_stays_for_others() -> None:
     cache = cache_of(8)
     keys = key_chain(8)

@@ -13,7 +13,8 @@ ALLOWED = {
     Life.RESIDENT: {Event.EVICT: Life.ABSENT, Event.FORGET: Life.LEAVING},
     Life.LEAVING: {Event.GONE: Life.ABSENT},
     Life.ORPHANED: {Event.COMMIT: Life.ABSENT, Event.ABORT: Life.ABSENT},
-    Life.LENT: {Event.RETURN: Life.ABSENT},
+    Life.LENT: {Event.RETURN: Life.ABSENT, Event.REPLACE: Life.REPLACED},
+    Life.REPLACED: {Event.GONE: Life.ABSENT, Event.FORGET: Life.LEAVING},
 }
 
 

@@ -21,6 +21,7 @@ from kv_tiers.approximate import exact_fingerprint, fingerprint_above
 from kv_tiers.attach.connect import Format, open_remote, workers_of
 from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.cache.refine import Refinements
 from kv_tiers.codec import Codec
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.progressive import ProgressiveCodec
@@ -240,6 +241,13 @@ def test_fingerprints() -> None:
     assert fingerprint_above([{"type": "dram"}], "f") == "f"
 
 
+@pytest.fixture
+def unrefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read in part stays as it is, so that it can be looked at."""
+    monkeypatch.setattr(Refinements, "_begin", lambda self, tier: self._wanted[tier].clear())
+
+
+@pytest.mark.usefixtures("unrefined")
 def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path) -> None:
     """The exact one's chunks are found, by the exact fingerprint; what was read never goes down as exact."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}
@@ -263,6 +271,7 @@ def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_what_a_quick_link_pays_for_is_read_whole(tmp_path: Path) -> None:
     """With an engine whose computing takes far longer than any load; before it is known, a quarter."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}

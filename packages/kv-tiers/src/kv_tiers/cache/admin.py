@@ -179,7 +179,7 @@ class Administration:
         """
         with self._host.lock:
             self._host.check_open()
-            forgotten = self._host.forget([key for key in self._index.held() if key.tenant == tenant])
+            forgotten = self._host.forget([key for key in self._index.forgettable() if key.tenant == tenant])
             self.unpin_forgotten()
             self._lower.clear_tenant(tenant)
             if self._host.events.on:

@@ -71,6 +71,7 @@ class Holds:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             until_s, slot = heappop(self._deadlines)
             if self._until_s.get(slot) == until_s:
+                del self._until_s[slot]  # once: an earlier hold of this slot may have had the same deadline
                 late.append(slot)
         self._let_go(late)
 

@@ -32,7 +32,7 @@ _log = limited_logger(__name__)
 TIER = "host"
 AT_ONCE: Final = 256
 """Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
-_EVICTS_FROM: Final = 32
+_EVICTS_FROM: Final = 8
 """Slots of a share in which one chunk is evicted so that others can be refined. In a smaller one that is too much."""
 
 
@@ -75,14 +75,28 @@ class _Doubt(NamedTuple):
     nbytes: int
 
 
+class Doubtful(NamedTuple):
+    """Adopted chunks that are leased until they have been verified.
+
+    doubts: by slot.
+    since: as of `Residency.lease_bytes`.
+    """
+
+    doubts: dict[int, _Doubt]
+    since: int
+
+    def __bool__(self) -> bool:
+        return bool(self.doubts)
+
+
 class SlotWatcher(Protocol):
     """Who is told what becomes of slots. Under the lock."""
 
     def left(self, slots: Collection[int]) -> None:
         """The chunks in these were evicted or forgotten."""
 
-    def unleased(self, slots: Sequence[int]) -> None:
-        """A lease has ended on each of these; others may be left."""
+    def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
+        """A lease has ended on each of these; others may be left. freed: those of them that are free now."""
 
 
 class HostTier:
@@ -255,10 +269,12 @@ class HostTier:
         self._totals.chunks_forgotten += len(forgotten)
         return forgotten
 
-    def unlease(self, slots: Sequence[int]) -> None:
-        self.free(self._index.unlease(slots))
+    def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> None:
+        """of_bytes: the leases were to read, and these are where their bytes are (`Residency.bytes_at`)."""
+        freed = (self._index.unlease_bytes if of_bytes else self._index.unlease)(slots)
+        self.free(freed)
         if self.watcher is not None:
-            self.watcher.unleased(slots)
+            self.watcher.unleased(slots, freed)
         self.trim(len(slots))
 
     def free(self, slots: Sequence[int]) -> None:
@@ -295,31 +311,35 @@ class HostTier:
             self.pool.directory.is_approximate(self.pool.place(slot), parts)
 
     def exchange(self, slot: int, lent: int, checksum: bytes, parts: int) -> None:
-        """The chunk in this slot, which must not be leased, has the bytes of the lent one from now, which is free.
+        """The chunk in this slot has the bytes of the lent one from now, which is free as soon as nobody reads the old
+        ones.
 
         checksum: of these bytes. parts: as above; 0: they are exact.
         """
-        assert not self._index.is_leased(slot)
         if self.pool.directory is not None:
             self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum, parts)
         self._doubtful.pop(slot, None)
         self.pool.swap(slot, lent)
-        self.give_back(lent)
+        if self._index.exchange(slot, lent):
+            self.free([lent])
 
-    def lease_doubtful(self, slots: Sequence[int]) -> dict[int, _Doubt]:
+    def lease_doubtful(self, slots: Sequence[int]) -> Doubtful:
         """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
         if not self._doubtful:
-            return {}
-        doubtful = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
-        self._index.lease(list(doubtful))
-        return doubtful
+            return Doubtful({}, 0)
+        doubts = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
+        return Doubtful(doubts, self._index.lease_bytes(list(doubts)))
 
-    def verify(self, doubtful: Mapping[int, _Doubt]) -> None:
-        """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself."""
-        wrong = [slot for slot, doubt in doubtful.items() if self._checksum(slot, doubt.nbytes) != doubt.checksum]
+    def verify(self, doubtful: Doubtful) -> None:
+        """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself.
+
+        What was refined meanwhile is no longer doubtful, so it does not matter which bytes were read of it.
+        """
+        doubts = doubtful.doubts
+        wrong = [slot for slot, doubt in doubts.items() if self._checksum(slot, doubt.nbytes) != doubt.checksum]
         with self.lock:
             damaged_keys = []
-            for slot in doubtful:
+            for slot in doubts:
                 key = self._index.key_at(slot)
                 if slot in wrong and key is not None and slot in self._doubtful:
                     level = logging.DEBUG if self.events.is_logged else logging.WARNING
@@ -328,7 +348,7 @@ class HostTier:
                     self._totals.chunks_damaged += 1
                     damaged_keys.append(key)
                 self._doubtful.pop(slot, None)
-            self.unlease(list(doubtful))
+            self.unlease(self._index.bytes_at(list(doubts), doubtful.since), of_bytes=True)
             if damaged_keys and self.events.on:
                 self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
 

@@ -28,6 +28,7 @@ class Read:
     began_s: since when.
     deadline_s: when it expires; infinite for a lasting one.
     nbytes: of the chunks of a load.
+    since: of a load, as of `Residency.lease_bytes`.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Read:
     began_s: float
     deadline_s: float
     nbytes: int = 0
+    since: int = 0
 
 
 @dataclass(slots=True)

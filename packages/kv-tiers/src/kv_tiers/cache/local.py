@@ -273,10 +273,11 @@ class LocalCache:
             read = self._leases.close_read(lease.id)
             if read is None:
                 return False
-            is_void = self._index.any_forgotten(read.slots)
+            bytes_at = self._index.bytes_at(read.slots, read.since)
+            is_void = self._index.any_forgotten(bytes_at)
             self._publish_end(read, now_s, "forgotten" if is_void else "released")
-            self.holds.read(read.slots)
-            self._host.unlease(read.slots)
+            self.holds.read(self._index.still_of(read.slots, bytes_at))
+            self._give_back(read)
             return not is_void
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
@@ -297,7 +298,7 @@ class LocalCache:
             for read in reads:
                 if read.kind == "load":
                     self._publish_end(read, self._clock.now_s(), "ended")
-                self._host.unlease(read.slots)
+                self._give_back(read)
             for write in writes:
                 self._abort(write)
             if self.events.on_requests:
@@ -332,7 +333,7 @@ class LocalCache:
         """Forget every chunk that is held, as `forget` does. What is being written now will not be found either."""
         with self._lock:
             self._host.check_open()
-            self._host.forget(self._index.held())
+            self._host.forget(self._index.forgettable())
             self.admin.unpin_forgotten()
             self.lower.clear()
             self._cleared_s = self._clock.now_s()
@@ -393,7 +394,7 @@ class LocalCache:
         for read in self._leases.expire(now_s):
             if self.events.on:
                 self.events.publish(events.LeaseExpired(read.holder, read.number, len(read.slots), read.kind))
-            self._host.unlease(read.slots)
+            self._give_back(read)
             self._totals.leases_expired += 1
 
     def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
@@ -448,13 +449,19 @@ class LocalCache:
             if self.events.on_requests:
                 self.events.publish(events.LoadBegun(holder, 0, keys, len(missing)))
             return LoadFailed(missing, f"{len(missing)} of {len(keys)} chunks are not held")
-        self._index.lease(slots)
+        since = self._index.lease_bytes(slots)
         self._promotions.used(slots)
         read = self._leases.open_read(holder, slots, now_s, lasting=lasting)
-        number, read.nbytes = read.number, self.pool.sizes.total(keys)
+        number, read.nbytes, read.since = read.number, self.pool.sizes.total(keys), since
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
         return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
+
+    def _give_back(self, read: Read) -> None:
+        if read.kind == "load":
+            self._host.unlease(self._index.bytes_at(read.slots, read.since), of_bytes=True)
+        else:
+            self._host.unlease(read.slots)
 
     def _publish_end(self, read: Read, now_s: float, how: events.LoadEnding) -> None:
         if self.events.on_requests:

@@ -102,19 +102,20 @@ class PeerReads:
             self._host.check_open()
             slot = self._index.find(key)
             if slot is not None:
-                self._index.lease([slot])
+                since = self._index.lease_bytes([slot])
+                leased = self._host.pool.chunk(slot, self._host.pool.sizes.of(key))
         if slot is None:
             with self._read_lower(key, timeout_s) as stored:
                 yield stored
             return
         try:
-            with self._host.pool.chunk(slot, self._host.pool.sizes.of(key)) as chunk:
+            with leased as chunk:
                 yield StoredChunk(chunk, partial(pack_header, key, None, chunk, self._format_id))
             with self._host.lock:  # after the context: it has been sent
-                self._holds.read([slot])
+                self._holds.read(self._index.still_of([slot], self._index.bytes_at([slot], since)))
         finally:
             with self._host.lock:
-                self._host.unlease([slot])
+                self._host.unlease(self._index.bytes_at([slot], since), of_bytes=True)
 
     @contextmanager
     def _read_lower(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:

@@ -2,9 +2,9 @@
 
 A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
-there are whole and verified and nobody has a lease on the chunk, the two slots change places: later loads read the
-exact bytes, and a load that had a lease before has read the old ones to the end. All else that is known of the chunk
-(its order, its tenant, who holds it) stays with its slot.
+there are whole and verified, the two slots change places: later loads read the exact bytes. All else that is known of
+the chunk (its order, its tenant, who holds, pins or was promised it) stays with its slot. Whoever reads the chunk at
+that moment goes on reading the old bytes, which keep the second slot until the last of these has ended.
 
 Only what a tier brought is refined. What an engine computed behind an approximation stays what it is, so the cache
 keeps to itself as before (docs/adr/0023).
@@ -37,9 +37,10 @@ from kv_tiers.tier import Read, ReadsRests
 KEPT_BYTES: Final = 64 << 20
 """First parts of chunks that are kept in memory besides the pool, so that they need not be read again."""
 _LOOKED_AT: Final = 256
-"""Leased chunks that are passed over in the search for one that is not, which is done under the lock."""
-_FILLED: Final = 2
-"""How many second slots may wait for leases to end. If more would, the first that waited is given up."""
+"""Chunks that are passed over in the search for one to refine, which is done under the lock."""
+_STILL_READ: Final = 2
+"""Old bytes that readers keep in second slots. While there are so many, no other chunk that is being read is refined;
+and none at all while there are more, as when a reader came during the last refinement."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,20 +76,6 @@ class _UnderWay:
     is_paused: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class _Filled:
-    """Better bytes of a chunk, which wait in a second slot for its leases to end.
-
-    parts: as of `Approximation`; 0: they are exact.
-    """
-
-    of: Approximation
-    lent: int
-    parts: int
-    checksum: bytes
-    began_s: float
-
-
 class Refinements:
     """Of one cache, whose host tier tells it what becomes of slots. Methods are called under the host's lock, unless
     they say otherwise."""
@@ -101,7 +88,7 @@ class Refinements:
         self._at: dict[int, Approximation] = {}  # by slot
         self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # those not tried yet
         self._under_way: list[_UnderWay | None] = [None for _ in lanes]
-        self._filled: OrderedDict[int, _Filled] = OrderedDict()  # by slot
+        self._passed_over: set[int] = set()  # slots that were being read, or for which there was no second one
         self._kept_bytes = 0
         self._stopped = False
         self.counts = [0 for _ in lanes]
@@ -120,7 +107,7 @@ class Refinements:
     @property
     def is_at_rest(self) -> bool:
         """Nothing is being refined, and nothing waits for it."""
-        return not any(self._under_way) and not any(self._wanted) and not self._filled
+        return not any(self._under_way) and not any(self._wanted)
 
     def keeps(self, tier: int, nbytes: int) -> bool:
         """Whether first parts of chunks of this size are worth keeping, and there is room for them."""
@@ -149,24 +136,17 @@ class Refinements:
         for slot in slots:
             if (one := self._at.pop(slot, None)) is not None:
                 self._wanted[one.tier].pop(slot, None)
+                self._passed_over.discard(slot)
                 self._keep(one, None)
-                if (filled := self._filled.pop(slot, None)) is not None:
-                    self._host.give_back(filled.lent)
                 under_way = self._under_way[one.tier]
                 if under_way is not None and under_way.of is one and under_way.is_paused:
                     self._drop(one.tier, under_way)
 
-    def unleased(self, slots: Sequence[int]) -> None:
+    def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
         """As of `SlotWatcher`."""
-        if not self._at:
-            return
-        tiers = set()
-        for slot in slots:
-            if (one := self._at.get(slot)) is not None and not self._index.is_leased(slot):
-                tiers.add(one.tier)
-                if (filled := self._filled.pop(slot, None)) is not None:
-                    self._exchange(slot, filled)
-        self._tell(tiers)
+        if self._passed_over and (freed or not self._passed_over.isdisjoint(slots)):
+            self._passed_over.clear()
+            self._tell(range(len(self._lanes)))
 
     def stop(self) -> None:
         """Refine nothing more. What is being read is given up when its lane looks next."""
@@ -174,8 +154,6 @@ class Refinements:
         for tier, under_way in enumerate(self._under_way):
             if under_way is not None and under_way.is_paused:
                 self._drop(tier, under_way)
-        while self._filled:
-            self._host.give_back(self._filled.popitem()[1].lent)
         for wanted in self._wanted:
             wanted.clear()
 
@@ -215,18 +193,18 @@ class Refinements:
         return begun.rest
 
     def _begin(self, tier: int) -> _UnderWay | None:
-        """Begin with the first chunk that waits, has no lease (if that lasted long, both slots would be kept), and for
-        which there is a second slot.
+        """Begin with the first chunk that waits, that nobody reads (of the others only few at a time, as each may keep
+        its second slot for long), and for which there is a second slot.
         """
         wanted = self._wanted[tier]
         for slot, one in list(islice(wanted.items(), _LOOKED_AT)):
-            if self._index.is_leased(slot) or wanted.get(slot) is not one:
+            if wanted.get(slot) is not one:
                 continue
-            if len(self._filled) >= _FILLED:
-                first, filled = self._filled.popitem(last=False)
-                self._host.give_back(filled.lent)
-                self._wanted[filled.of.tier][first] = filled.of
+            if self._index.replaced + self._index.is_read(slot) > _STILL_READ:
+                self._passed_over.add(slot)
+                continue
             if (lent := self._host.lend(slot)) is None:
+                self._passed_over.add(slot)
                 continue
             if wanted.pop(slot, None) is not one:  # room was made by evicting the chunk itself
                 self._host.give_back(lent)
@@ -255,22 +233,18 @@ class Refinements:
                 self._drop(tier, under_way)
             else:
                 self._under_way[tier] = None
-                filled = _Filled(one, under_way.lent, arrival.parts, arrival.checksum, under_way.began_s)
-                if self._index.is_leased(slot):
-                    self._filled[slot] = filled
-                else:
-                    self._exchange(slot, filled)
+                self._exchange(under_way, arrival)
 
-    def _exchange(self, slot: int, filled: _Filled) -> None:
-        """Have the chunk in this slot, which is not leased, be what is in the lent one."""
-        one = filled.of
-        self._host.exchange(slot, filled.lent, filled.checksum, filled.parts)
-        one.parts = filled.parts
+    def _exchange(self, read: _UnderWay, arrival: Arrival) -> None:
+        """Have the chunk be what has been read into the lent slot."""
+        one = read.of
+        self._host.exchange(read.slot, read.lent, arrival.checksum, arrival.parts)
+        one.parts = arrival.parts
         if not one.parts:
-            del self._at[slot]
+            del self._at[read.slot]
         self.counts[one.tier] += 1
         if self._host.events.on:
-            nbytes, seconds = self._host.pool.sizes.of(one.key), self._clock.now_s() - filled.began_s
+            nbytes, seconds = self._host.pool.sizes.of(one.key), self._clock.now_s() - read.began_s
             self._host.events.publish(events.Refined(self._lanes[one.tier].name, [one.key], nbytes, seconds))
 
     def _drop(self, tier: int, under_way: _UnderWay) -> None:

@@ -101,6 +101,7 @@ class _Batch:
     chunks: list[_Waiting]
     then_evict: bool
     began_s: float = field(default_factory=time.monotonic)
+    since: int = 0  # as of `Residency.lease_bytes`
 
 
 class Spills:
@@ -289,7 +290,7 @@ class Spills:
             Outgoing(chunk.key, chunk.parent, pool.pages(slot), pool.sizes.of(chunk.key))
             for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
         ]
-        self._index.lease(batch.slots)
+        batch.since = self._index.lease_bytes(batch.slots)
         self._leased[batch.share] += len(batch.slots)
         self._emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way += len(batch.slots)
@@ -333,7 +334,7 @@ class Spills:
         )
 
     def _settle(self, batch: _Batch) -> None:
-        self._host.unlease(batch.slots)
+        self._host.unlease(self._index.bytes_at(batch.slots, batch.since), of_bytes=True)
         self._leased[batch.share] -= len(batch.slots)
         self._emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way -= len(batch.slots)

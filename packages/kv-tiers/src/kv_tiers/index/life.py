@@ -3,7 +3,8 @@
 Lookups find a chunk only while it is `RESIDENT`. `ORPHANED` and `LEAVING` are the states of a chunk that was forgotten
 while its slot was in use, by a writer or by readers: lookups no longer find it, and the slot becomes free when they are
 done. A slot that is `LENT` never holds a chunk that can be found: better bytes of a chunk that is resident elsewhere
-arrive in it, then the two slots change places, and what it has then is given back.
+arrive in it, then the two slots change places. What it has then is given back, or is `REPLACED`: those who were reading
+the chunk read it there to the end.
 """
 
 from enum import IntEnum
@@ -22,6 +23,7 @@ class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks lo
     LEAVING = 3
     ORPHANED = 4
     LENT = 5
+    REPLACED = 6
 
 
 class Event(IntEnum):
@@ -34,6 +36,7 @@ class Event(IntEnum):
     GONE = 6
     LEND = 7
     RETURN = 8
+    REPLACE = 9
 
 
 _NEXT: Final = {
@@ -49,6 +52,9 @@ _NEXT: Final = {
     (Life.LEAVING, Event.GONE): Life.ABSENT,  # the last lease has ended
     (Life.ABSENT, Event.LEND): Life.LENT,
     (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with what did not become whole
+    (Life.LENT, Event.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
+    (Life.REPLACED, Event.GONE): Life.ABSENT,  # nobody reads them any more
+    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was, so those who read them must not use them
 }
 
 

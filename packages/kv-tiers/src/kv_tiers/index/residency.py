@@ -5,6 +5,9 @@ per chunk: slots of chunks stored together are adjacent, and with a million chun
 reason a lookup searches the index for the first key only and then follows its *run*: the slots that followed that slot
 last time, verified against the keys that they hold now. A run is only a hint; a stale one costs a little time.
 
+A lease keeps a chunk in its slot, and one to read also keeps its bytes as they are (`lease_bytes`). So a chunk that has
+only others may get better bytes at any time, and of one that is being read the old bytes stay until that ends.
+
 Nothing here locks, waits or reads a chunk's bytes: the cache holds its one lock around every call.
 """
 
@@ -18,11 +21,14 @@ from kv_core.keys import ChunkKey
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.life import Event, Life, advance
+from kv_tiers.index.replaced import Replaced
 
 _SHARE_AT: Final = slice(24, 28)
 """Where a key names its group and shard."""
 _CHAIN_BYTES: Final = _SHARE_AT.stop
 """What keys of one chain have in common, at their beginning."""
+_READ: Final = 1 << 32
+"""A lease to read is counted as this many more than one, so that one number tells how many there are of both kinds."""
 
 
 class Residency:
@@ -39,6 +45,7 @@ class Residency:
         self._runs: list[list[int] | None] = []
         self._orphans = 0
         self._leaving: set[int] = set()
+        self._replaced = Replaced()
         self._excluded: set[int] = set()  # leased, skipped by an eviction, and so out of the policy's order
         self.journal: Journal | None = None
         """Told of every chunk that can be found from now, or no more; if it is set."""
@@ -81,6 +88,12 @@ class Residency:
     def held(self) -> list[ChunkKey]:
         """The keys that lookups find, and those being written."""
         return [*self._slot_of, *self._writing]
+
+    def forgettable(self) -> list[ChunkKey]:
+        """All keys to which `forget` does something: those held, and those of replaced bytes that are being read, whose
+        chunks may have left since.
+        """
+        return list(dict.fromkeys([*self.held(), *self._replaced.keys()]))
 
     def leading(self, keys: Sequence[ChunkKey]) -> list[int]:
         """The slots of the leading run of resident keys. The list is shared: do not modify it."""
@@ -137,19 +150,45 @@ class Residency:
         for slot in slots:
             leases[slot] += 1
 
-    def unlease(self, slots: Sequence[int]) -> list[int]:
+    def lease_bytes(self, slots: Sequence[int]) -> int:
+        """Lease these to read their bytes, or have them read; returns what ends it (`bytes_at`)."""
+        leases = self._leases
+        for slot in slots:
+            leases[slot] += _READ + 1
+        return self._replaced.number
+
+    def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
+        """Where the bytes are now that were leased in these slots to be read: there, unless they have been replaced.
+        Call `unlease_bytes` with these.
+
+        since: what `lease_bytes` returned.
+        """
+        return self._replaced.bytes_at(slots, since)
+
+    def still_of(self, slots: Sequence[int], bytes_at: Sequence[int]) -> list[int]:
+        """Those of the slots whose chunk is the one that was leased there to be read."""
+        if not self._replaced:
+            return list(slots)
+        pairs = zip(slots, bytes_at, strict=True)
+        return [slot for slot, at in pairs if at == slot or self._key_at[slot] == self._replaced.key_of(at)]
+
+    def unlease_bytes(self, bytes_at: Sequence[int]) -> list[int]:
+        """End one lease to read on each; returns the slots that become free by it."""
+        return self.unlease(bytes_at, _READ + 1)
+
+    def unlease(self, slots: Sequence[int], weight: int = 1) -> list[int]:
         """End one lease on each slot; returns the slots that become free by it."""
         leases = self._leases
-        if not self._excluded and not self._leaving:
+        if not self._excluded and not self._leaving and not self._replaced:
             for slot in slots:
-                leases[slot] -= 1
+                leases[slot] -= weight
             return []
         freed, back = [], []
         for slot in slots:
-            leases[slot] -= 1
+            leases[slot] -= weight
             if leases[slot]:
                 continue
-            if slot in self._leaving:
+            if slot in self._leaving or slot in self._replaced:
                 self._gone(slot)
                 freed.append(slot)
             elif slot in self._excluded:
@@ -213,6 +252,25 @@ class Residency:
     def give_back(self, slot: int) -> None:
         """A lent slot is free afterwards."""
         self._move([slot], Event.RETURN)
+
+    def exchange(self, slot: int, lent: int) -> bool:
+        """A resident chunk has the better bytes of the lent slot from now, and that has the old ones, with all leases
+        to read them. True: there are none, so it is free.
+        """
+        reads = self._leases[slot] // _READ
+        if not reads:
+            self.give_back(lent)
+            return True
+        key = self._key_at[slot]
+        assert key is not None
+        self._move([lent], Event.REPLACE)
+        self._leases[lent] = reads * (_READ + 1)
+        self._leases[slot] -= reads * (_READ + 1)
+        self._replaced.add(slot, key, lent)
+        if not self._leases[slot] and slot in self._excluded:
+            self._excluded.remove(slot)
+            self._policy.reinsert([slot])
+        return False
 
     def adopt(self, key: ChunkKey, slot: int) -> None:
         """Add a chunk that an earlier process stored. Chunks adopted later count as used later."""
@@ -297,11 +355,26 @@ class Residency:
     def is_leased(self, slot: int) -> bool:
         return self._leases[slot] > 0
 
+    def is_read(self, slot: int) -> bool:
+        """Whether the bytes that it has now are leased to be read."""
+        return self._leases[slot] >= _READ
+
+    @property
+    def replaced(self) -> int:
+        """How many slots have replaced bytes that are still being read."""
+        return len(self._replaced)
+
     def reinsert(self, slots: Sequence[int]) -> None:
         self._policy.reinsert(slots)
 
     def forget(self, key: ChunkKey) -> int | None:
-        """Hide the chunk from lookups. Returns its slot if it was resident; the slot may be free already."""
+        """Hide the chunk from lookups, and make all reads of it void. Returns its slot if it was resident; the slot may
+        be free already.
+        """
+        for at in self._replaced.of(key) if self._replaced else ():
+            if at not in self._leaving:
+                self._move([at], Event.FORGET)
+                self._leaving.add(at)
         if (slot := self._writing.pop(key, None)) is not None:
             self._move([slot], Event.FORGET)
             self._orphans += 1
@@ -323,7 +396,9 @@ class Residency:
         return slot in self._leaving
 
     def any_forgotten(self, slots: Sequence[int]) -> bool:
-        """Whether `was_forgotten` holds for any of these slots, on all of which the caller has a lease."""
+        """Whether `was_forgotten` holds for any of these slots, on all of which the caller has a lease. Of a lease to
+        read: of where the bytes are now.
+        """
         return bool(self._leaving) and not self._leaving.isdisjoint(slots)
 
     def is_free(self, slot: int) -> bool:
@@ -351,7 +426,9 @@ class Residency:
         return key
 
     def _gone(self, slot: int) -> None:
-        self._leaving.remove(slot)
+        self._leaving.discard(slot)
+        if slot in self._replaced:
+            self._replaced.drop(slot)
         self._move([slot], Event.GONE)
 
     def _move(self, slots: Sequence[int], event: Event) -> None:

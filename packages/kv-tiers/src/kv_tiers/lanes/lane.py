@@ -7,7 +7,7 @@ Chunks get headers and are encoded on the way out; on the way back they are veri
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
 A lane that has nothing to do asks whether the rest of some payload is wanted (`when_idle`), and leaves it as soon as
-there is something.
+there is something. One that always has something to do takes a step of it now and then (`RestTurns`).
 
 A tier that raises is down: nothing is sent to it until a probe succeeds. Probes become ever rarer. A job that does not
 return within `stuck_s` has the same effect until it does; its memory stays lent, as its thread may still write there.
@@ -36,6 +36,7 @@ from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, 
 from kv_tiers.lanes.moving import Moving
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
+from kv_tiers.lanes.turns import RestTurns
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
@@ -75,7 +76,7 @@ class Lane:
         """Where its health and damage are published; set by the cache above."""
         self.when_idle: Callable[[], Rest | None] = lambda: None
         """Called without a lock, on a thread of the lane, after `has_rests` and while there was something last time."""
-        self._may_have_rests = self._asks_for_rests = False
+        self._turns = RestTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
@@ -136,7 +137,7 @@ class Lane:
     def has_rests(self) -> None:
         """There may be something to do now for a lane that has nothing else to do (`when_idle`)."""
         with self._changed:
-            self._may_have_rests = True
+            self._turns.wanted(self._clock.now_s())
             self._changed.notify()
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
@@ -187,10 +188,8 @@ class Lane:
     def clear_tenant(self, tenant: bytes) -> None:
         """Like `clear`, for keys with this tag. A tier that cannot tell tenants apart is cleared whole."""
         with self._changed:
-            if self._only_hides or isinstance(self.tier, ClearsTenants):
-                self._jobs.clear_tenant(tenant)
-            else:
-                self._jobs.clear()
+            can_tell = self._only_hides or isinstance(self.tier, ClearsTenants)
+            self._jobs.clear_tenant(tenant) if can_tell else self._jobs.clear()
             self._changed.notify()
 
     def room_for_stores(self) -> int:
@@ -225,8 +224,7 @@ class Lane:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse what is queued, wait for what is running, close the tier. False: a call to it never returned, so it
-        stays open and its memory stays lent.
-        """
+        stays open and its memory stays lent."""
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
@@ -247,12 +245,13 @@ class Lane:
 
     def step(self) -> bool:
         """Do one job in this thread. False: there is none to be done now."""
-        with self._changed:
-            job = self._next()
-            if job is None and not self._may_ask_for_rests():
-                return False
-            self._begin(job)
-        return self._run(job)
+        while True:
+            with self._changed:
+                if not (chosen := self._choose()):
+                    return False
+                self._begin(chosen[0])
+            if self._run(chosen[0]):
+                return True  # else it was a rest's turn and there is none; something else may be waiting
 
     # Under `_changed`.
 
@@ -285,17 +284,20 @@ class Lane:
         """With something that somebody waits for."""
         return len(self._running) > (self._jobs.rest is not None)
 
-    def _is_wanted_elsewhere(self) -> bool:
-        return self._tracker.is_closed or self._jobs.has_any(self._clock.now_s())
+    def _choose(self) -> tuple[Job | Probe | None] | None:
+        """What to begin now; None: nothing."""
+        if self._may_rest(self._turns.may_ask):
+            return (None,)
+        return None if (job := self._next()) is None else (job,)
 
-    def _may_ask_for_rests(self) -> bool:
-        is_idle = not self._running and not self._is_wanted_elsewhere()
-        return self._may_have_rests and not self._asks_for_rests and is_idle and self._tracker.retry_at_s is None
+    def _may_rest(self, may: Callable[[float, bool], bool]) -> bool:
+        now_s, is_down = self._clock.now_s(), self._tracker.is_closed or self._tracker.retry_at_s is not None
+        return not is_down and may(now_s, not self._is_busy() and not self._jobs.has_any(now_s))
 
     def _begin(self, job: Job | Probe | None) -> None:
         """None: it is to be asked for the rest of something."""
         if job is None:
-            self._asks_for_rests, self._may_have_rests = True, False
+            self._turns.asks()
             return
         self._running[id(job)] = self._clock.now_s()
         if isinstance(job, Probe):
@@ -305,6 +307,8 @@ class Lane:
 
     def _end(self, job: Job | Probe) -> None:
         del self._running[id(job)]
+        if isinstance(job, Rest):
+            self._turns.ended(self._clock.now_s())
         if isinstance(job, Probe):
             self._tracker.is_probing = False
         else:
@@ -316,27 +320,26 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (job := self._next()) is None and not self._may_ask_for_rests():
+                while not (chosen := self._choose()):
                     if self._tracker.is_closed:
                         return
                     due_in_s = self._jobs.removals_due_in_s(self._clock.now_s())
                     self._changed.wait(due_in_s if self._tracker.retry_at_s is None else self._tracker.probe_due_in_s())
-                self._begin(job)
-            self._run(job)
-            del job  # or its memory stays lent while this thread waits for the next
+                self._begin(chosen[0])
+            self._run(chosen[0])
+            del chosen  # or its memory stays lent while this thread waits for the next
 
     def _take_rest(self) -> Rest | None:
         """What `when_idle` gives, begun; None: nothing, or there is something else to do by now."""
         rest = self.when_idle()
         with self._changed:
-            self._asks_for_rests = False
-            if rest is None:
-                return None
-            self._may_have_rests = True
-            if self._may_ask_for_rests():
+            self._turns.answered(was_there=rest is not None)
+            if rest is not None and self._may_rest(self._turns.may_ask):
+                self._turns.begins()
                 self._begin(rest)
                 return rest
-        rest.done(None)
+        if rest is not None:
+            rest.done(None)
         return None
 
     def _run(self, job: Job | Probe | None) -> bool:
@@ -381,7 +384,7 @@ class Lane:
                 self._see_whether_full()
                 return lambda: job.done(outcomes)
             case Rest():
-                arrival = self._moving.rest(job, self._is_wanted_elsewhere)
+                arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
                 failures = [] if arrival is None else self._faults([arrival])
                 return self._then(lambda: job.done(arrival), failures)
             case Clear():

@@ -263,7 +263,7 @@ class HostPool:
         return self._places.at(slot)
 
     def swap(self, one: int, other: int) -> None:
-        """Have two slots change places: each has the other's bytes from now. Nobody may be using either's."""
+        """Have two slots change places: each has the other's bytes from now, which stay where they are in memory."""
         self._places.swap(one, other)
 
     def extent(self, slot: int) -> HostExtent:
