@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
-from kv_cuda.judge.calibrate import through_calibrated
+from kv_cuda.judge.calibrate import _is_shown, _turned_back, through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
 from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
@@ -237,3 +237,25 @@ def test_what_is_no_verdict_is_named(text: str, message: str, tmp_path: Path) ->
         read_verdict(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_verdict(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_a_rotation_is_shown_of_every_pair_however_small(neighbours: bool) -> None:
+    """A part of a hundredth of a key's size turns otherwise than is said: the rest of the key does not hide it."""
+    still = np.random.default_rng(1).standard_normal((2, 64, 32)) + 3
+    still[..., :8] /= 100
+    still[..., 8:12] = 0
+    frequencies = 1e4 ** -(np.arange(4) / 4)
+    turned = [_turned_back(still, first, -frequencies, neighbours) for first in (0, 1000)]
+    here, there = (np.empty_like(still) for _ in turned)
+    firsts, seconds = (slice(0, 8, 2), slice(1, 8, 2)) if neighbours else (slice(0, 4), slice(4, 8))
+    for out, points in zip((here, there), turned, strict=True):
+        out[..., firsts], out[..., seconds], out[..., 8:] = points[..., :4].real, points[..., :4].imag, still[..., 8:]
+    assert _is_shown(here, there, frequencies, neighbours)
+    for wrong, order in (
+        (frequencies, not neighbours),
+        (frequencies * 1.01, neighbours),
+        (frequencies[:3], neighbours),
+        (np.zeros(0), False),
+    ):
+        assert not _is_shown(here, there, wrong, order)

@@ -56,7 +56,9 @@ def test_pools_of_two_formats_have_a_part_of_the_memory_each(make_pool: Callable
     made.close()
 
 
-def calibrated(pages: ChunkFormat, path: Path, *, heads: int, step: float = 0.4, ranks: int = 1) -> Calibration:
+def calibrated(
+    pages: ChunkFormat, path: Path, *, heads: int, step: float = 0.4, ranks: int = 1, neighbours: bool = False
+) -> Calibration:
     """Of a model with pages like these, but for the number of heads."""
     learning = Learning(
         model="m",
@@ -66,6 +68,7 @@ def calibrated(pages: ChunkFormat, path: Path, *, heads: int, step: float = 0.4,
         max_tokens=4096,
         frequencies=[[0.5**j for j in range(pages.head_dim // 2)]] * pages.layers,
         ranks=ranks,
+        neighbours=neighbours,
     )
     drawn = np.random.default_rng(1).normal(0, 1, (4 * heads * pages.head_dim, heads, pages.head_dim))
     learning.add([(drawn, drawn)] * pages.layers)
@@ -99,6 +102,17 @@ def test_pages_of_a_calibrated_codec_are_kept_apart_and_another_models_calibrati
     spaces.add(exact.stores["kv"].keys(NAMES)[0].space_id)
     exact.close()
     assert len(spaces) == 3
+
+
+def test_a_calibration_for_keys_of_which_the_order_is_not_known_is_refused(
+    make_pool: Callable[..., Any], tmp_path: Path
+) -> None:
+    pages, path = describe(make_pool("mha", "page_first"), "kv").format, tmp_path / "model.kvtc"
+    calibrated(pages, path, heads=pages.heads, neighbours=True)
+    codec = {"type": "kvtc", "calibration": str(path)}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB", "codec": codec}
+    with pytest.raises(ConfigError, match="nothing shows that SGLang stores such keys in the order"):
+        attached(make_pool, "kv", settings=msgspec.structs.replace(SETTINGS, tiers=[disk]))
 
 
 def test_ranks_keep_their_own_share_and_latents_are_shared(make_pool: Callable[..., Any], tmp_path: Path) -> None:

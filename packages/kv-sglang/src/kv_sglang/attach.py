@@ -235,12 +235,19 @@ def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPag
     """Which layers and heads the pages of each pool have. What only SGLang can read (states) is stored as it is.
 
     Raises:
-        ConfigError: the calibration is not of this model, or SGLang does not say which layers a pool has.
+        ConfigError: the calibration is not of this model, or SGLang does not say which layers a pool has, or in which
+            order its keys are.
     """
     if rank.stages > 1:
         raise ConfigError(
             f"codec kvtc: the engine has {rank.stages} pipeline stages, whose pages SGLang does not name apart: use "
             "tensor parallelism, or another codec"
+        )
+    if not calibration.shape.order.is_usual:
+        raise ConfigError(
+            f"codec kvtc: the calibration is of {calibration.shape.model}, which rotates a part of each key, or "
+            "neighbouring elements, and nothing shows that SGLang stores such keys in the order that `kv judge` saw: "
+            "use vLLM, or another codec"
         )
     others = [name for name, pages in pools.items() if name != KV and pages.format.kind != "blocks"]
     if others:

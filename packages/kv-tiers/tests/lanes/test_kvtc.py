@@ -4,6 +4,7 @@
 few components, turned to their positions, as trained models have them.
 """
 
+import hashlib
 import json
 import struct
 import warnings
@@ -32,14 +33,18 @@ from kv_tiers.chunk_header import HEADER_BYTES, format_id
 from kv_tiers.codec import Codec, CodecError, EncodesFirst
 from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.codecs.calibration import Calibration, read_calibration
+from kv_tiers.codecs.channel_order import ChannelOrder
+from kv_tiers.codecs.kernels import best_kernels
 from kv_tiers.codecs.kvtc import HEAD_BYTES, KvtcCodec, make_kvtc_codec
 from kv_tiers.codecs.learning import SINKS, Learning
+from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.rotation import turn, turn_back, turns
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.payloads import Payloads
 from kv_tiers.sealed import SEAL_BYTES, seal
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import Read, TierContext
+from numpy.typing import NDArray
 
 RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
 
@@ -255,7 +260,7 @@ def test_payloads_and_calibrations_of_version_1_are_refused_by_name(tmp_path: Pa
     path = tmp_path / "old.kvtc"
     calibration.write(path)
     path.write_bytes(path.read_bytes()[:8] + struct.pack("<I", 1) + path.read_bytes()[12:])
-    with pytest.raises(ConfigError, match="version 1; this release reads versions 2 and 3"):
+    with pytest.raises(ConfigError, match="version 1; this release reads versions 2 to 4"):
         read_calibration(path)
 
 
@@ -304,6 +309,35 @@ def test_every_damage_of_a_calibration_is_found_before_its_sizes_are_used(writte
 @pytest.mark.parametrize(
     "change",
     [
+        {"rotated": 64, "neighbours": False},  # which version 2 says
+        {"rotated": 0},
+        {"rotated": 15},
+        {"rotated": 66},
+        {"rotated": "16"},
+        {"rotated": True},
+        {"neighbours": 1},
+        {"block_channels": 0},
+        {"block_channels": 7},
+    ],
+)
+def test_a_forged_order_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    order = {"rotated": 16, "neighbours": True}
+    calibration = Drawn().calibration()
+    path = tmp_path / "file"
+    replace(calibration, shape=replace(calibration.shape, rotated=16, neighbours=True)).write(path)
+    assert {name: getattr(read_calibration(path).shape, name) for name in order} == order
+    whole = path.read_bytes()[:-32]
+    (text_bytes,) = struct.unpack_from("<I", whole, 12)
+    text = json.dumps(json.loads(whole[16 : 16 + text_bytes]) | change).encode()
+    content = whole[:12] + struct.pack("<I", len(text)) + text + whole[16 + text_bytes :]
+    path.write_bytes(content + hashlib.sha256(content).digest())
+    with pytest.raises(ConfigError, match="no file of"):
+        read_calibration(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         {"layers": 1 << 40},
         {"layers": -1},
         {"layers": True},
@@ -321,6 +355,8 @@ def test_every_damage_of_a_calibration_is_found_before_its_sizes_are_used(writte
         {"model": 7},
         {"block_channels": 64},
         {"block_channels": 16},
+        {"rotated": 16},
+        {"rotated": 16, "neighbours": False},
         {"more": 1},
     ],
 )
@@ -358,3 +394,59 @@ def test_settings_are_refused_by_name_and_fingerprints_differ_by_calibration(wri
         make_kvtc_codec(options, TierContext(1 << 20, 1 << 20, "f"))
     with pytest.raises(ConfigError, match="needs a calibration"):
         make_kvtc_codec({}, TierContext(1 << 20, 1 << 20, marked))
+
+
+@pytest.mark.parametrize(("rotated", "neighbours"), [(16, False), (16, True), (64, True), (2, False), (64, False)])
+def test_keys_of_another_order_come_back_where_they_were(rotated: int, neighbours: bool, tmp_path: Path) -> None:
+    """Their channels are put into the order of kernels, coded, and put back; values stay where they are."""
+    head_dim, heads, tokens, layers = 64, 2, 256, 2
+    rng = np.random.default_rng(3)
+    frequencies = [*(1e4 ** -(np.arange(rotated // 2) / (rotated // 2))), *[0.0] * (32 - rotated // 2)]
+    means = 3 * rng.standard_normal((layers, heads, head_dim))
+    order = ChannelOrder(head_dim, rotated, neighbours)
+
+    def drawn(first: int) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        made = []
+        for layer in range(layers):
+            still = means[layer] + 0.5 * rng.standard_normal((tokens, heads, head_dim))
+            angles = (first + np.arange(tokens))[:, None, None] * np.array(frequencies)
+            points = (still[..., :32] + 1j * still[..., 32:]) * np.exp(1j * angles)
+            keys = np.empty((tokens, heads, head_dim), np.float32)
+            order.restored(np.concatenate([points.real, points.imag], -1).astype(np.float32), keys)
+            made.append((keys, rng.standard_normal(keys.shape).astype(np.float32)))
+        return made
+
+    learning = Learning(
+        model="m", dtype="float32", heads=heads, head_dim=head_dim, max_tokens=4096, frequencies=[frequencies] * layers,
+        rotated=rotated, neighbours=neighbours,
+    )  # fmt: skip
+    for _ in range(4):
+        learning.add(drawn(0))
+    learnt = learning.learnt(0.2)
+    learnt.write(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes()[8] == (2 if order.is_usual else 4)
+    read = read_calibration(tmp_path / "file")
+    assert read.shape == learnt.shape and read.id == learnt.id
+    assert read.part([1], range(heads)).shape.order == order
+    sizes = []
+    for first in (0, 2560):
+        planes = drawn(first)
+        chunk = np.stack([one[part] for part in range(2) for one in planes]).astype("<f4").tobytes()
+        payloads = set()
+        for kernels in (NumpyKernels(), best_kernels()):
+            codec = KvtcCodec(read, kernels)
+            out, back = bytearray(len(chunk)), bytearray(len(chunk))
+            size = codec.encode(memoryview(chunk), memoryview(out))
+            assert size is not None
+            payloads.add(bytes(out[:size]))
+            codec.decode(memoryview(out)[:size], memoryview(back))
+            error = np.frombuffer(back, "<f4") - np.frombuffer(chunk, "<f4")
+            assert np.abs(error).max() < 3.0 and np.sqrt(np.square(error).mean()) < 0.4
+            payload = encoded(codec, chunk, first=True)
+            exact = np.frombuffer(chunk, "<f4").reshape(4, 256, -1)[:, :SINKS]
+            assert payload[HEAD_BYTES : HEAD_BYTES + exact.nbytes] == exact.tobytes()
+            its = np.frombuffer(decoded(codec, payload, len(chunk)), "<f4").reshape(4, 256, -1)[:, :SINKS]
+            assert (exact == its).all()
+        assert len(payloads) == 1
+        sizes.append(size)
+    assert abs(sizes[0] - sizes[1]) < 0.03 * sizes[0]  # its position was found

@@ -21,6 +21,7 @@ from kv_tiers.settings import Setting, Settings
 from kv_vllm.layer_hooks import LayerPlace
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
+from kv_vllm.rotations import check_calibration
 from kv_vllm.served import served_model
 
 _log = limited_logger(__name__)
@@ -63,6 +64,7 @@ def bind_worker(
     if calibration is not None:
         divided = group_layers(bound)
         division = divide(calibration, divided, stages=share.stages, shards=share.shards)
+        check_calibration(vllm_config, calibration, share)
         codec, judged = calibration.name, tuple(group.format for group in divided if not group.is_state)
     demand(judge.verdict, judge.max_kl, judged, approximate=approximate, codec=codec)
     fingerprint = fingerprint_of(calibration, bound.fingerprint, division)

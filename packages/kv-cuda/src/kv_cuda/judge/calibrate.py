@@ -1,11 +1,16 @@
 """Calibrates the codec `kvtc` for a model: `kv judge --calibrate`.
 
 The codec turns keys back to position 0, so how the model rotates them must be known, and is not believed but shown: the
-same text is computed at other positions, and its keys, turned back, must be the same in every layer. A model of which
-that is not so, or whose rotation depends on the prompt's length, is refused.
+same text is computed at other positions, and its keys, turned back, must be the same in every layer. Models may rotate
+all elements of a key or the first ones, halves or neighbours, and layers may not rotate at all. A model of which none
+of that is so is refused.
+
+Shown is what transformers computes. An engine may store the elements of its keys in another order (vLLM's Llama 4
+does); `kv_tiers.attach.rotations` compares the calibration with what the engine says when it starts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +26,21 @@ MOST_CONTEXTS: Final = 6
 _SHOWN_TOKENS: Final = 64
 _SHIFT_TOKENS: Final = 1000
 _LARGEST_DIFFERENCE: Final = 0.02
-"""Of keys at two positions, relative to their norm, in a model whose attention adds nothing up otherwise. A wrong
-frequency makes it about 1, float32's rounding 0.0001."""
+"""Of keys at two positions, relative to their norm, for each pair of elements. A wrong frequency makes it about 1,
+float32's rounding 0.0001."""
+_SMALL_PAIR: Final = 0.05
+"""Of a layer's usual pair of elements: rounding of what smaller ones are computed from may be as large as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """frequencies: for each layer, [head_dim / 2], 0 of what is not turned.
+    rotated, neighbours: as in `kv_tiers.codecs.channel_order`.
+    """
+
+    frequencies: list[NDArray[np.float64]]
+    rotated: int
+    neighbours: bool
 
 
 def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
@@ -37,8 +55,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
     """
     if len(text) < CONTEXT_TOKENS:
         raise ConfigError(f"--calibrate takes {CONTEXT_TOKENS} tokens of text or more")
-    frequencies = _frequencies(model)
-    _show(model, text[:_SHOWN_TOKENS], frequencies)
+    rotation = _shown(model, text[:_SHOWN_TOKENS], _frequencies(model))
     learning: Any = None
     for at in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
         layers = [
@@ -53,8 +70,10 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
                 heads=heads,
                 head_dim=head_dim,
                 max_tokens=model.max_tokens,
-                frequencies=[list(one) for one in frequencies],
+                frequencies=[list(one) for one in rotation.frequencies],
                 ranks=ranks,
+                rotated=rotation.rotated,
+                neighbours=rotation.neighbours,
             )
         learning.add(layers)
     return learning
@@ -71,15 +90,13 @@ def through_calibrated(path: str) -> ThroughCodec:
 
 
 def _frequencies(model: Model) -> list[NDArray[np.float64]]:
-    """For each layer, radians a token [head_dim / 2]."""
+    """For each layer, radians a token, of as many pairs of elements as are said to be turned. Empty: of no layer."""
     found = []
-    for given in model.rotations(_SHOWN_TOKENS):
-        half = given[0].shape[1] // 2
-        # Most models have them twice, for each of two elements that turn together.
-        is_twice = np.array_equal(given[0][:, :half], given[0][:, half:])
+    for table in model.rotations(_SHOWN_TOKENS):
+        cos, sin = (_once(one) for one in table)
         # YaRN makes all keys longer by one factor, which changes nothing of how they turn.
-        length = np.hypot(given[0][0, 0], given[1][0, 0])
-        cos, sin = ((one[:, :half] if is_twice else one) / length for one in given)
+        length = np.hypot(cos[0, 0], sin[0, 0])
+        cos, sin = cos / length, sin / length
         rough = np.arctan2(sin[1], cos[1])
         # What the model has is exact where an angle's tangent is not.
         exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
@@ -91,24 +108,69 @@ def _frequencies(model: Model) -> list[NDArray[np.float64]]:
     return found
 
 
-def _show(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.float64]]) -> None:
+def _once(table: NDArray[Any]) -> NDArray[Any]:
+    """Of cosines or sines, [tokens, elements], one for each pair. Most models have them twice, for each of two elements
+    that turn together: one half behind the other, or as neighbours.
     """
+    half = table.shape[1] // 2
+    if np.array_equal(table[:, :half], table[:, half:]):
+        return table[:, :half]
+    if np.array_equal(table[:, ::2], table[:, 1::2]):
+        return table[:, ::2]
+    return table
+
+
+def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.float64]]) -> _Rotation:
+    """How the model rotates the keys of its layers, of which these frequencies are what it says.
+
     Raises:
-        ConfigError: keys that are turned back differ by their position.
+        ConfigError: whatever is tried, keys that are turned back differ by their position.
     """
     here, there = (model.keys_at(text, first) for first in (0, _SHIFT_TOKENS))
-    for number, (one, other, its) in enumerate(zip(here, there, frequencies, strict=True)):
-        if one.shape[-1] != 2 * len(its):
-            raise ConfigError(f"model {model.name} rotates a part of its keys, which codec {CODEC} does not know")
-        base, moved = _turned_back(one, 0, its), _turned_back(other, _SHIFT_TOKENS, its)
-        if np.linalg.norm(base - moved) > _LARGEST_DIFFERENCE * np.linalg.norm(base):
-            raise ConfigError(
-                f"model {model.name} rotates the keys of layer {number} in a way that codec {CODEC} does not know"
-            )
+    head_dim = here[0].shape[-1]
+    if any(one.shape[-1] != head_dim for one in here):
+        raise ConfigError(f"codec {CODEC} is for models whose layers all have heads of one number and size")
+    nothing: NDArray[np.float64] = np.zeros(0)
+    furthest = 0
+    for neighbours in (False, True):
+        found: list[NDArray[np.float64]] = []
+        for one, other, said in zip(here, there, frequencies or [nothing] * len(here), strict=True):
+            # A layer may not do what the model has frequencies for.
+            fitting = [each for each in (said, nothing) if _is_shown(one, other, each, neighbours)]
+            if not fitting:
+                break
+            found.append(fitting[0])
+        furthest = max(furthest, len(found))
+        rotated = {2 * len(one) for one in found} - {0}
+        if len(found) == len(here) and len(rotated) <= 1:
+            padded = [np.concatenate([one, np.zeros(head_dim // 2 - len(one))]) for one in found]
+            return _Rotation(padded, rotated.pop() if rotated else head_dim, neighbours)
+    if furthest == len(here):
+        raise ConfigError(f"model {model.name} rotates more of a key in some layers than in others")
+    raise ConfigError(
+        f"model {model.name} rotates the keys of layer {furthest} in a way that codec {CODEC} does not know"
+    )
 
 
-def _turned_back(keys: NDArray[Any], first: int, frequencies: NDArray[np.float64]) -> NDArray[Any]:
-    """keys: [heads, tokens, head_dim]"""
-    points = keys[..., : len(frequencies)] + 1j * keys[..., len(frequencies) :]
-    turned: NDArray[Any] = points * np.exp(-1j * (first + np.arange(keys.shape[1]))[:, None] * frequencies)
-    return turned
+def _is_shown(here: NDArray[Any], there: NDArray[Any], frequencies: NDArray[np.float64], neighbours: bool) -> bool:
+    """Whether keys at two positions, [heads, tokens, head_dim], are the same when they are turned back so.
+
+    Pair by pair: where a small part of a key is rotated, or one with small numbers, the others would hide it.
+    """
+    if 2 * len(frequencies) > here.shape[-1]:
+        return False
+    base = _turned_back(here, 0, frequencies, neighbours)
+    moved = _turned_back(there, _SHIFT_TOKENS, frequencies, neighbours)
+    apart, sizes = (np.linalg.norm(one, axis=(0, 1)) for one in (base - moved, base))
+    usual = np.sqrt(np.square(sizes).mean())
+    return bool((apart <= _LARGEST_DIFFERENCE * np.maximum(sizes, _SMALL_PAIR * usual)).all())
+
+
+def _turned_back(keys: NDArray[Any], first: int, frequencies: NDArray[np.float64], neighbours: bool) -> NDArray[Any]:
+    """keys: [heads, tokens, head_dim], of which the first elements are turned, as many as there are frequencies for."""
+    count = len(frequencies)
+    turned, others = keys[..., : 2 * count], keys[..., 2 * count :]
+    firsts, seconds = (turned[..., ::2], turned[..., 1::2]) if neighbours else np.split(turned, 2, -1)
+    angles = (first + np.arange(keys.shape[1]))[:, None] * frequencies
+    points: NDArray[Any] = (firsts + 1j * seconds) * np.exp(-1j * angles)
+    return np.concatenate([points, others], -1)

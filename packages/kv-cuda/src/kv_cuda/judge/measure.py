@@ -109,28 +109,31 @@ class Model:
         return answer
 
     def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
-        """For each layer with attention, the cosines and sines, each [tokens, head_dim or half of it], by which it
-        rotates keys.
+        """For each layer with attention, the cosines and sines, each [tokens, rotated elements or half of them], by
+        which it rotates keys. Empty: the model has none, or not where others have them.
 
         Raises:
-            ConfigError: the model has none, or not where Llama and Gemma have them.
+            ConfigError: they cannot be had as from other models.
         """
+        if getattr(self._model.base_model, "rotary_emb", None) is None:
+            return []
         positions, some = torch.arange(tokens)[None], torch.zeros(1, 1, 1)
         made = []
         try:
-            embedding, config = self._model.model.rotary_emb, self._model.config
+            embedding, config = self._model.base_model.rotary_emb, self._model.config
             for number in self._attention():
                 # Gemma rotates layers with a sliding window otherwise than those without.
                 kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
                 cos, sin = embedding(some, positions, *kind)
                 made.append((cos[0].float().numpy(), sin[0].float().numpy()))
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"model {self.name} rotates its keys in a way not known here: {error}") from error
         return made
 
     def frequencies(self) -> list[Any]:
-        """All tables of frequencies that it rotates by, in radians a token, each [head_dim / 2], float64, unordered."""
-        embedding = getattr(self._model.model, "rotary_emb", None)
+        """All tables of frequencies that it rotates by, in radians a token, each [pairs of elements], float64,
+        unordered."""
+        embedding = getattr(self._model.base_model, "rotary_emb", None)
         found = [] if embedding is None else list(embedding.buffers())
         return [one.double().cpu().numpy() for one in found if one.ndim == 1]
 

@@ -19,12 +19,17 @@ import numpy as np
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
+from kv_tiers.codecs.channel_order import ChannelOrder
 from kv_tiers.codecs.rotation import Frequencies, Numbers
 
 _MAGIC: Final = b"kv-kvtc\n"
 VERSION: Final = 2
 VERSION_FOR_RANKS: Final = 3
 """Of a file whose blocks are smaller than they would be, so that ranks have whole ones; it says how small."""
+VERSION_FOR_ORDER: Final = 4
+"""Of a file for a model that does not turn the halves of whole heads; it says what is turned, and how large blocks are.
+"""
+_TURNING: Final = ("rotated", "neighbours")
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
 ID_BYTES: Final = 8
@@ -63,6 +68,7 @@ class Shape:
     tables: for each layer, which frequencies rotate its keys.
     block_channels: how many adjacent channels of a plane are transformed together: an even part of them. 0: as many as
         are worth it.
+    rotated, neighbours: as of `ChannelOrder`; 0: whole heads.
     """
 
     model: str
@@ -74,10 +80,19 @@ class Shape:
     step: float
     tables: tuple[int, ...]
     block_channels: int = 0
+    rotated: int = 0
+    neighbours: bool = False
 
     def __post_init__(self) -> None:
+        if not self.rotated:
+            object.__setattr__(self, "rotated", self.head_dim)
         if not self.block_channels:
             object.__setattr__(self, "block_channels", block_channels(self.heads, self.head_dim))
+
+    @property
+    def order(self) -> ChannelOrder:
+        """Of the channels of a key's head."""
+        return ChannelOrder(self.head_dim, self.rotated, self.neighbours)
 
     @property
     def blocks(self) -> int:
@@ -116,15 +131,18 @@ class Calibration:
     def content(self) -> bytes:
         """The file, without the digest at its end."""
         described = {name: getattr(self.shape, name) for name in Shape.__slots__}
-        is_usual = self.shape.block_channels == block_channels(self.shape.heads, self.shape.head_dim)
-        if is_usual:
-            del described["block_channels"]
+        version = VERSION_FOR_ORDER
+        if self.shape.order.is_usual:
+            is_usual = self.shape.block_channels == block_channels(self.shape.heads, self.shape.head_dim)
+            version = VERSION if is_usual else VERSION_FOR_RANKS
+            for name in (*_TURNING, "block_channels") if is_usual else _TURNING:
+                del described[name]
         text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
         arrays = (self.frequencies, *self._by_block)
         types = _layout(self.shape)
         packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
         assert [one.shape for one in packed] == [shape for _, shape in types]
-        head = _HEAD.pack(_MAGIC, VERSION if is_usual else VERSION_FOR_RANKS, len(text))
+        head = _HEAD.pack(_MAGIC, version, len(text))
         return b"".join([head, text, *(one.tobytes() for one in packed)])
 
     @cached_property
@@ -200,12 +218,12 @@ def read_calibration(path: str | Path) -> Calibration:
             magic, version, text_bytes = _HEAD.unpack(head)
             if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
                 raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
-            if version not in (VERSION, VERSION_FOR_RANKS):
+            if version not in (VERSION, VERSION_FOR_RANKS, VERSION_FOR_ORDER):
                 raise ConfigError(
-                    f"{where}: version {version}; this release reads versions {VERSION} and {VERSION_FOR_RANKS}"
+                    f"{where}: version {version}; this release reads versions {VERSION} to {VERSION_FOR_ORDER}"
                 )
             text = file.read(text_bytes)
-            shape = _shape(text, where, for_ranks=version == VERSION_FOR_RANKS)
+            shape = _shape(text, where, version)
             layout = _layout(shape)
             wanted = _HEAD.size + text_bytes + sum(_nbytes(*one) for one in layout) + _DIGEST_BYTES
             if size != wanted:
@@ -251,11 +269,14 @@ def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
     return count
 
 
-def _shape(text: bytes, where: str, *, for_ranks: bool) -> Shape:
+def _shape(text: bytes, where: str, version: int) -> Shape:
+    for_ranks, for_order = version == VERSION_FOR_RANKS, version == VERSION_FOR_ORDER
     try:
         said: Any = json.loads(text)
-        if ("block_channels" in said) != for_ranks:
+        if ("block_channels" in said) != (for_ranks or for_order):
             raise ValueError("block_channels")
+        if any((name in said) != for_order for name in _TURNING):
+            raise ValueError("rotated")
         shape = Shape(**{**said, "tables": tuple(said["tables"])})
         whole = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
         whole |= {"tables": len(shape.tables)}
@@ -265,9 +286,16 @@ def _shape(text: bytes, where: str, *, for_ranks: bool) -> Shape:
             raise ValueError("tables")
         if shape.dtype not in ITEMSIZES or shape.head_dim % 2 or len(shape.tables) != shape.layers:
             raise ValueError("shape")
+        turned, neighbours = shape.rotated, shape.neighbours
+        if type(turned) is not int or not 0 < turned <= shape.head_dim or turned % 2 or type(neighbours) is not bool:
+            raise ValueError("rotated")
+        if for_order and (said["rotated"] == 0 or shape.order.is_usual):
+            raise ValueError("rotated")  # which a file of another version says
         block = shape.block_channels
         is_even_part = type(block) is int and 0 < block <= _MOST_CHANNELS and block % 2 == 0
         if not is_even_part or shape.heads * shape.head_dim % block:
+            raise ValueError("block_channels")
+        if for_order and said["block_channels"] == 0:
             raise ValueError("block_channels")
         if for_ranks and said["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
             raise ValueError("block_channels")  # which a file of the other version says

@@ -142,11 +142,14 @@ class KvtcCodec:
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if len(payload) < coded_at:
             raise CodecError(f"it ends behind {len(payload)} bytes, within its first tokens")
-        rows, words = self._rows(tokens), self._words(out)
+        words, rows = self._words(out), self._rows(tokens)
         self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
+        ordered = words if self._shape.order.is_usual else np.empty_like(words)
         with np.errstate(all="ignore"):  # of what no encoder makes
-            self.kernels.project_back(self._transform, rows, self._turns(first, tokens), words)
+            self.kernels.project_back(self._transform, rows, self._turns(first, tokens), ordered)
         stored = self._stored(words)
+        if ordered is not words:
+            self._restore(self._stored(ordered), stored)
         stored[:, :exact] = np.frombuffer(payload[HEAD_BYTES:coded_at], words.dtype).reshape(stored[:, :exact].shape)
 
     def _encode(self, chunk: memoryview, out: memoryview, exact: int) -> int | None:
@@ -155,13 +158,14 @@ class KvtcCodec:
             return None
         words = self._words(chunk)
         stored = self._stored(words)
+        ordered = self._ordered(words)
         exact = min(exact, tokens)
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if coded_at > len(out):
             return None
-        first = self._finder.position(stored, exact)
+        first = self._finder.position(self._stored(ordered), exact)
         rows = self._rows(tokens)
-        if not self.kernels.project(self._transform, words, self._turns(first, tokens), rows, exact):
+        if not self.kernels.project(self._transform, ordered, self._turns(first, tokens), rows, exact):
             return None
         written = np.frombuffer(out, np.uint8)
         coded_bytes = self.kernels.encode_rows(rows, self._codes, written[coded_at:])
@@ -173,6 +177,23 @@ class KvtcCodec:
 
     def _words(self, chunk: memoryview) -> Words:
         return np.frombuffer(chunk, f"<u{ITEMSIZES[self._shape.dtype]}")
+
+    def _ordered(self, words: Words) -> Words:
+        """With the channels of keys in the order of kernels."""
+        order, layers = self._shape.order, self._shape.layers
+        if order.is_usual:
+            return words
+        out = np.empty_like(words)
+        stored, ordered = self._stored(words), self._stored(out)
+        order.ordered(stored[:layers], ordered[:layers])
+        ordered[layers:] = stored[layers:]
+        return out
+
+    def _restore(self, ordered: Words, out: Words) -> None:
+        """The reverse. Both as `_stored` has them."""
+        layers = self._shape.layers
+        self._shape.order.restored(ordered[:layers], out[:layers])
+        out[layers:] = ordered[layers:]
 
     def _stored(self, words: Words) -> Words:
         """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""

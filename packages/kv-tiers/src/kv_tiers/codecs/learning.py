@@ -32,9 +32,13 @@ class Learning:
         max_tokens: int,
         frequencies: Sequence[Sequence[float]],
         ranks: int = 1,
+        rotated: int = 0,
+        neighbours: bool = False,
     ) -> None:
         """
-        frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2].
+        frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2], in
+            the order of `ChannelOrder`.
+        rotated, neighbours: as of `Shape`.
         ranks: among how many a model's heads may be divided: no component is of two ranks' heads.
 
         Raises:
@@ -55,6 +59,8 @@ class Learning:
             step=1.0,
             tables=tuple(known.index(layer) for layer in each),
             block_channels=block_channels(max(1, heads // ranks), head_dim),
+            rotated=rotated,
+            neighbours=neighbours,
         )
         blocks, channels = self._shape.blocks, self._shape.block_channels
         self._tokens = 0
@@ -79,7 +85,10 @@ class Learning:
         for number, pair in enumerate(layers):
             for part, numbers in enumerate(pair):
                 wide = np.ascontiguousarray(numbers, np.float32)
-                wide = wide if part else turn_back(wide, *tables[shape.tables[number]])
+                if not part:
+                    keys = np.empty_like(wide)
+                    shape.order.ordered(wide, keys)
+                    wide = turn_back(keys, *tables[shape.tables[number]])
                 plane = wide[SINKS:].reshape(tokens - SINKS, -1).astype(np.float64)
                 for at in range(of_layer):
                     flat = plane[:, at * channels : (at + 1) * channels]

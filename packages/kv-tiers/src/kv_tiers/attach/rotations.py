@@ -1,0 +1,88 @@
+"""Compares how a calibration says a model rotates its keys with how the engine does.
+
+`kv judge --calibrate` sees the keys that transformers computes. An engine may store the same keys with their elements
+in another order: vLLM permutes Llama 4's weights so that halves turn together instead of neighbours. It may also have
+been told other frequencies. Components that were learnt on other keys would make no larger errors but much larger
+payloads, and the verdict would not be of what is stored: so such an engine does not start.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from kv_core.errors import ConfigError
+from numpy.typing import NDArray
+
+from kv_tiers.codecs.calibration import Calibration
+from kv_tiers.codecs.channel_order import ChannelOrder
+
+_TOLERANCE: Final = 0.01
+"""Of a frequency: engines keep cosines and sines in bfloat16, too."""
+_SLOWEST: Final = 1e-7
+"""Radians a token that make no difference in any prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineRotation:
+    """One of the rotary embeddings that an engine has made.
+
+    head_dim, rotated, neighbours: as in `ChannelOrder`.
+    frequencies: radians a token, [rotated / 2]; None: the engine does not say.
+    """
+
+    head_dim: int
+    rotated: int
+    neighbours: bool
+    frequencies: NDArray[np.float64] | None = None
+
+    @property
+    def order(self) -> ChannelOrder:
+        return ChannelOrder(self.head_dim, self.rotated, self.neighbours)
+
+
+def check_rotations(
+    calibration: Calibration, made: Iterable[EngineRotation], *, stage: int = 0, stages: int = 1
+) -> None:
+    """
+    made: all of the engine's. There may be others, of a vision tower for example.
+    stage: of the pipeline, whose layers are looked at.
+
+    Raises:
+        ConfigError: a layer's keys are rotated otherwise than by any of them.
+    """
+    shape = calibration.shape
+    each = shape.layers // stages
+    tables = sorted(set(shape.tables[stage * each : (stage + 1) * each]))
+    rotating = [table for table in map(calibration.frequencies.__getitem__, tables) if table.any()]
+    known = [one for one in made if one.head_dim == shape.head_dim]
+    alike = [one for one in known if _pairs(one.order) == _pairs(shape.order)]
+    for table in rotating:
+        if not alike:
+            others = "; ".join(sorted({_spelled(one.order) for one in known})) or "nothing that it tells of"
+            raise ConfigError(
+                f"codec kvtc: the calibration of {shape.model} is for keys of which the model rotates "
+                f"{_spelled(shape.order)}, and this engine rotates {others}: it stores keys in another order than "
+                "`kv judge` saw, so the codec cannot be used with it"
+            )
+        if not any(_is_alike(table, one.frequencies) for one in alike):
+            raise ConfigError(
+                f"codec kvtc: this engine rotates keys by other frequencies than the calibration of {shape.model} has: "
+                "write one for the model as the engine is configured"
+            )
+
+
+def _pairs(order: ChannelOrder) -> tuple[int, bool]:
+    """Equal for orders in which the same elements turn together: one pair is halves and neighbours alike."""
+    return order.rotated, order.neighbours and order.rotated > 2
+
+
+def _is_alike(table: NDArray[np.float64], frequencies: NDArray[np.float64] | None) -> bool:
+    if frequencies is None:
+        return True
+    return bool(np.allclose(table[: len(frequencies)], frequencies, _TOLERANCE, _SLOWEST))
+
+
+def _spelled(order: ChannelOrder) -> str:
+    pairs = "neighbours" if order.neighbours else "halves"
+    return f"{order.rotated} of {order.head_dim} elements, {pairs} together"

@@ -1,0 +1,51 @@
+"""Which elements of a head are turned together, as an order of its channels in which they are where kernels want them.
+
+Kernels turn element j with element j + head_dim / 2, as Llama does. Some models rotate only the first elements of a key
+(a *part*), and some turn neighbours. Channels of keys are put into another order for them: the first elements of the
+pairs that are turned, half of those that are not turned, the second elements, the other half. What is not turned has
+the frequency 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOrder:
+    """rotated: how many of a head's elements are turned, the first ones; even. neighbours: 2 j with 2 j + 1, and not
+    j with j + rotated / 2."""
+
+    head_dim: int
+    rotated: int
+    neighbours: bool
+
+    @property
+    def is_usual(self) -> bool:
+        """Kernels take such keys as they are."""
+        return self.rotated == self.head_dim and not self.neighbours
+
+    def ordered(self, stored: NDArray[Any], out: NDArray[Any]) -> None:
+        """From a model's order into that of kernels. Both [..., head_dim]."""
+        for there, here in self._moves():
+            out[..., there] = stored[..., here]
+
+    def restored(self, ordered: NDArray[Any], out: NDArray[Any]) -> None:
+        """Back again."""
+        for there, here in self._moves():
+            out[..., here] = ordered[..., there]
+
+    def _moves(self) -> list[tuple[slice, slice]]:
+        """Where runs of channels are in the order of kernels, and where in the model's."""
+        half, turned, end = self.head_dim // 2, self.rotated // 2, self.head_dim
+        left = self.rotated + half - turned
+        firsts, seconds = slice(0, turned), slice(turned, self.rotated)
+        if self.neighbours:
+            firsts, seconds = slice(0, self.rotated, 2), slice(1, self.rotated, 2)
+        return [
+            (slice(0, turned), firsts),
+            (slice(turned, half), slice(self.rotated, left)),
+            (slice(half, half + turned), seconds),
+            (slice(half + turned, end), slice(left, end)),
+        ]

@@ -1,0 +1,59 @@
+"""How vLLM's models rotate their keys, for what a calibration of the codec `kvtc` is compared with.
+
+A connector is not given the model. But models get their rotary embeddings from one function, which keeps them for the
+next layer that asks for the same, in this process and until the engine ends.
+"""
+
+from typing import Any
+
+import numpy as np
+from kv_core.errors import ConfigError
+from kv_tiers.attach.ranks import RankShare
+from kv_tiers.attach.rotations import EngineRotation, check_rotations
+from kv_tiers.codecs.calibration import Calibration
+from numpy.typing import NDArray
+
+
+def check_calibration(vllm_config: Any, calibration: Calibration, share: RankShare) -> None:
+    """
+    Raises:
+        ConfigError: the calibration is for keys that are rotated otherwise than this engine's, or vLLM does not say.
+    """
+    if vllm_config.model_config.using_transformers_backend():
+        return  # it computes what `kv judge` saw
+    check_rotations(
+        calibration, made_rotations(), stage=share.shard * share.stages // share.shards, stages=share.stages
+    )
+
+
+def made_rotations() -> list[EngineRotation]:
+    """Those that models of this process have asked vLLM for.
+
+    Raises:
+        ConfigError: this vLLM does not keep them where those do that this was written for.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    kept = getattr(rotary_embedding, "_ROPE_DICT", None)
+    if not isinstance(kept, dict):
+        raise ConfigError("codec kvtc: this vLLM does not say how its models rotate keys; use another codec")
+    return [
+        EngineRotation(
+            head_dim=int(one.head_size),
+            rotated=int(one.rotary_dim),
+            neighbours=not getattr(one, "is_neox_style", True),  # a class that has one way alone has this
+            frequencies=_frequencies(one),
+        )
+        for one in kept.values()
+        if hasattr(one, "head_size") and hasattr(one, "rotary_dim")
+    ]
+
+
+def _frequencies(embedding: Any) -> NDArray[np.float64] | None:
+    """Of its table of cosines and sines, [positions, rotated]; None where it has another."""
+    table = getattr(embedding, "cos_sin_cache", None)
+    if table is None or table.ndim != 2 or len(table) < 2 or table.shape[1] != embedding.rotary_dim:
+        return None
+    cos, sin = table[1].double().cpu().chunk(2)
+    angles: NDArray[np.float64] = np.arctan2(sin.numpy(), cos.numpy())
+    return angles
