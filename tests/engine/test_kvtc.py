@@ -14,6 +14,7 @@ from kv_core.tools.cli import main
 from kv_cuda.judge.verdict import read_verdict
 from kv_tiers.attach.engine import engines
 from models import BY_NAME
+from test_parallel import shaped
 
 TEXT = " ".join(f"w{3 + (7919 * n) % 1900}" for n in range(2300))
 ROOT = Path(__file__).parents[2]
@@ -183,16 +184,6 @@ def test_states_are_stored_as_they_are_beside_attention_that_is_encoded(
     assert shared[0.01] > 0.65 and shared[4] < 0.5
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "TP=2": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-    "PP=2": {
-        "pipeline_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "worker_extension_cls": "stages.Stages",
-    },
-}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape", "step"),
@@ -201,6 +192,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         ("Llama", "TP=2", 4),  # the control
         ("Gemma 3", "TP=2", 0.01),
         ("Gemma 3", "PP=2", 0.01),
+        ("Gemma 3", "TP=2, PP=2", 0.01),
     ],
 )
 def test_ranks_and_stages_encode_their_own_heads_and_layers(
@@ -212,16 +204,12 @@ def test_ranks_and_stages_encode_their_own_heads_and_layers(
     calibration = calibrated(model, text, tmp_path / "kvtc", step, "--dtype", "float32", "--ranks", "2")
     cache = over(tmp_path / "kv", calibration) | {"cold": {"wait_s": 60.0}}
     answers = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        for most, at_least in ((COLD_HITS, 0), (WARM_HITS if name == "Llama" else BY_GROUPS_HITS, 4)):
-            with started(model, cache=cache, own_process=True, **SHAPES[shape]) as engine:
-                if "PP" in shape:
-                    engine.inside_all("kv_make_buffers")
-                answers.append(engine.ask_in_turn(PROMPTS))
-                assert all(hit <= whole for hit, whole in zip(engine.hits, most, strict=True)), engine.hits
-                assert sum(hit > 0 for hit in engine.hits) >= at_least, engine.hits
-                engine.assert_at_rest()
+    for most, at_least in ((COLD_HITS, 0), (WARM_HITS if name == "Llama" else BY_GROUPS_HITS, 4)):
+        with shaped(model, shape, cache) as engine:
+            answers.append(engine.ask_in_turn(PROMPTS))
+            assert all(hit <= whole for hit, whole in zip(engine.hits, most, strict=True)), engine.hits
+            assert sum(hit > 0 for hit in engine.hits) >= at_least, engine.hits
+            engine.assert_at_rest()
     computed, found = answers
     near = same(found, computed)
     assert near > 0.8 if step < 1 else near < 0.5

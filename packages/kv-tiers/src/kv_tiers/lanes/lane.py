@@ -36,7 +36,7 @@ from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, 
 from kv_tiers.lanes.moving import Moving
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.lanes.turns import RestTurns
+from kv_tiers.lanes.turns import RestTurn, RestTurns
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
@@ -188,8 +188,10 @@ class Lane:
     def clear_tenant(self, tenant: bytes) -> None:
         """Like `clear`, for keys with this tag. A tier that cannot tell tenants apart is cleared whole."""
         with self._changed:
-            can_tell = self._only_hides or isinstance(self.tier, ClearsTenants)
-            self._jobs.clear_tenant(tenant) if can_tell else self._jobs.clear()
+            if self._only_hides or isinstance(self.tier, ClearsTenants):
+                self._jobs.clear_tenant(tenant)
+            else:
+                self._jobs.clear()
             self._changed.notify()
 
     def room_for_stores(self) -> int:
@@ -224,7 +226,8 @@ class Lane:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse what is queued, wait for what is running, close the tier. False: a call to it never returned, so it
-        stays open and its memory stays lent."""
+        stays open and its memory stays lent.
+        """
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
@@ -247,10 +250,10 @@ class Lane:
         """Do one job in this thread. False: there is none to be done now."""
         while True:
             with self._changed:
-                if not (chosen := self._choose()):
+                if (job := self._choose()) is None:
                     return False
-                self._begin(chosen[0])
-            if self._run(chosen[0]):
+                self._begin(job)
+            if self._run(job):
                 return True  # else it was a rest's turn and there is none; something else may be waiting
 
     # Under `_changed`.
@@ -273,30 +276,26 @@ class Lane:
             self._changed.notify()
             return True
 
-    def _next(self) -> Job | Probe | None:
+    def _is_busy(self) -> bool:
+        """With something that somebody waits for."""
+        return len(self._running) > (self._jobs.rest is not None)
+
+    def _choose(self) -> Job | Probe | RestTurn | None:
+        """What to begin now; None: nothing."""
+        if self._may_rest(self._turns.may_ask):
+            return RestTurn()
         if self._tracker.is_closed:
             return None
         if self._tracker.retry_at_s is not None:
             return Probe() if self._tracker.may_probe() else None
         return self._jobs.next(self._clock.now_s())
 
-    def _is_busy(self) -> bool:
-        """With something that somebody waits for."""
-        return len(self._running) > (self._jobs.rest is not None)
-
-    def _choose(self) -> tuple[Job | Probe | None] | None:
-        """What to begin now; None: nothing."""
-        if self._may_rest(self._turns.may_ask):
-            return (None,)
-        return None if (job := self._next()) is None else (job,)
-
     def _may_rest(self, may: Callable[[float, bool], bool]) -> bool:
         now_s, is_down = self._clock.now_s(), self._tracker.is_closed or self._tracker.retry_at_s is not None
         return not is_down and may(now_s, not self._is_busy() and not self._jobs.has_any(now_s))
 
-    def _begin(self, job: Job | Probe | None) -> None:
-        """None: it is to be asked for the rest of something."""
-        if job is None:
+    def _begin(self, job: Job | Probe | RestTurn) -> None:
+        if isinstance(job, RestTurn):
             self._turns.asks()
             return
         self._running[id(job)] = self._clock.now_s()
@@ -320,14 +319,14 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not (chosen := self._choose()):
+                while (job := self._choose()) is None:
                     if self._tracker.is_closed:
                         return
                     due_in_s = self._jobs.removals_due_in_s(self._clock.now_s())
                     self._changed.wait(due_in_s if self._tracker.retry_at_s is None else self._tracker.probe_due_in_s())
-                self._begin(chosen[0])
-            self._run(chosen[0])
-            del chosen  # or its memory stays lent while this thread waits for the next
+                self._begin(job)
+            self._run(job)
+            del job  # or its memory stays lent while this thread waits for the next
 
     def _take_rest(self) -> Rest | None:
         """What `when_idle` gives, begun; None: nothing, or there is something else to do by now."""
@@ -342,11 +341,10 @@ class Lane:
             rest.done(None)
         return None
 
-    def _run(self, job: Job | Probe | None) -> bool:
+    def _run(self, begun: Job | Probe | RestTurn) -> bool:
         """False: there was nothing to do."""
-        if job is None and (job := self._take_rest()) is None:
+        if (job := self._take_rest() if isinstance(begun, RestTurn) else begun) is None:
             return False
-        answer: Callable[[], None]
         try:
             answer = self._do(job)
         except BaseException as error:  # noqa: BLE001  # bugs of a tier cost its chunks only; Rust's are no Exception
@@ -490,8 +488,6 @@ class Lane:
                 with self._changed:
                     self._counts.refused += len(job.chunks)
                 job.done([Refused(why)] * len(job.chunks))
-            case _:
-                pass
 
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if not keys:

@@ -13,6 +13,10 @@ _TIMES: Final = 9
 """So many times as long as its last step a rest waits for its next, if the lane is not idle."""
 
 
+class RestTurn:
+    """In place of a job: `Lane.when_idle` is to be asked for one."""
+
+
 class RestTurns:
     """Of one lane, under its lock. Times are of its clock."""
 
