@@ -90,7 +90,7 @@ def kill_and_bring_back(
     until(lambda: engine.ask_in_turn(PROMPTS, TOKENS) == expected and engine.hits == WARM_HITS, within_s=60)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hit_is_what_both_nodes_hold(
     tiny_llama: str, reference: list[Answer], servers: list[ServerProcess], tmp_path: Path
 ) -> None:
