@@ -192,7 +192,6 @@ def test_states_are_stored_as_they_are_beside_attention_that_is_encoded(
         ("Llama", "TP=2", 4),  # the control
         ("Gemma 3", "TP=2", 0.01),
         ("Gemma 3", "PP=2", 0.01),
-        ("Gemma 3", "TP=2, PP=2", 0.01),
     ],
 )
 def test_ranks_and_stages_encode_their_own_heads_and_layers(
