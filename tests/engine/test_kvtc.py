@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import PROMPTS, WARM_HITS, Answer, Engine, empty_the_pool, started
 from kv_core.tools.cli import main
 from kv_cuda.judge.verdict import read_verdict
@@ -180,8 +181,8 @@ def test_states_are_stored_as_they_are_beside_attention_that_is_encoded(
             shared[step] = same(asked(engine), expected)
             assert engine.hits == warm
             assert engine.assert_at_rest()["tiers"]["disk"]["lane"]["damaged"] == 0
-    # Random weights magnify what rounding changes: with AVX2 0.77 of the answers are the same, with AVX-512 over 0.8.
-    assert shared[0.01] > 0.65 and shared[4] < 0.5
+    # Random weights magnify what rounding changes, and kernels for AVX2 round otherwise: 0.77 there.
+    assert shared[0.01] > (0.8 if torch.cpu._is_avx512_supported() else 0.7) and shared[4] < 0.5
 
 
 @pytest.mark.long

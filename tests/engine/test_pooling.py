@@ -55,6 +55,7 @@ def test_scores_of_documents_for_one_query(spelling_llama: str, tmp_path: Path) 
         expected = scores(plain)
         assert len(set(expected)) == 3
     with started(str(tmp_path), cache=CACHE, **POOLED) as ours:
-        # A step with fewer tokens may add them up in another order, as kernels for AVX2 do.
-        assert scores(ours) == pytest.approx(expected, rel=1e-5)
+        # Kernels for AVX2 add up a step with fewer tokens in another order.
+        rounding = 0 if torch.cpu._is_avx512_supported() else 1e-6
+        assert scores(ours) == pytest.approx(expected, rel=rounding, abs=0)
         assert loaded(ours) == 2 * 768
